@@ -1,0 +1,40 @@
+"""Pipeline parallelism for unmodified LightningModules: ``Trainer(strategy="fxpipe")``."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_fxpipe.errors import BatchError as BatchError
+from lightning_fxpipe.errors import FxPipeError as FxPipeError
+from lightning_fxpipe.errors import PartitionError as PartitionError
+from lightning_fxpipe.errors import PeerError as PeerError
+from lightning_fxpipe.errors import TraceError as TraceError
+from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
+from lightning_fxpipe.plan import BoundaryTensor as BoundaryTensor
+from lightning_fxpipe.plan import PartitionPlan as PartitionPlan
+from lightning_fxpipe.plan import StageSpec as StageSpec
+from lightning_fxpipe.planning import make_plan as make_plan
+from lightning_fxpipe.strategy import FxPipeStrategy as FxPipeStrategy
+
+try:
+    __version__ = version("lightning-fxpipe")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0.0.0"
+
+__all__ = [
+    "BatchError",
+    "BoundaryTensor",
+    "FxPipeError",
+    "FxPipeStrategy",
+    "PartitionError",
+    "PartitionPlan",
+    "PeerError",
+    "StageSpec",
+    "TraceError",
+    "UnsupportedError",
+    "make_plan",
+]
+
+# Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. Imported twice under test runners.
+if "fxpipe" not in StrategyRegistry.available_strategies():
+    StrategyRegistry.register("fxpipe", FxPipeStrategy, description="Pipeline parallelism for an unmodified LightningModule")

@@ -1,0 +1,289 @@
+"""The only home of private names of torch and Lightning.
+
+Each name is listed with the reason why no public one does, and the versions it was seen in. ``tests/test_compat.py`` has a
+canary for each: it fails, by name, on the first release that changes one of them. torch names first, Lightning names are
+imported lazily inside functions, so that tracing and planning work without Lightning.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+# Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+# The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# Rebuilds a symbolic size as arithmetic on graph nodes. torch 2.11-2.15.
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class FakeWorld:
+    """One trace's fake tensors, with the symbols of their sizes and the guards on those symbols."""
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self._num_inputs = 0
+
+    def input(self, tensor: Tensor, dynamic_dims: Iterable[int]) -> Tensor:
+        """A fake of ``tensor``; the sizes of ``dynamic_dims`` become symbols, the same one for the same size."""
+        dynamic = set(dynamic_dims)
+        sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
+        self._num_inputs += 1
+        return self.mode.from_tensor(
+            tensor,
+            source=ConstantSource(f"input_{self._num_inputs}"),
+            symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+        )
+
+    def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """A fake of a parameter or buffer. One on the meta device is taken as if it were on ``device``."""
+        if tensor.is_meta and device is not None and device.type != "meta":
+            with self.mode, torch.no_grad():
+                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            return fake.requires_grad_(tensor.requires_grad)
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        # Without the python dispatcher, F.pad and interpolate specialise the batch size.
+        with enable_python_dispatcher(), self.mode:
+            yield
+
+    def guards(self) -> list[Any]:
+        """Sympy conditions on the symbols that the recorded graph relies on."""
+        return [guard.expr for guard in self.shape_env.guards]
+
+    def replacements(self) -> dict[Any, Any]:
+        """Symbols that the trace found equal to something else, a number included."""
+        return dict(self.shape_env.replacements)
+
+
+def symbolic_expression(value: Any) -> Any:
+    """The sympy expression behind a SymInt, SymFloat or SymBool; other values as they are."""
+    return value.node.expr if isinstance(value, SYMBOLIC_TYPES) else value
+
+
+def size_hint(value: int | torch.SymInt) -> int:
+    """The size that the trace ran with."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        if hint is None:
+            raise ValueError(f"{value} depends on data, not on the inputs' shapes")
+        return int(hint)
+    return int(value)
+
+
+def lower_expression(expression: Any, symbol_values: dict[Any, Any]) -> Any:
+    """Evaluates a sympy expression on fx proxies, which records the arithmetic as nodes."""
+    return sympy_interp(PythonReferenceAnalysis, symbol_values, expression)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.11-2.15."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Grows with every in-place change of a tensor or of a view of it. torch 2.11-2.15."""
+    return int(tensor._version)
+
+
+@contextmanager
+def tracing_friendly_torch() -> Iterator[None]:
+    """Stops torch's own modules from taking shortcuts that look at data.
+
+    nn.Transformer's fast path and its causal-mask detection compare mask values; recorded on fake tensors either would end the
+    trace or bake the example's answer into the graph. torch 2.11-2.15.
+    """
+    import torch.nn.modules.transformer as transformer
+
+    detect = transformer._detect_is_causal_mask
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+@contextmanager
+def patched_attributes(*patches: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets (object, name, value) for the duration of the block; restores them in reverse."""
+    with ExitStack() as stack:
+        for owner, name, value in patches:
+            absent = name not in vars(owner)
+            previous = vars(owner).get(name)
+            setattr(owner, name, value)
+            stack.callback(delattr, owner, name) if absent else stack.callback(setattr, owner, name, previous)
+        yield
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Restores the generators of python, numpy and torch after the block."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def rng_state() -> dict[str, Any]:
+    """States of the generators of python, numpy (where it is in use) and torch, of the current device too."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Inverse of :func:`rng_state`."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether user hooks run around the module's forward. ``nn.Module`` lists them in private dicts only. torch 2.11-2.15."""
+    return any(
+        getattr(module, name)
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+# --------------------------------------------------------------------------------------------------- Lightning
+
+
+def init_process_group(
+    cluster_environment: Any, backend: str | None, device: torch.device, timeout: timedelta
+) -> None:
+    """Lightning's own start of the default process group; it has no public name. Lightning 2.6."""
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device,
+        _init_dist_connection,
+    )
+
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(cluster_environment, backend, timeout=timeout, device_id=device_id)
+
+
+def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """Starts ``python script.py`` once more for each further rank; every Lightning strategy uses it. Lightning 2.6."""
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+
+
+def first_batch(trainer: Trainer) -> Any:
+    """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
+
+    The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
+    dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
+    The loops' data sources have no public name. Lightning 2.6.
+    """
+    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.utilities import CombinedLoader
+
+    loops = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    assert trainer.state.fn is not None
+    source = loops[trainer.state.fn]._data_source  # type: ignore[attr-defined]
+    if not source.is_defined():
+        return None
+    with isolated_rng():
+        loaders = source.dataloader()
+        if isinstance(loaders, CombinedLoader):
+            loaders = loaders.iterables
+        if trainer.state.fn is TrainerFn.FITTING:
+            batch = tree_map(_first_of_loader, loaders)
+        else:  # evaluation runs its dataloaders one after another
+            batch = _first_of_loader(tree_leaves(loaders)[0])
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def _first_of_loader(loader: Any) -> Any:
+    """First batch of one dataloader, without starting its workers."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if not isinstance(loader, DataLoader):
+        return next(iter(loader))
+    dataset, collate = loader.dataset, loader.collate_fn
+    if isinstance(dataset, IterableDataset):
+        # A dataset that is its own iterator would lose the samples looked at here.
+        samples = iter(copy.deepcopy(dataset) if hasattr(dataset, "__next__") else dataset)
+        if loader.batch_size is None:
+            return collate(next(samples))
+        return collate(list(itertools.islice(samples, loader.batch_size)))
+    if loader.batch_sampler is None:
+        return collate(dataset[next(iter(loader.sampler))])
+    indices = next(iter(loader.batch_sampler))
+    many = getattr(dataset, "__getitems__", None)
+    return collate(many(indices) if callable(many) else [dataset[index] for index in indices])
+
+
+def default_store() -> Any:
+    """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def metadata_filename() -> str:
+    """Name of the file in a checkpoint folder by which Lightning knows it. Lightning 2.6."""
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+
+    return _METADATA_FILENAME
+
+
+def batch_counter(trainer: Trainer, kind: str) -> int:
+    """Batches that the step has run on so far, restored with a checkpoint. Lightning 2.6."""
+    if kind == "training_step":
+        return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+    return int(trainer.global_step)

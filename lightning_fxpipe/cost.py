@@ -1,0 +1,194 @@
+"""What the nodes of a traced region weigh, and what each cut between them would send.
+
+The graph is seen as a chain of *units*: a call together with the nodes that only take its result apart. A cut may fall between
+two units; its cost is the bytes of the tensors alive across it, and it is illegal where a stage could not be told apart from
+the rest without changing the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat import size_hint, storage_key
+from lightning_fxpipe.record import CONSTANT_PREFIX
+from lightning_fxpipe.trace import TracedRegion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A call and the nodes that take its result apart.
+
+    Attributes:
+        nodes: In graph order; the first is the call.
+        path: Path of the module that the call came from.
+        tensor_fqns: Canonical FQNs of the parameters and buffers that it uses.
+        num_parameters: Elements of the parameters that no earlier unit uses.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    path: str
+    tensor_fqns: frozenset[str]
+    num_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutSite:
+    """The place after unit ``position``.
+
+    Attributes:
+        position: Index of the last unit before the cut; -1 for the place before all units.
+        crossing: Tensors alive across it, in the order in which they are produced.
+        num_bytes: Their size for the example microbatch.
+        obstacle: Why no cut may fall here, or None.
+    """
+
+    position: int
+    crossing: tuple[fx.Node, ...]
+    num_bytes: int
+    obstacle: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A traced region as units and the sites between them; ``sites[i]`` lies after ``units[i]``, one after the last unit
+    included: what crosses that one are the region's own outputs."""
+
+    traced: TracedRegion
+    units: tuple[Unit, ...]
+    sites: tuple[CutSite, ...]
+
+    def site(self, position: int) -> CutSite:
+        """The site after unit ``position``. Nothing crosses at -1: every rank has the region's inputs."""
+        return self.sites[position] if position >= 0 else CutSite(position=-1, crossing=(), num_bytes=0, obstacle=None)
+
+
+def canonical_fqns(root: nn.Module) -> dict[str, str]:
+    """For every name of a parameter or buffer the first name of the same tensor; tied weights have several names."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    tensors = (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    )
+    for fqn, tensor in tensors:
+        names[fqn] = first.setdefault(id(tensor), fqn)
+    return names
+
+
+def node_fqns(node: fx.Node, root: nn.Module) -> Iterable[str]:
+    """All names of parameters and buffers that a ``get_attr`` or ``call_module`` node uses."""
+    if node.op == "get_attr" and not str(node.target).startswith(CONSTANT_PREFIX):
+        yield str(node.target)
+    elif node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        for name, _ in (*module.named_parameters(), *module.named_buffers()):
+            yield f"{node.target}.{name}" if node.target else name
+
+
+def build_chain(traced: TracedRegion) -> Chain:
+    """Units and cut sites of a traced region."""
+    names = canonical_fqns(traced.root)
+    sizes = {fqn: parameter.numel() for fqn, parameter in traced.root.named_parameters()}
+    groups: list[list[fx.Node]] = []
+    position_of: dict[fx.Node, int] = {}
+    for node in traced.graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        owner = node.meta.get("part_of")
+        if owner is not None:
+            groups[position_of[owner]].append(node)
+        else:
+            groups.append([node])
+        position_of[node] = position_of[owner] if owner is not None else len(groups) - 1
+    units: list[Unit] = []
+    counted: set[str] = set()
+    for group in groups:
+        sources = {*group, *(operand for node in group for operand in node.all_input_nodes if operand.op == "get_attr")}
+        fqns = frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root))
+        weight = sum(sizes.get(fqn, 0) for fqn in fqns - counted)
+        counted |= fqns
+        path = str(group[0].meta["module_path"])
+        units.append(Unit(nodes=tuple(group), path=path, tensor_fqns=fqns, num_parameters=weight))
+    sites = _cut_sites(traced, position_of, len(units))
+    return Chain(traced=traced, units=tuple(units), sites=sites)
+
+
+def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_units: int) -> tuple[CutSite, ...]:
+    # The output counts as a use after the last unit: with a cut there, what crosses are the outputs.
+    last_use = {
+        node: max((position_of.get(user, num_units) for user in node.users), default=position)
+        for node, position in position_of.items()
+    }
+    crossing: list[list[fx.Node]] = [[] for _ in range(num_units)]
+    for node, position in position_of.items():
+        for site in range(position, last_use[node]):
+            crossing[site].append(node)
+    obstacles = _aliasing_obstacles(traced, position_of, last_use, num_units)
+    sites = []
+    for position, nodes in enumerate(crossing):
+        obstacle = obstacles[position] or next((why for node in nodes if (why := _cannot_cross(node))), None)
+        num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
+        sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
+    return tuple(sites)
+
+
+def tensor_bytes(value: Tensor) -> int:
+    """Bytes of a (fake) tensor at the sizes that it was traced with."""
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.dtype.itemsize
+
+
+def _cannot_cross(node: fx.Node) -> str | None:
+    value: Any = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return f"{node.name} is not a tensor"
+    if value.layout is not torch.strided:
+        return f"{node.name} is a {value.layout} tensor"
+    try:
+        tensor_bytes(value)
+    except ValueError:
+        return f"the size of {node.name} depends on data"
+    return None
+
+
+def _aliasing_obstacles(
+    traced: TracedRegion,
+    position_of: Mapping[fx.Node, int],
+    last_use: Mapping[fx.Node, int],
+    num_units: int,
+) -> list[str | None]:
+    """Sites where in-place changes forbid a cut.
+
+    Stages exchange copies. So once memory is changed in place, two names for it must not both cross a cut before the change;
+    and memory that every rank has its own copy of (inputs, buffers, parameters) must be used by one stage only.
+    """
+    by_storage: dict[int, list[fx.Node]] = {}
+    fixed: dict[int, list[int]] = {}
+    for node in traced.graph.nodes:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        key = storage_key(value)
+        if node in position_of:
+            by_storage.setdefault(key, []).append(node)
+        else:
+            fixed.setdefault(key, []).extend(position_of.get(user, num_units) for user in node.users)
+    obstacles: list[str | None] = [None] * num_units
+    for changer, changed_at in position_of.items():
+        for key in changer.meta.get("mutated_storages", ()):
+            aliases = by_storage.get(key, [])
+            uses = [*fixed.get(key, ()), *(last_use[node] for node in aliases)]
+            for site in range(num_units):
+                if key in fixed and min(*uses, changed_at) <= site < max(*uses, changed_at):
+                    obstacles[site] = f"{changer.name} changes in place what both sides use"
+                alive = [node for node in aliases if position_of[node] <= site < last_use[node]]
+                if site < changed_at and len(alive) > 1:
+                    obstacles[site] = f"{changer.name} changes {alive[0].name} and {alive[1].name} in place together"
+    return obstacles

@@ -1,0 +1,66 @@
+"""The errors a user can see.
+
+Every message has the same four parts, so that nobody has to read our code to act on it: what failed, where it failed, what
+was observed against what was expected, and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class FxPipeError(Exception):
+    """Base of all errors raised by this package.
+
+    Args:
+        what: What failed, one sentence.
+        where: Stage, module path, or file and line.
+        observed: What was found.
+        expected: What was needed instead.
+        todo: What the user can do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        observed: str | None = None,
+        expected: str | None = None,
+        todo: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = where
+        self.observed = observed
+        self.expected = expected
+        self.todo = todo
+        parts = (("Where", where), ("Observed", observed), ("Expected", expected), ("What to do", todo))
+        super().__init__("\n  ".join([what, *(f"{label}: {text}" for label, text in parts if text)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive the default pickling, and errors travel between processes.
+        return _rebuild, (type(self), self.what, self.where, self.observed, self.expected, self.todo)
+
+
+def _rebuild(
+    kind: type[FxPipeError], what: str, where: str | None, observed: str | None, expected: str | None, todo: str | None
+) -> FxPipeError:
+    return kind(what, where=where, observed=observed, expected=expected, todo=todo)
+
+
+class TraceError(FxPipeError):
+    """The model call inside the step could not be found or recorded as a graph."""
+
+
+class PartitionError(FxPipeError):
+    """The graph cannot be cut into the number of stages asked for, or a given plan does not fit the model."""
+
+
+class BatchError(FxPipeError):
+    """A batch cannot be split into microbatches."""
+
+
+class UnsupportedError(FxPipeError):
+    """The module, the Trainer or the step asks for something that a pipeline cannot honour (yet)."""
+
+
+class PeerError(FxPipeError):
+    """Another rank of the pipeline failed; the message carries its original traceback."""

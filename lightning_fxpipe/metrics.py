@@ -1,0 +1,185 @@
+"""What a step logs, per microbatch on the last stage, becomes one ``self.log`` per step with the same value on every rank.
+
+Every rank repeats the last stage's calls of ``self.log`` with the whole batch's value and size. So Lightning's own machinery
+(epoch means, progress bar, ``callback_metrics``, checkpoints that monitor a metric, plateau schedulers, early stopping) works
+and decides alike everywhere. The price is one broadcast of a few numbers per step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat import patched_attributes
+from lightning_fxpipe.errors import UnsupportedError
+
+# Values that travel with the first message; more need a second one.
+_INLINE_VALUES = 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogEntry:
+    """One call of ``self.log`` for a whole batch.
+
+    Attributes:
+        name: The logged name.
+        value: The batch's value.
+        options: The call's other arguments, without those about synchronisation over ranks.
+        num_samples: Samples that the value was computed on, the weight in epoch means.
+    """
+
+    name: str
+    value: float
+    options: tuple[tuple[str, Any], ...]
+    num_samples: int
+
+
+@dataclass
+class _Series:
+    """Calls with one name (and, where the step logs a name repeatedly, one position) over the microbatches."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[int] = field(default_factory=list)
+
+
+class StepLog:
+    """Collects the calls of ``self.log`` made during one step."""
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[str, int], _Series] = {}
+        self._size = 0
+        self._repeats: dict[str, int] = {}
+
+    def begin_microbatch(self, size: int) -> None:
+        """Later calls belong to a microbatch of ``size`` samples."""
+        self._size = size
+        self._repeats = {}
+
+    @contextmanager
+    def capture(self, module: nn.Module) -> Iterator[None]:
+        """During the block ``module.log`` collects instead of logging; ``log_dict`` calls it."""
+        original = getattr(module, "log", None)
+        if original is None:
+            yield
+            return
+        signature = inspect.signature(original)
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            self._add(arguments.pop("name"), arguments.pop("value"), arguments)
+
+        with patched_attributes((module, "log", log)):
+            yield
+
+    def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise UnsupportedError(
+                f"self.log({name!r}, ...) got a value that cannot be combined over microbatches.",
+                observed=f"a {type(value).__name__}",
+                expected="a number or a tensor with one element",
+                todo="Log a number; torchmetrics objects are not supported in a pipeline yet.",
+            )
+        # Every rank logs the same values, so there is nothing to synchronise.
+        explicit = options.pop("batch_size", None)
+        for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
+            options.pop(about_ranks, None)
+        repeat = self._repeats.get(name, 0)
+        self._repeats[name] = repeat + 1
+        series = self._series.setdefault((name, repeat), _Series(name=name, options=tuple(options.items())))
+        detached = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+        # A copy: the step may go on to change the tensor in place.
+        series.values.append(detached.reshape(()).to(torch.float64, copy=True))
+        series.weights.append(self._size if explicit is None else int(explicit))
+
+    def entries(self) -> list[LogEntry]:
+        """One entry for each name, in the order of the calls."""
+        return [
+            LogEntry(
+                name=series.name,
+                value=_combine(series.values, series.weights, dict(series.options).get("reduce_fx", "mean"), series.name),
+                options=series.options,
+                num_samples=sum(series.weights),
+            )
+            for series in self._series.values()
+        ]
+
+
+def _combine(values: Sequence[Tensor], weights: Sequence[int], reduce_fx: Any, name: str) -> float:
+    """The value for the whole batch, by the rule that Lightning uses over batches."""
+    stacked = torch.stack(list(values)).cpu()
+    rule = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if rule in ("mean", "avg"):
+        weight = torch.tensor(weights, dtype=torch.float64)
+        return float((stacked * weight).sum() / weight.sum())
+    rules: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
+    if rule not in rules:
+        raise UnsupportedError(
+            f"self.log({name!r}, ...) has a reduce_fx that cannot be applied over microbatches.",
+            observed=repr(reduce_fx),
+            expected="mean, sum, min or max",
+        )
+    return float(rules[rule](stacked))
+
+
+class ResultChannel:
+    """Gives every rank of a pipeline the loss and the log entries of the last stage.
+
+    A message is a fixed number of floats: the names and options travel only when they change.
+
+    Args:
+        group: A group for CPU tensors with all ranks of the pipeline; None without a process group.
+        source: Global rank of the last stage.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
+        self._group = group
+        self._source = source
+        self._layout: tuple[Any, ...] | None = None
+
+    def share(self, loss: float | None, entries: Sequence[LogEntry]) -> tuple[float | None, list[LogEntry]]:
+        """Returns the last stage's arguments on every rank. Called by every rank of the pipeline."""
+        if self._group is None or dist.get_world_size(self._group) == 1:
+            return loss, list(entries)
+        is_source = dist.get_rank() == self._source
+        layout = (loss is not None, tuple((e.name, e.options, e.num_samples) for e in entries))
+        values = [*([] if loss is None else [loss]), *(entry.value for entry in entries)]
+        message = torch.zeros(2 + _INLINE_VALUES, dtype=torch.float64)
+        if is_source:
+            message[0], message[1] = float(layout != self._layout), len(values)
+            message[2 : 2 + len(values[:_INLINE_VALUES])] = torch.tensor(values[:_INLINE_VALUES], dtype=torch.float64)
+        dist.broadcast(message, src=self._source, group=self._group)
+        if message[0]:
+            sent: list[Any] = [layout if is_source else None]
+            dist.broadcast_object_list(sent, src=self._source, group=self._group)
+            self._layout = sent[0]
+        count = int(message[1])
+        received = message[2 : 2 + min(count, _INLINE_VALUES)].tolist()
+        if count > _INLINE_VALUES:
+            rest = torch.tensor(values[_INLINE_VALUES:], dtype=torch.float64) if is_source else torch.empty(
+                count - _INLINE_VALUES, dtype=torch.float64
+            )
+            dist.broadcast(rest, src=self._source, group=self._group)
+            received += rest.tolist()
+        assert self._layout is not None
+        has_loss, described = self._layout
+        shared_loss = received.pop(0) if has_loss else None
+        return shared_loss, [
+            LogEntry(name=name, value=value, options=options, num_samples=num_samples)
+            for (name, options, num_samples), value in zip(described, received, strict=True)
+        ]
+
+
+def replay(module: Any, entries: Sequence[LogEntry], device: torch.device) -> None:
+    """Logs the entries through the module's own ``log``."""
+    for entry in entries:
+        value = torch.tensor(entry.value, dtype=torch.get_default_dtype(), device=device)
+        module.log(entry.name, value, batch_size=entry.num_samples, **dict(entry.options))

@@ -1,0 +1,226 @@
+"""The partition plan: which stage holds what, as frozen data that can be printed, saved as JSON and used again.
+
+A plan speaks of module paths and parameter FQNs only, never of graph nodes: the training graph, the evaluation graph and the
+graph of another batch shape differ in their nodes, yet all must agree on where each parameter lives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.table import human_bytes, human_count, render_table
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryTensor:
+    """A tensor that crosses from one stage to the next.
+
+    Attributes:
+        name: Name of the graph node that produced it.
+        module: Path of the module that produced it.
+        shape: Its shape for the example microbatch.
+        dtype: For instance ``"float32"``.
+        requires_grad: Whether a gradient of the same size comes back in training.
+        producer_stage: Stage that computed it.
+        consumer_stages: Stages that use it.
+        num_bytes: Bytes of one microbatch.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    producer_stage: int
+    consumer_stages: tuple[int, ...]
+    num_bytes: int
+
+    def is_relay_at(self, stage: int) -> bool:
+        """Whether ``stage`` only passes the tensor on: it neither computed it nor uses it."""
+        return stage != self.producer_stage and stage not in self.consumer_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSpec:
+    """One stage of a plan.
+
+    Attributes:
+        index: Position in the pipeline, 0 is the first.
+        first_module: Path of the module that its first node came from.
+        last_module: Path of the module that its last node came from.
+        fqns: Parameters and buffers that the stage uses; a shared parameter is listed by every stage that holds a copy.
+        num_parameters: Parameters counted for this stage; a shared one counts in the first stage that uses it.
+        outputs: Tensors that it sends to the next stage.
+    """
+
+    index: int
+    first_module: str
+    last_module: str
+    fqns: tuple[str, ...]
+    num_parameters: int
+    outputs: tuple[BoundaryTensor, ...]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes that leave the stage for each microbatch, forward."""
+        return sum(tensor.num_bytes for tensor in self.outputs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionPlan:
+    """A complete plan.
+
+    Attributes:
+        region: Path of the module whose call is pipelined (``""`` is the traced module itself).
+        stages: In pipeline order.
+        microbatch_size: Samples in the microbatch that the shapes and bytes of the boundaries are given for.
+        parameter_shapes: Shape of every parameter of the module, by FQN; identifies the model.
+        outside_fqns: Parameters that the step uses after the region, or not at all; they belong to the last stage.
+        prelude_fqns: Parameters that the step uses before the region, without training them; every rank keeps them.
+        opened: Modules that were opened so that a cut could fall inside.
+        kept_whole: Modules that could not be opened, with the reason.
+        schema_version: Version of the JSON layout.
+    """
+
+    region: str
+    stages: tuple[StageSpec, ...]
+    microbatch_size: int
+    parameter_shapes: Mapping[str, tuple[int, ...]]
+    outside_fqns: tuple[str, ...] = ()
+    prelude_fqns: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
+    kept_whole: Mapping[str, str] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all stages, shared ones counted once."""
+        return sum(stage.num_parameters for stage in self.stages)
+
+    def stages_of(self, fqn: str) -> tuple[int, ...]:
+        """Indices of the stages that hold the parameter or buffer ``fqn``, in order; empty where every rank does."""
+        holders = tuple(stage.index for stage in self.stages if fqn in stage.fqns)
+        return holders or ((self.num_stages - 1,) if fqn in self.outside_fqns else ())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PartitionPlan:
+        """Reads a plan written by :meth:`save`.
+
+        Raises:
+            PartitionError: The file is not a plan, or has a layout that this version does not know.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PartitionError("Cannot read the partition plan.", where=str(path), observed=str(error)) from error
+        return cls.from_dict(data, where=str(path))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "plan") -> PartitionPlan:
+        """Inverse of ``dataclasses.asdict``. Raises :class:`PartitionError` as :meth:`load` does."""
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise PartitionError(
+                "This file is not a partition plan that this version can read.",
+                where=where,
+                observed=f"schema_version {version}",
+                expected=f"schema_version {SCHEMA_VERSION}",
+                todo="Make the plan again with `python -m lightning_fxpipe plan`.",
+            )
+        try:
+            return cls(
+                region=data["region"],
+                stages=tuple(_stage_from_dict(stage) for stage in data["stages"]),
+                microbatch_size=data["microbatch_size"],
+                parameter_shapes={fqn: tuple(shape) for fqn, shape in data["parameter_shapes"].items()},
+                outside_fqns=tuple(data["outside_fqns"]),
+                prelude_fqns=tuple(data["prelude_fqns"]),
+                opened=tuple(data["opened"]),
+                kept_whole=dict(data["kept_whole"]),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
+
+    def check_fits(self, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises :class:`PartitionError` unless the plan was made for a model with these parameters."""
+        differing = [
+            f"{fqn}: plan {self.parameter_shapes.get(fqn, 'absent')}, model {parameter_shapes.get(fqn, 'absent')}"
+            for fqn in sorted({*self.parameter_shapes, *parameter_shapes})
+            if self.parameter_shapes.get(fqn) != parameter_shapes.get(fqn)
+        ]
+        if differing:
+            raise PartitionError(
+                "The plan was made for another model.",
+                observed="; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else ""),
+                expected="the same parameters, by name and shape",
+                todo="Make the plan again for this model, with `make_plan` or `python -m lightning_fxpipe plan`.",
+            )
+
+    def __str__(self) -> str:
+        return _plan_table(self)
+
+
+def _stage_from_dict(data: Mapping[str, Any]) -> StageSpec:
+    outputs = tuple(
+        BoundaryTensor(
+            **{**out, "shape": tuple(out["shape"]), "consumer_stages": tuple(out["consumer_stages"])}
+        )
+        for out in data["outputs"]
+    )
+    return StageSpec(**{**data, "fqns": tuple(data["fqns"]), "outputs": outputs})
+
+
+def _shortened(names: tuple[str, ...], shown: int = 4) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _plan_table(plan: PartitionPlan) -> str:
+    """The table shown before the first step and by ``print(plan)``."""
+    total = max(plan.num_parameters, 1)
+    rows = []
+    for stage in plan.stages:
+        relayed = sum(tensor.is_relay_at(stage.index) for tensor in stage.outputs)
+        tensors = f"{len(stage.outputs)}" + (f" ({relayed} relayed)" if relayed else "") if stage.outputs else "-"
+        rows.append(
+            (
+                str(stage.index),
+                stage.first_module or "(root)",
+                stage.last_module or "(root)",
+                human_count(stage.num_parameters),
+                f"{100 * stage.num_parameters / total:.1f} %",
+                tensors,
+                human_bytes(stage.output_bytes) if stage.outputs else "-",
+            )
+        )
+    caption = f"{human_count(plan.num_parameters)} parameters in {plan.num_stages} stages"
+    caption += f"; bytes are for one microbatch of {plan.microbatch_size}"
+    if plan.opened:
+        caption += f"\nOpened: {', '.join(path or '(root)' for path in plan.opened)}"
+    if plan.kept_whole:
+        caption += "\nKept whole: " + ", ".join(f"{path} ({reason})" for path, reason in plan.kept_whole.items())
+    if plan.outside_fqns:
+        caption += f"\nOutside the pipelined call, with the last stage: {_shortened(plan.outside_fqns)}"
+    if plan.prelude_fqns:
+        caption += f"\nUsed before the pipelined call, kept by every rank: {_shortened(plan.prelude_fqns)}"
+    return render_table(
+        f"Pipeline of {plan.region or 'the module'}",
+        ("Stage", "First module", "Last module", "Parameters", "Share", "Tensors out", "Bytes out"),
+        rows,
+        right_aligned=("Stage", "Parameters", "Share", "Tensors out", "Bytes out"),
+        caption=caption,
+    )

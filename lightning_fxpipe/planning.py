@@ -1,0 +1,325 @@
+"""From a module and an example batch to a plan, and from a plan to the cuts of any other graph of the same module.
+
+The training graph decides the plan. Evaluation, another batch shape or a step that calls the model in another way have graphs
+of their own; their cuts follow the plan: each unit goes to a stage that holds its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from lightning_fxpipe._compat import size_hint
+from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns, tensor_bytes
+from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.microbatch import first_microbatch
+from lightning_fxpipe.partition import lightest_maximum, solve
+from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, StageSpec
+from lightning_fxpipe.region import StepCall, find_region
+from lightning_fxpipe.trace import RegionCall, TracedRegion, is_torch_leaf, trace_region
+
+# A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
+GOOD_ENOUGH = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A chain cut into stages.
+
+    Attributes:
+        chain: The chain.
+        cuts: Position of the last unit of each stage but the last; equal neighbours mean a stage that computes nothing.
+    """
+
+    chain: Chain
+    cuts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.cuts) + 1
+
+    def stage_of(self, position: int) -> int:
+        """Stage of the unit at ``position``."""
+        return sum(cut < position for cut in self.cuts)
+
+    def nodes(self, stage: int) -> list[fx.Node]:
+        """The stage's calls, in graph order."""
+        units = [unit for position, unit in enumerate(self.chain.units) if self.stage_of(position) == stage]
+        return [node for unit in units for node in unit.nodes]
+
+    def boundary(self, stage: int) -> tuple[fx.Node, ...]:
+        """What ``stage`` sends to the next one."""
+        return self.chain.site(self.cuts[stage]).crossing
+
+
+def make_plan(
+    module: nn.Module,
+    example_batch: object,
+    *,
+    num_stages: int,
+    num_microbatches: int = 1,
+) -> PartitionPlan:
+    """Plans the stages of a module without training it and without a process group.
+
+    Args:
+        module: A ``LightningModule``, whose ``training_step`` is asked which call to pipeline; or any ``nn.Module``, which is
+            then called itself.
+        example_batch: What ``training_step`` gets as ``batch``; for a plain module its argument, or a tuple or dict of its
+            arguments.
+        num_stages: Number of stages.
+        num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
+
+    Returns:
+        The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
+
+    Raises:
+        TraceError: The call cannot be found or recorded.
+        BatchError: The batch has no batch dimension, or several sizes of it.
+        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
+    """
+    batch, size = first_microbatch(example_batch, num_microbatches)
+    call = find_region(module, StepCall.of_training(module, batch), batch_size=size)
+    return plan_region(module, call, num_stages=num_stages)
+
+
+def plan_region(
+    root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None
+) -> PartitionPlan:
+    """Plans the stages of a call that was found in a step. Arguments as for :func:`trace_region`, errors as :func:`make_plan`."""
+    chain = open_until_balanced(root, call, num_stages=num_stages, device=device)
+    assignment = _best_assignment(chain, call, num_stages)
+    needed = _opened_by_a_cut(assignment)
+    if set(needed) != set(chain.traced.opened):
+        chain = build_chain(trace_region(root, call, opened=needed, device=device))
+        assignment = _best_assignment(chain, call, num_stages)
+    return describe_plan(assignment, call)
+
+
+def _best_assignment(chain: Chain, call: RegionCall, num_stages: int) -> Assignment:
+    return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
+
+
+def open_until_balanced(
+    root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None
+) -> Chain:
+    """Traces at the coarsest granularity whose best partition is good enough.
+
+    Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
+    where a cut may have to fall inside: first those that lie across an ideal cut, then all that are heavy, until the heaviest
+    stage is within :data:`GOOD_ENOUGH` of the lower bound or nothing heavy is left to open.
+    """
+    opened: set[str] = set()
+    while True:
+        traced = trace_region(root, call, opened=opened, device=device)
+        chain = build_chain(traced)
+        candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
+        if not candidates:
+            return chain
+        opened |= candidates
+
+
+def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
+    """The opened modules that a cut really falls into; the others may as well stay whole."""
+
+    def stages_inside(path: str) -> int:
+        inside = (
+            assignment.stage_of(position)
+            for position, unit in enumerate(assignment.chain.units)
+            if unit.path == path or unit.path.startswith(f"{path}.")
+        )
+        return len(set(inside))
+
+    return tuple(path for path in assignment.chain.traced.opened if stages_inside(path) > 1)
+
+
+def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: set[str]) -> set[str]:
+    costs = _cut_costs(chain)
+    total = sum(weights)
+    openable = {
+        position: str(unit.nodes[0].target)
+        for position, unit in enumerate(chain.units)
+        if unit.nodes[0].op == "call_module" and _can_open(chain.traced, str(unit.nodes[0].target), opened)
+    }
+    num_legal = sum(cost is not None for cost in costs)
+    if num_legal < num_stages - 1:
+        return set(openable.values())
+    heaviest = lightest_maximum(weights, costs, num_stages)
+    closed = max((weight for position, weight in enumerate(weights) if position not in openable), default=0)
+    bound = max(-(-total // num_stages), closed)
+    if heaviest <= GOOD_ENOUGH * bound:
+        return set()
+    ends = []
+    reached = 0
+    for weight in weights:
+        reached += weight
+        ends.append(reached)
+    quantiles = [total * k / num_stages for k in range(1, num_stages)]
+    across = {
+        path
+        for position, path in openable.items()
+        if any(ends[position] - weights[position] < quantile < ends[position] for quantile in quantiles)
+    }
+    slack = (GOOD_ENOUGH - 1) * bound
+    return across or {path for position, path in openable.items() if weights[position] > slack}
+
+
+def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
+    module = traced.root.get_submodule(path)
+    return path not in opened and path not in traced.kept_whole and not is_torch_leaf(path, module)
+
+
+def stage_weights(chain: Chain, call: RegionCall) -> list[int]:
+    """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
+    weights = [unit.num_parameters for unit in chain.units]
+    if weights:
+        root = chain.traced.root
+        outside = set(_outside(chain)) - set(_prelude_fqns(root, call))
+        weights[-1] += sum(parameter.numel() for fqn, parameter in root.named_parameters() if fqn in outside)
+    return weights
+
+
+def _outside(chain: Chain) -> tuple[str, ...]:
+    used = {fqn for unit in chain.units for fqn in unit.tensor_fqns}
+    return tuple(fqn for fqn, _ in chain.traced.root.named_parameters() if fqn not in used)
+
+
+def _prelude_fqns(root: nn.Module, call: RegionCall) -> tuple[str, ...]:
+    names = canonical_fqns(root)
+    prefixes = tuple(f"{path}." if path else "" for path in call.prelude_paths)
+    return tuple(fqn for fqn, _ in root.named_parameters() if names[fqn].startswith(prefixes)) if prefixes else ()
+
+
+def _cut_costs(chain: Chain) -> list[int | None]:
+    return [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
+
+
+def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
+    """The plan of an assignment, in module paths and FQNs."""
+    chain = assignment.chain
+    root = chain.traced.root
+    stages = []
+    for stage in range(assignment.num_stages):
+        units = [unit for position, unit in enumerate(chain.units) if assignment.stage_of(position) == stage]
+        last = stage == assignment.num_stages - 1
+        stages.append(
+            StageSpec(
+                index=stage,
+                first_module=units[0].path if units else "",
+                last_module=units[-1].path if units else "",
+                fqns=tuple(sorted({fqn for unit in units for fqn in unit.tensor_fqns}, key=_order_of(root))),
+                num_parameters=sum(unit.num_parameters for unit in units),
+                outputs=() if last else _boundary_tensors(assignment, stage),
+            )
+        )
+    prelude = _prelude_fqns(root, call)
+    outside = tuple(fqn for fqn in _outside(chain) if fqn not in prelude)
+    return PartitionPlan(
+        region=chain.traced.signature.path,
+        stages=tuple(stages),
+        microbatch_size=chain.traced.batch_size,
+        parameter_shapes={fqn: tuple(parameter.shape) for fqn, parameter in root.named_parameters()},
+        outside_fqns=outside,
+        prelude_fqns=tuple(fqn for fqn in prelude if fqn in _outside(chain)),
+        opened=chain.traced.opened,
+        kept_whole=chain.traced.kept_whole,
+    )
+
+
+def _order_of(root: nn.Module) -> object:
+    order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
+    return order.__getitem__
+
+
+def _boundary_tensors(assignment: Assignment, stage: int) -> tuple[BoundaryTensor, ...]:
+    chain = assignment.chain
+    stage_of = {node: assignment.stage_of(position) for position, unit in enumerate(chain.units) for node in unit.nodes}
+    last = assignment.num_stages - 1
+    tensors = []
+    for node in assignment.boundary(stage):
+        value = node.meta["val"]
+        consumers = {stage_of.get(user, last) for user in node.users}
+        tensors.append(
+            BoundaryTensor(
+                name=node.name,
+                module=str(node.meta["module_path"]),
+                shape=tuple(size_hint(size) for size in value.shape),
+                dtype=str(value.dtype).removeprefix("torch."),
+                requires_grad=value.requires_grad,
+                producer_stage=stage_of[node],
+                consumer_stages=tuple(sorted(consumers - {stage_of[node]})),
+                num_bytes=tensor_bytes(value),
+            )
+        )
+    return tuple(tensors)
+
+
+def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
+    """Cuts a graph so that every unit lies in a stage that holds its parameters, with the fewest bytes crossing.
+
+    A dynamic programme over (unit, stage), stages never decreasing; a jump of k stages sends what crosses there k times.
+
+    Raises:
+        PartitionError: The graph uses the plan's stages in another order than the plan.
+    """
+    chain = build_chain(traced)
+    num_stages = plan.num_stages
+    infinity = float("inf")
+    # cost[s]: least bytes with the units so far placed and the last of them in stage s
+    cost = [0.0] * num_stages
+    came_from: list[list[int]] = []
+    for position, unit in enumerate(chain.units):
+        allowed = _allowed_stages(plan, unit.tensor_fqns)
+        site = chain.site(position - 1)
+        step = infinity if site.obstacle else float(site.num_bytes)
+        following, origin = [infinity] * num_stages, [-1] * num_stages
+        for stage in allowed:
+            for previous in range(stage + 1):
+                jump = cost[previous] + (0.0 if previous == stage else step * (stage - previous))
+                if jump < following[stage]:
+                    following[stage], origin[stage] = jump, previous
+        if min(following) == infinity:
+            raise _out_of_order(plan, chain, position)
+        cost = following
+        came_from.append(origin)
+    final = chain.site(len(chain.units) - 1)
+    totals = [
+        cost[stage] + (0.0 if stage == num_stages - 1 else _finite(final.num_bytes, final.obstacle) * (num_stages - 1 - stage))
+        for stage in range(num_stages)
+    ]
+    stage = min(range(num_stages), key=totals.__getitem__)
+    stages = []
+    for origin in reversed(came_from):
+        stages.append(stage)
+        stage = origin[stage]
+    stages.reverse()
+    cuts = tuple(sum(of <= index for of in stages) - 1 for index in range(num_stages - 1))
+    return Assignment(chain=chain, cuts=cuts)
+
+
+def _finite(num_bytes: int, obstacle: str | None) -> float:
+    return float("inf") if obstacle else float(num_bytes)
+
+
+def _allowed_stages(plan: PartitionPlan, fqns: Iterable[str]) -> list[int]:
+    allowed = set(range(plan.num_stages))
+    for fqn in fqns:
+        holders = plan.stages_of(fqn)
+        if holders:  # otherwise every rank keeps it
+            allowed &= set(holders)
+    return sorted(allowed)
+
+
+def _out_of_order(plan: PartitionPlan, chain: Chain, position: int) -> PartitionError:
+    unit = chain.units[position]
+    places: Mapping[str, tuple[int, ...]] = {fqn: plan.stages_of(fqn) for fqn in sorted(unit.tensor_fqns)}
+    return PartitionError(
+        "This call uses the model's parts in an order that the plan's stages cannot follow.",
+        where=f"{unit.path or 'the module itself'}, {unit.nodes[0].meta.get('source')}",
+        observed=f"it needs {', '.join(f'{fqn} (stage {where})' for fqn, where in places.items()) or 'a legal cut'}, "
+        "after a later stage was used or where no cut may fall",
+        expected="stages used in increasing order, as in the training step",
+        todo="Use fewer stages, or call the model in this step as training does.",
+    )

@@ -1,0 +1,390 @@
+"""Records a module call as a ``torch.fx.Graph`` by running the module's own Python on fake tensors.
+
+``torch.fx.Tracer`` hands the model proxies, and ordinary code (``if``, ``isinstance``, ``dict(...)``, a loop over a shape)
+breaks on them; ``torch.export`` bakes train or eval mode and loses module paths. Here the model sees real tensor objects, fake
+only in having no data, and every torch call it makes passes through a ``TorchFunctionMode`` that appends a node. Tensors map to
+nodes by identity.
+
+A module that the caller wants whole becomes one ``call_module`` node: its Python still runs (on fakes, to learn the shapes of
+its outputs), but nothing inside is recorded, so its hooks, dropout and control flow stay its own.
+
+Sizes stay symbolic: a ``SymInt`` argument is kept in the node as it is, and becomes arithmetic on a tensor's size only when a
+stage is built (:mod:`lightning_fxpipe.split`), on whichever tensor that stage has. So no integer ever crosses a cut.
+"""
+
+from __future__ import annotations
+
+import builtins
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat import (
+    SYMBOLIC_TYPES,
+    FakeTensor,
+    patched_attributes,
+    storage_key,
+    symbolic_expression,
+    tree_leaves,
+    version_of,
+)
+
+CONSTANT_PREFIX = "_fxpipe_constant_"
+
+# Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
+_QUERY_ATTRIBUTES = frozenset(
+    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf grad_fn"
+    " is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks".split()
+)
+_QUERIES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device __repr__"
+        " __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size"
+    ).split()
+) | {torch.is_floating_point, torch.numel, torch.is_tensor, torch.is_complex}
+
+# Constants that an fx node can hold as they are.
+_PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
+
+
+class RecordError(BaseException):
+    """A call cannot become a node. A ``BaseException``, so that a model's own ``except Exception`` does not hide it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.source = user_source()
+
+
+class MustStayWhole(BaseException):
+    """The Python of an opened module cannot be recorded; the trace starts again with the module whole."""
+
+    def __init__(self, path: str, reason: str, source: str | None) -> None:
+        super().__init__(path)
+        self.path, self.reason, self.source = path, reason, source
+
+
+def user_source() -> str | None:
+    """``file:line`` of the innermost frame that belongs to neither torch nor this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "lightning_fxpipe.", "contextlib")) and name != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+class CallContext(NamedTuple):
+    """The modes that a call was recorded under."""
+
+    grad_enabled: bool
+    device_type: str
+    autocast_enabled: bool
+    autocast_dtype: torch.dtype | None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.set_grad_enabled(self.grad_enabled), torch.autocast(
+            self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicSize:
+    """An integer argument that follows from the inputs' sizes; a stage computes it anew from a tensor that it has."""
+
+    expression: Any  # sympy
+
+
+def as_size(value: Any) -> Any:
+    """A plain number where a symbolic one has a fixed value, else a :class:`SymbolicSize`."""
+    expression = symbolic_expression(value)
+    if not expression.is_number:
+        return SymbolicSize(expression)
+    if isinstance(value, torch.SymInt):
+        return int(expression)
+    return float(expression) if isinstance(value, torch.SymFloat) else bool(expression)
+
+
+class Recorder(TorchFunctionMode):
+    """The mode that writes the graph.
+
+    Args:
+        module_paths: Path of each module, by ``id``.
+        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
+        is_whole: Whether a module, given its path and itself, stays whole.
+        region_path: Path of the module whose forward is recorded.
+        device_type: Device whose autocast state is part of a node's context.
+    """
+
+    def __init__(
+        self,
+        module_paths: Mapping[int, str],
+        tensor_fqns: Mapping[int, str],
+        is_whole: Callable[[str, nn.Module], bool],
+        region_path: str,
+        device_type: str,
+    ) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self._module_paths = module_paths
+        self._tensor_fqns = tensor_fqns
+        self._is_whole = is_whole
+        self._device_type = device_type
+        self._nodes: dict[int, fx.Node] = {}
+        self._constant_names: dict[int, str] = {}
+        self._alive: list[Any] = []  # a freed tensor's id would be given to another
+        self._module_stack = [region_path]
+        self._paused = False
+        self._ambient = self._context()
+
+    # ------------------------------------------------------------------ tensors to nodes and back
+
+    def add_input(self, name: str, tensor: Tensor) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["module_path"] = ""
+        self._bind_tensor(tensor, node)
+        return node
+
+    def argument(self, value: Any) -> Any:
+        """``value`` as an fx argument: tensors replaced by nodes, containers rebuilt, sizes left symbolic."""
+        if isinstance(value, Tensor):
+            return self._tensor_argument(value)
+        if isinstance(value, SYMBOLIC_TYPES):
+            return as_size(value)
+        if value is None or value is Ellipsis or isinstance(value, _PLAIN_TYPES):
+            return value
+        if isinstance(value, torch.Size):
+            return tuple(self.argument(size) for size in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.graph.call_function(type(value), tuple(self.argument(item) for item in value))
+        if isinstance(value, (tuple, list)):
+            return type(value)([self.argument(item) for item in value])
+        if isinstance(value, slice):
+            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
+        if type(value) is dict or type(value).__name__ == "OrderedDict":
+            return {key: self.argument(item) for key, item in value.items()}
+        if isinstance(value, torch.Generator):
+            return value
+        if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
+            return value.item()
+        raise RecordError(f"an argument of type {type(value).__name__} cannot be part of the graph")
+
+    def _tensor_argument(self, tensor: Tensor) -> fx.Node:
+        node = self._nodes.get(id(tensor))
+        if node is not None:
+            return node
+        fqn = self._tensor_fqns.get(id(tensor))
+        if fqn is None:
+            if isinstance(tensor, FakeTensor):
+                raise RecordError("a tensor computed out of the recorder's sight is used, such as a cached value")
+            fqn = self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
+            self.constants[fqn] = tensor
+            self._alive.append(tensor)
+        # One node for each use: a parameter that two stages use is then simply two nodes.
+        node = self.graph.get_attr(fqn)
+        node.meta.update(val=tensor, module_path=self._current_path)
+        return node
+
+    def _bind_tensor(self, tensor: Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+        node.meta["val"] = tensor
+
+    def _bind_output(self, value: Any, node: fx.Node) -> None:
+        """Gives every tensor inside a call's result a node."""
+        if isinstance(value, Tensor):
+            self._bind_tensor(value, node)
+            return
+        items: list[tuple[Callable[..., Any], Any, Any]] = []  # (getter, key, item)
+        if isinstance(value, (tuple, list)):
+            items = [(operator.getitem, index, item) for index, item in enumerate(value)]
+        elif isinstance(value, Mapping):
+            items = [(operator.getitem, key, item) for key, item in value.items()]
+        elif is_dataclass(value):
+            items = [(getattr, field.name, getattr(value, field.name)) for field in fields(value)]
+        elif value is not None and not isinstance(value, (*_PLAIN_TYPES, *SYMBOLIC_TYPES)):
+            raise RecordError(f"{node.target} returns a {type(value).__name__}, which cannot be looked into")
+        for getter, key, item in items:
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) or is_dataclass(item):
+                child = self.graph.call_function(getter, (node, key))
+                child.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"), part_of=node)
+                self._bind_output(item, child)
+
+    # ------------------------------------------------------------------ torch calls
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or _is_query(func):
+            return func(*args, **kwargs)
+        return self._record_function(func, args, kwargs)
+
+    def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with self.paused(), _watch_mutation(touched) as mutated:
+            result = func(*args, **kwargs)
+        makes_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
+        if not makes_tensor and not mutated:
+            return result
+        operation, target, extra = _target_of(func)
+        node_args = (*(self.argument(arg) for arg in args), *extra)
+        node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
+        self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
+        return result
+
+    def _append(
+        self,
+        operation: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        path: str,
+        mutated: set[int],
+        result: Any,
+    ) -> None:
+        node = self.graph.create_node(operation, target, args, kwargs)
+        node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated)
+        context = self._context()
+        if context != self._ambient:
+            # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
+            node.meta["context"] = context
+        self._bind_output(result, node)
+
+    # ------------------------------------------------------------------ module calls
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self._module_paths.get(id(module))
+        if self._paused or path is None:
+            return original_call(module, *args, **kwargs)
+        if self._is_whole(path, module):
+            return self._record_whole_module(original_call, path, module, args, kwargs)
+        self._module_stack.append(path)
+        try:
+            return original_call(module, *args, **kwargs)
+        except RecordError as error:
+            raise MustStayWhole(path, error.reason, error.source) from error
+        except Exception as error:
+            raise MustStayWhole(path, f"{type(error).__name__}: {_first_line(error)}", raising_source(error)) from error
+        finally:
+            self._module_stack.pop()
+
+    def _record_whole_module(
+        self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        node_args = tuple(self.argument(arg) for arg in args)
+        node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
+        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with self.paused(), _watch_mutation([*touched, *module.buffers()]) as mutated:
+            try:
+                result = original_call(module, *args, **kwargs)
+            except Exception as error:
+                raise RecordError(f"{path} cannot run without data: {type(error).__name__}: {_first_line(error)}") from error
+        self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
+        return result
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def _current_path(self) -> str:
+        return self._module_stack[-1]
+
+    def _context(self) -> CallContext:
+        autocast = torch.is_autocast_enabled(self._device_type)
+        dtype = torch.get_autocast_dtype(self._device_type) if autocast else None
+        return CallContext(torch.is_grad_enabled(), self._device_type, autocast, dtype)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Runs the block under ``recorder``, with module and autograd-function calls routed through it."""
+    original_call = nn.Module.__call__
+    original_len = builtins.len
+    original_apply = vars(torch.autograd.Function)["apply"].__func__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(original_call, module, args, kwargs)
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # ``Function.apply`` never reaches a TorchFunctionMode, so its inner calls would be recorded and its backward lost.
+        def autograd_function(*args: Any, **kwargs: Any) -> Any:
+            return original_apply(cls, *args, **kwargs)
+
+        return recorder.__torch_function__(autograd_function, (), args, kwargs)
+
+    def length(value: Any) -> Any:
+        # ``len(tensor)`` must be an int, which would fix the batch size for good.
+        return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
+
+    with (
+        patched_attributes(
+            (nn.Module, "__call__", call),
+            (torch.autograd.Function, "apply", classmethod(apply)),
+            (builtins, "len", length),
+        ),
+        recorder,
+    ):
+        yield
+
+
+@contextmanager
+def _watch_mutation(tensors: list[Tensor]) -> Iterator[Any]:
+    """Yields a set that holds, after the block, the storages that the block changed in place."""
+    before = [(tensor, version_of(tensor)) for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mutated: set[int] = set()
+    yield mutated
+    mutated.update(storage_key(tensor) for tensor, version in before if version_of(tensor) != version)
+
+
+def _is_query(func: Callable[..., Any]) -> bool:
+    if getattr(func, "__name__", "") == "__get__":
+        return func.__self__.__name__ in _QUERY_ATTRIBUTES  # type: ignore[attr-defined]
+    return func in _QUERIES
+
+
+def _target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
+    """fx operation, target and extra arguments of a torch function."""
+    name = getattr(func, "__name__", None)
+    if name == "__get__":
+        return "call_function", getattr, (func.__self__.__name__,)  # type: ignore[attr-defined]
+    if name == "__set__":
+        raise RecordError(f"assigning to Tensor.{func.__self__.__name__} cannot be recorded")  # type: ignore[attr-defined]
+    if name is not None and getattr(torch.Tensor, name, None) is func:
+        return "call_method", name, ()
+    return "call_function", func, ()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def raising_source(error: BaseException) -> str | None:
+    """``file:line`` of the innermost user frame of an error's traceback."""
+    source, trace = None, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "lightning_fxpipe.")):
+            source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return source

@@ -1,0 +1,255 @@
+"""Runs batches through the pipeline: splits them, keeps a trace for each kind of step and a schedule for each shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat import tree_flatten
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.metrics import LogEntry, StepLog
+from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.planning import follow_plan
+from lightning_fxpipe.region import StepCall, find_region, trains
+from lightning_fxpipe.schedule import Pipeline, ScheduleName
+from lightning_fxpipe.split import Stage, boundary_specs, build_stage
+from lightning_fxpipe.step import BatchRun, Step
+from lightning_fxpipe.trace import RegionCall, TracedRegion, sign, trace_region
+
+# A schedule keeps receive buffers for all its microbatches, so few are kept; a trace costs a fraction of a second to make.
+_MAX_PIPELINES = 8
+_MAX_TRACES = 32
+
+Value = TypeVar("Value")
+
+
+class _Cache(Generic[Value]):
+    """Keeps the most recently used values. Every rank uses it in the same order, so all drop the same ones."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        if key not in self._values:
+            self._values[key] = make()
+            if len(self._values) > self._capacity:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return self._values[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This rank's place in its pipeline.
+
+    Attributes:
+        group: Process group in which rank i holds stage i.
+        control_group: Group with the same ranks for small messages between CPUs.
+        stage_index: This rank's stage.
+        num_stages: Stages of the pipeline.
+        device: This rank's device.
+    """
+
+    group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup | None
+    stage_index: int
+    num_stages: int
+    device: torch.device
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageTrace:
+    """A trace and this rank's stage of it."""
+
+    traced: TracedRegion
+    stage: Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Program:
+    """What runs one pass: this rank's stage, set up for one shape."""
+
+    part: _StageTrace
+    shapes: tuple[tuple[int, ...], ...]
+    pipeline: Pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchResult:
+    """What a batch gave on this rank.
+
+    Attributes:
+        outputs: On the last stage, what the step returned for each microbatch; else empty.
+        sizes: Samples in each microbatch.
+        loss: On the last stage in training, the batch's mean loss.
+        entries: On the last stage, what the step logged.
+    """
+
+    outputs: list[Any]
+    sizes: list[int]
+    loss: float | None
+    entries: list[LogEntry]
+
+
+class PipelineRuntime:
+    """Runs steps of a module whose stages follow a plan.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        schedule: Schedule for training.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: PartitionPlan,
+        topology: Topology,
+        *,
+        num_microbatches: int | None,
+        schedule: ScheduleName,
+    ) -> None:
+        self._root = root
+        self._plan = plan
+        self._topology = topology
+        self._num_microbatches = num_microbatches
+        self._schedule: ScheduleName = schedule
+        self._programs: _Cache[_Program] = _Cache(_MAX_PIPELINES)
+        self._traces: list[_StageTrace] = []
+        self._run: BatchRun | None = None
+        self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
+
+    def run(self, step: Step, batch: Any) -> BatchResult:
+        """Runs one batch, in training forward and backward. Called by every rank of the pipeline.
+
+        Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the mean over the
+        batch. Errors of user code come out as they were raised.
+        """
+        num_samples = batch_size(batch)
+        count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
+        passes = plan_passes(num_samples, count)
+        log = StepLog()
+        self._run = run = BatchRun(
+            root=self._root,
+            step=step,
+            microbatches=split_batch(batch, passes),
+            sizes=[part.size for part in passes for _ in range(part.count)],
+            log=log,
+            device=self._topology.device,
+        )
+        try:
+            with log.capture(self._root):
+                for part in passes:
+                    program = self._program(step, run.microbatches[part.first], part)
+                    self._offset = part.first
+                    program.pipeline.step()
+        finally:
+            self._run = None
+        loss = None
+        if run.losses:
+            weights = torch.tensor(run.sizes, dtype=torch.float64)
+            loss = float((torch.stack(run.losses).to("cpu", torch.float64) * weights).sum() / weights.sum())
+        return BatchResult(
+            outputs=run.outputs,
+            sizes=run.sizes,
+            loss=loss,
+            entries=log.entries() if self._topology.is_last else [],
+        )
+
+    # ------------------------------------------------------------------ what runs a pass
+
+    def _program(self, step: Step, microbatch: Any, part: Pass) -> _Program:
+        leaves, structure = tree_flatten((microbatch, step.rest[1:]))
+        key = (
+            step.kind,
+            part.count,
+            structure,
+            tuple(
+                (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), _hashable(leaf))
+                for leaf in leaves
+            ),
+            tuple(module.training for module in self._root.modules()),
+            tuple(parameter.requires_grad for parameter in self._root.parameters()),
+        )
+        return self._programs.get(key, lambda: self._make_program(step, microbatch, part))
+
+    def _make_program(self, step: Step, microbatch: Any, part: Pass) -> _Program:
+        call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
+        with step.context():
+            region = find_region(
+                self._root, call, batch_size=part.size, is_region=trains if step.is_training else self._is_staged
+            )
+            stage_trace = self._stage_trace(region)
+        traced, stage = stage_trace.traced, stage_trace.stage
+        _, shapes = sign(self._root, region)
+        sizes = traced.bind_sizes(shapes)
+        assert sizes is not None
+        pipeline = Pipeline(
+            lambda index, received: self._run_microbatch(stage_trace, shapes, index, received),
+            stage_index=self._topology.stage_index,
+            num_stages=self._topology.num_stages,
+            received=boundary_specs(stage.boundary_in, sizes),
+            sent=None if stage.is_last else boundary_specs(stage.boundary_out, sizes),
+            num_microbatches=part.count,
+            schedule=self._schedule,
+            training=step.is_training,
+            device=self._topology.device,
+            group=self._topology.group,
+        )
+        return _Program(part=stage_trace, shapes=shapes, pipeline=pipeline)
+
+    def _run_microbatch(
+        self, part: _StageTrace, shapes: tuple[tuple[int, ...], ...], index: int, received: tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        assert self._run is not None
+        return self._run.run_microbatch(self._offset + index, part.stage, part.traced, shapes, received)
+
+    def _is_staged(self, module: nn.Module) -> bool:
+        return any(id(parameter) in self._staged for parameter in module.parameters())
+
+    def _stage_trace(self, region: RegionCall) -> _StageTrace:
+        for known in self._traces:
+            if known.traced.covers(region):
+                return known
+        traced = trace_region(self._root, region, opened=self._plan.opened, device=self._topology.device)
+        assignment = follow_plan(self._plan, traced)
+        self._check_agreement([repr(assignment.boundary(s)) for s in range(assignment.num_stages - 1)])
+        made = _StageTrace(traced=traced, stage=build_stage(assignment, self._topology.stage_index))
+        self._traces = [*self._traces[-(_MAX_TRACES - 1) :], made]
+        return made
+
+    def _check_agreement(self, boundaries: list[str]) -> None:
+        """Ranks that disagree on what crosses a cut would wait for each other forever, or read garbage."""
+        if self._topology.control_group is None:
+            return
+        all_boundaries: list[Any] = [None] * self._topology.num_stages
+        dist.all_gather_object(all_boundaries, boundaries, group=self._topology.control_group)
+        if any(other != boundaries for other in all_boundaries):
+            raise TraceError(
+                "The ranks recorded different graphs of the same step.",
+                observed="; ".join(f"stage {i}: {other}" for i, other in enumerate(all_boundaries)),
+                expected="the same graph on every rank",
+                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+            )
+
+
+def _hashable(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value  # type: ignore[no-any-return]

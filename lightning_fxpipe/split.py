@@ -1,0 +1,267 @@
+"""Builds the stage modules of a cut graph.
+
+A stage is a ``torch.fx.GraphModule`` that refers to the very parameters, buffers and submodules of the user's model under
+their own names: nothing is copied, and ``stage.named_parameters()`` gives the original FQNs. Its inputs are the tensors received from the
+previous stage, then those of the region's own inputs that it uses; its outputs are the tensors that the next stage receives,
+values that it only passes on (relays) included.
+
+``torch.fx.passes.split_module`` is not used: it would send sizes as integers, place a parameter used twice in one partition
+only, and keep views of received memory that the next step overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat import lower_expression, storage_key, symbolic_expression
+from lightning_fxpipe.planning import Assignment
+from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext, SymbolicSize
+from lightning_fxpipe.trace import TracedRegion
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape, dtype and gradient of a boundary tensor at given sizes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a traced region.
+
+    Attributes:
+        index: Position in the pipeline.
+        module: ``module(*boundary, *[inputs[i] for i in region_inputs])`` returns a tuple.
+        region_inputs: Which of the region's input tensors the module takes.
+        boundary_in: Nodes received from the previous stage.
+        boundary_out: Nodes sent to the next stage; empty for the last.
+        is_last: Whether the outputs are the region's own.
+    """
+
+    index: int
+    module: fx.GraphModule
+    region_inputs: tuple[int, ...]
+    boundary_in: tuple[fx.Node, ...]
+    boundary_out: tuple[fx.Node, ...]
+    is_last: bool
+
+
+def build_stage(assignment: Assignment, index: int) -> Stage:
+    """The module of one stage. Parameters may be on the meta device if the stage is not this rank's own."""
+    return _StageBuilder(assignment, index).build()
+
+
+def build_stages(assignment: Assignment) -> tuple[Stage, ...]:
+    """All stages, for running them in one process."""
+    return tuple(build_stage(assignment, index) for index in range(assignment.num_stages))
+
+
+def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tuple[TensorSpec, ...]:
+    """What crosses a boundary for given values of the symbols."""
+    return tuple(
+        TensorSpec(
+            shape=tuple(concrete_size(size, sizes) for size in node.meta["val"].shape),
+            dtype=node.meta["val"].dtype,
+            requires_grad=node.meta["val"].requires_grad,
+        )
+        for node in nodes
+    )
+
+
+def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
+    """A possibly symbolic size as a number."""
+    expression = symbolic_expression(size)
+    return int(expression if isinstance(expression, int) else expression.subs(dict(sizes)))
+
+
+class _StageBuilder:
+    """Copies one stage's nodes into a graph of their own."""
+
+    def __init__(self, assignment: Assignment, index: int) -> None:
+        self._traced: TracedRegion = assignment.chain.traced
+        self._index = index
+        self._is_last = index == assignment.num_stages - 1
+        self._nodes = assignment.nodes(index)
+        self._boundary_in = assignment.boundary(index - 1) if index else ()
+        self._boundary_out = () if self._is_last else assignment.boundary(index)
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}
+        self._sizes: dict[Any, fx.Node | int] = {}
+        self._owners: dict[str, Any] = {}
+
+    def build(self) -> Stage:
+        region_inputs = self._add_inputs()
+        for node in self._nodes:
+            self._copy(node)
+        if self._is_last:
+            outputs = [self._value(node) for node in self._traced.output_node.args[0]]  # type: ignore[union-attr]
+        else:
+            outputs = [self._value(node) for node in self._boundary_out]
+        self._graph.output(tuple(outputs))
+        for size in self._sizes.values():
+            if isinstance(size, fx.Node) and not size.users:
+                self._graph.erase_node(size)
+        module = fx.GraphModule(self._owners, self._graph, class_name=f"Stage{self._index}")
+        return Stage(
+            index=self._index,
+            module=module,
+            region_inputs=region_inputs,
+            boundary_in=self._boundary_in,
+            boundary_out=self._boundary_out,
+            is_last=self._is_last,
+        )
+
+    # ------------------------------------------------------------------ inputs
+
+    def _add_inputs(self) -> tuple[int, ...]:
+        changed = {key for node in self._nodes for key in node.meta.get("mutated_storages", ())}
+        received = [(node, self._graph.placeholder(f"boundary_{i}")) for i, node in enumerate(self._boundary_in)]
+        used = self._used_inputs()
+        inputs = [(i, node, self._graph.placeholder(str(node.target))) for i, node in used]
+        for node, placeholder in received:
+            self._values[node] = placeholder
+            if storage_key(node.meta["val"]) in changed:
+                # autograd forbids in-place changes of a leaf that requires grad, which a received tensor is
+                self._values[node] = self._graph.call_method("clone", (placeholder,))
+        for _, node, placeholder in inputs:
+            self._values[node] = placeholder
+        for node in (*(node for node, _ in received), *(node for _, node, _ in inputs)):
+            self._offer_sizes(node)
+        return tuple(i for i, _, _ in inputs)
+
+    def _used_inputs(self) -> list[tuple[int, fx.Node]]:
+        """The region's inputs that the stage needs: as operands, as results, or only to learn a size."""
+        operands = {operand for node in self._nodes for operand in node.all_input_nodes}
+        if self._is_last:
+            operands |= set(self._traced.output_node.all_input_nodes)
+        symbols = {symbol for node in self._nodes for symbol in _symbols((node.args, node.kwargs))}
+        symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
+        used = []
+        for i, node in enumerate(self._traced.input_nodes):
+            if node in operands or symbols & _own_symbols(node):
+                used.append((i, node))
+                symbols -= _own_symbols(node)
+        return used
+
+    def _offer_sizes(self, node: fx.Node) -> None:
+        """Makes the sizes of a tensor available to later nodes; the first tensor that has a size gives it."""
+        for dim, size in enumerate(node.meta["val"].shape):
+            expression = symbolic_expression(size)
+            if getattr(expression, "is_Symbol", False) and expression not in self._sizes:
+                self._sizes[expression] = self._graph.call_method("size", (self._values[node], dim))
+
+    # ------------------------------------------------------------------ nodes
+
+    def _copy(self, node: fx.Node) -> None:
+        args = self._argument(node.args)
+        kwargs = self._argument(node.kwargs)
+        operation, target = node.op, node.target
+        context: CallContext | None = node.meta.get("context")
+        if operation == "call_module":
+            module = self._traced.root.get_submodule(str(target))
+            if context is not None:
+                module, target = _ModuleUnder(module, context), f"_fxpipe_under_{len(self._owners)}"
+            self._owners[str(target)] = module
+        elif context is not None:
+            operation, target = "call_function", _function_under(target, context)
+        copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
+        copy.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"))
+        self._values[node] = copy
+        if isinstance(node.meta.get("val"), Tensor):
+            self._offer_sizes(node)  # one that depends on data is known only here
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node.op != "get_attr":
+            return self._values[node]
+        target = str(node.target)
+        owner = self._traced.constants[target] if target.startswith(CONSTANT_PREFIX) else _attribute(self._traced.root, target)
+        self._owners[target] = owner
+        return self._graph.get_attr(target)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._value(value)
+        if isinstance(value, SymbolicSize):
+            return self._size(value.expression)
+        if isinstance(value, (tuple, list)):
+            items = [self._argument(item) for item in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, Mapping):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        return value
+
+    def _size(self, expression: Any) -> Any:
+        if expression in self._sizes:
+            return self._sizes[expression]
+        tracer = fx.proxy.GraphAppendingTracer(self._graph)
+        symbols = {symbol: fx.Proxy(self._sizes[symbol], tracer) for symbol in expression.free_symbols}  # type: ignore[arg-type]
+        result = lower_expression(expression, symbols)
+        self._sizes[expression] = result.node if isinstance(result, fx.Proxy) else int(result)
+        return self._sizes[expression]
+
+
+def _symbols(arguments: Any) -> set[Any]:
+    found: set[Any] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, SymbolicSize):
+            found.update(value.expression.free_symbols)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, slice):
+            visit((value.start, value.stop, value.step))
+
+    visit(arguments)
+    return found
+
+
+def _own_symbols(node: fx.Node) -> set[Any]:
+    """Symbols that are, by themselves, a size of the node's tensor."""
+    expressions = (symbolic_expression(size) for size in node.meta["val"].shape)
+    return {expression for expression in expressions if getattr(expression, "is_Symbol", False)}
+
+
+def _attribute(root: nn.Module, fqn: str) -> Any:
+    path, _, name = fqn.rpartition(".")
+    return getattr(root.get_submodule(path), name)
+
+
+class _ModuleUnder(nn.Module):
+    """Calls a module under the grad and autocast modes that the model called it under."""
+
+    def __init__(self, module: nn.Module, context: CallContext) -> None:
+        super().__init__()
+        # Not a registered child: the module keeps its own name and mode in the user's model.
+        self.__dict__["_call"] = module
+        self._context = context
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context.active():
+            return self.__dict__["_call"](*args, **kwargs)
+
+
+def _function_under(target: str | Callable[..., Any], context: CallContext) -> Callable[..., Any]:
+    """A function or method call under the modes that the model made it under."""
+
+    def under(*args: Any, **kwargs: Any) -> Any:
+        with context.active():
+            if isinstance(target, str):
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return target(*args, **kwargs)
+
+    under.__name__ = f"under_{target if isinstance(target, str) else getattr(target, '__name__', 'call')}"
+    return under

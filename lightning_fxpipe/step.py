@@ -1,0 +1,175 @@
+"""One batch of a user's step, microbatch by microbatch, around this rank's stage.
+
+Each rank calls the real ``training_step`` (or validation, test, predict step) on each microbatch. The region's call inside it
+runs this rank's stage. A stage that is not the last leaves the step there with what it sends; on the last stage the call
+returns the model's output and the step goes on to its loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat import tree_flatten, tree_unflatten
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metrics import StepLog
+from lightning_fxpipe.randomness import stage_generator
+from lightning_fxpipe.region import StageExit, replaced_region
+from lightning_fxpipe.split import Stage
+from lightning_fxpipe.trace import TensorAt, TracedRegion
+
+
+class StepKind(Enum):
+    """Which of the module's steps runs."""
+
+    TRAIN = "training_step"
+    VALIDATE = "validation_step"
+    TEST = "test_step"
+    PREDICT = "predict_step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A call of one of the module's steps by Lightning.
+
+    Attributes:
+        kind: Which step.
+        function: The bound method.
+        rest: Its arguments after the batch.
+        context: Makes the precision plugin's context for it.
+        random_key: Identifies the batch within the run, for the stages' random numbers.
+        num_accumulated: Batches whose gradients are summed before an optimizer step; each loss is divided by it.
+    """
+
+    kind: StepKind
+    function: Callable[..., Any]
+    rest: tuple[Any, ...]
+    context: Callable[[], AbstractContextManager[Any]]
+    random_key: tuple[int | str, ...]
+    num_accumulated: int = 1
+
+    @property
+    def is_training(self) -> bool:
+        return self.kind is StepKind.TRAIN
+
+
+@dataclass(kw_only=True)
+class BatchRun:
+    """A batch on its way through this rank's stage.
+
+    Attributes:
+        root: The LightningModule.
+        step: The step.
+        microbatches: The batch, split.
+        sizes: Samples in each microbatch.
+        log: Collects what the step logs.
+        device: This rank's device.
+        outputs: On the last stage, what the step returned for each microbatch.
+        losses: On the last stage, the unweighted loss of each microbatch.
+    """
+
+    root: nn.Module
+    step: Step
+    microbatches: list[Any]
+    sizes: list[int]
+    log: StepLog
+    device: torch.device
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def run_microbatch(
+        self, index: int, stage: Stage, traced: TracedRegion, shapes: tuple[tuple[int, ...], ...], received: tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Runs the step on one microbatch.
+
+        Args:
+            index: Position of the microbatch in the batch.
+            stage: This rank's stage.
+            traced: The graph that the stage is a part of.
+            shapes: Shapes of the region's input tensors that the pass was set up for.
+            received: Tensors from the previous stage.
+
+        Returns:
+            What the stage sends; on the last stage the weighted loss, or zero where nothing is trained.
+        """
+        self.log.begin_microbatch(self.sizes[index])
+
+        def run_region(*args: Any, **kwargs: Any) -> Any:
+            inputs = self._checked_inputs(args, kwargs, traced, shapes)
+            with stage_generator(*self.step.random_key, index, stage.index, device=self.device):
+                outputs = stage.module(*received, *(inputs[i] for i in stage.region_inputs))
+            if not stage.is_last:
+                raise StageExit(tuple(output.contiguous() for output in outputs))
+            return _region_result(traced, outputs, received)
+
+        with self.step.context(), replaced_region(self.root, traced.signature.path, run_region):
+            try:
+                result = self.step.function(self.microbatches[index], *self.step.rest)
+            except StageExit as leaving:
+                return leaving.outputs
+        if not stage.is_last:
+            raise self._never_called(traced)
+        self.outputs.append(result)
+        if not self.step.is_training:
+            return torch.zeros((), device=self.device)
+        return self._weighted_loss(result, index)
+
+    def _checked_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], traced: TracedRegion, shapes: tuple[tuple[int, ...], ...]
+    ) -> list[Tensor]:
+        """The region's input tensors, if they are what the pass was set up for; all ranks have already agreed on that."""
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+        expected = [leaf for leaf in traced.signature.leaves if len(leaf) == 2]
+        if structure != traced.signature.structure or constants != expected:
+            raise self._varying("other arguments", str(constants), str(expected), traced)
+        actual = tuple(tuple(tensor.shape) for tensor in tensors)
+        if actual != shapes:
+            raise self._varying("inputs of other shapes", str(actual), str(shapes), traced)
+        return tensors
+
+    def _varying(self, what: str, observed: str, expected: str, traced: TracedRegion) -> UnsupportedError:
+        return UnsupportedError(
+            f"The {self.step.kind.value} calls {traced.signature.path or 'the module'} with {what} in different microbatches "
+            "or in batches of the same shape.",
+            observed=observed,
+            expected=expected,
+            todo="Make the inputs' shapes and constants follow from the batch's shapes, or set num_microbatches=1.",
+        )
+
+    def _never_called(self, traced: TracedRegion) -> UnsupportedError:
+        return UnsupportedError(
+            f"The {self.step.kind.value} did not call {traced.signature.path or 'the module'} for this microbatch.",
+            observed="the step returned without the call that it made on the first batch",
+            expected="the same call for every microbatch",
+            todo="Call the model for every batch; a step that skips batches cannot be pipelined.",
+        )
+
+    def _weighted_loss(self, result: Any, index: int) -> Tensor:
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise UnsupportedError(
+                "The training_step returned no loss for a microbatch.",
+                observed=f"{type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""),
+                expected="a tensor with one element, or a dict with one under 'loss'",
+                todo="Return a loss for every batch; skipping batches is not supported in a pipeline.",
+            )
+        self.losses.append(loss.detach().reshape(()))
+        weight = self.sizes[index] / sum(self.sizes) / self.step.num_accumulated
+        # A product, not a view: torch detaches what the last stage returns in place.
+        return loss.reshape(()) * weight
+
+
+def _region_result(traced: TracedRegion, outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> Any:
+    """The region's result in the structure that the model returns, safe from the next step's receives."""
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in received}
+    safe = [output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs]
+    leaves = [safe[leaf.index] if isinstance(leaf, TensorAt) else leaf for leaf in traced.output_leaves]
+    return tree_unflatten(leaves, traced.output_structure)

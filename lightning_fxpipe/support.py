@@ -1,0 +1,82 @@
+"""What a pipeline cannot honour yet is refused here, before the first step, with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
+
+from lightning_fxpipe.errors import UnsupportedError
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
+    faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
+    if trainer.state.fn is TrainerFn.FITTING:
+        faults += list(_fit_faults(module))
+    if faults:
+        raise UnsupportedError(
+            "strategy='fxpipe' cannot run this.",
+            where=type(module).__name__,
+            observed="; ".join(observed for observed, _ in faults),
+            todo="; ".join(todo for _, todo in faults),
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Raises :class:`UnsupportedError` unless there is one optimizer, and one that needs a single backward pass."""
+    if len(optimizers) != 1:
+        raise UnsupportedError(
+            "strategy='fxpipe' trains with one optimizer.",
+            where="configure_optimizers",
+            observed=f"{len(optimizers)} optimizers",
+            todo="Return one optimizer with several parameter groups.",
+        )
+    if isinstance(optimizers[0], LBFGS):
+        raise UnsupportedError(
+            "strategy='fxpipe' cannot train with LBFGS.",
+            where="configure_optimizers",
+            observed="an optimizer that evaluates the loss several times per step and needs the whole model's parameters",
+            todo="Use an optimizer that treats each parameter by itself, such as AdamW or SGD.",
+        )
+
+
+Fault = tuple[str, str]
+
+
+def _module_faults(module: LightningModule) -> Iterator[Fault]:
+    metrics = [path for path, child in module.named_modules() if isinstance(child, Metric)]
+    if metrics:
+        yield (
+            f"torchmetrics objects ({', '.join(metrics[:4])}), whose state would exist on the last stage only",
+            "compute the value in the step with torchmetrics.functional and log the number",
+        )
+
+
+def _fit_faults(module: LightningModule) -> Iterator[Fault]:
+    if not module.automatic_optimization:
+        yield (
+            "manual optimization: the schedule runs backward inside the step",
+            "use automatic optimization and Trainer(accumulate_grad_batches=..., gradient_clip_val=...)",
+        )
+    if is_overridden("backward", module):
+        yield "an overridden LightningModule.backward, which would never be called", "move the code into a gradient hook"
+
+
+def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        yield "precision='16-mixed' with a gradient scaler", "use precision='bf16-mixed' or '32-true'"
+    refused = {
+        StochasticWeightAveraging: "average checkpoints afterwards, or use EMAWeightAveraging",
+        BatchSizeFinder: "choose the batch size by hand",
+        LearningRateFinder: "choose the learning rate by hand, or find it on one device",
+    }
+    for callback in trainer.callbacks:
+        for kind, todo in refused.items():
+            if isinstance(callback, kind):
+                yield f"the callback {kind.__name__}, which needs the whole model on one rank", todo

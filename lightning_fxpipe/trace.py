@@ -1,0 +1,363 @@
+"""The pipelined call of a module as a graph: runs the recorder, opens only the modules it is told to, checks what it may be
+used for.
+
+A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all batch sizes that
+satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat import (
+    FakeTensor,
+    FakeWorld,
+    TreeSpec,
+    has_hooks,
+    symbolic_expression,
+    tracing_friendly_torch,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.record import MustStayWhole, RecordError, Recorder, raising_source, recording, user_source
+
+INPUT_PREFIX = "region_input_"
+
+_CONSTANT_TYPES = (type(None), bool, int, float, str, complex, torch.dtype, torch.device, slice, range)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionCall:
+    """The call that is pipelined, as seen in one run of the user's step.
+
+    Attributes:
+        path: Path of the called module inside the root.
+        args, kwargs: Its arguments, with real tensors.
+        batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
+        prelude_paths: Modules with parameters that the step called before, without training them.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_size: int
+    prelude_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """All that must be equal for a trace to be used again, but for the sizes of the tensors."""
+
+    path: str
+    structure: TreeSpec
+    leaves: tuple[Any, ...]  # constants, and (rank, dtype, device, requires_grad) of tensors
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+    grad_enabled: bool
+    autocast_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRegion:
+    """The recorded graph and what is needed to cut it and to use it.
+
+    ``graph`` has placeholders for the tensors among the region's inputs, ``get_attr`` nodes for parameters, buffers and
+    constants (one for each use), calls, and an output with the list of the tensors in the region's result. Each node's ``meta``
+    has ``val`` (fake result), ``module_path``, ``source`` (``file:line`` in the user's code), ``mutated_storages`` and, where
+    it differs from the region's own, ``context``.
+    """
+
+    graph: fx.Graph
+    root: nn.Module = field(repr=False)
+    signature: Signature = field(repr=False)
+    batch_size: int
+    input_shapes: tuple[tuple[Any, ...], ...]  # of each placeholder: ints and sympy symbols
+    output_structure: TreeSpec = field(repr=False)
+    output_leaves: tuple[Any, ...]  # an index into the output node's list for tensors (as TensorAt), else the constant
+    constants: Mapping[str, Tensor] = field(repr=False)
+    world: FakeWorld = field(repr=False)
+    opened: tuple[str, ...]
+    kept_whole: Mapping[str, str]
+
+    @cached_property
+    def input_nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @cached_property
+    def output_node(self) -> fx.Node:
+        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+
+    def bind_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[Any, int] | None:
+        """Values of the symbols for inputs of these shapes, or None where the graph does not cover them."""
+        sizes: dict[Any, int] = {}
+        for symbolic, actual in zip(self.input_shapes, shapes, strict=True):
+            if len(symbolic) != len(actual):
+                return None
+            for expression, size in zip(symbolic, actual, strict=True):
+                if isinstance(expression, int):
+                    if expression != size:
+                        return None
+                elif sizes.setdefault(expression, size) != size:
+                    return None
+        # A symbol that the trace found to be a constant, or equal to another, must be so again.
+        replaced = [sympy.Eq(symbol, value) for symbol, value in self.world.replacements().items()]
+        conditions = [*self.world.guards(), *replaced]
+        if any(not _holds(condition, sizes) for condition in conditions):
+            return None
+        if any(size < 2 for size in sizes.values()):
+            return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
+        return sizes
+
+    def covers(self, call: RegionCall) -> bool:
+        """Whether the graph computes this call."""
+        signature, shapes = sign(self.root, call)
+        return signature == self.signature and self.bind_sizes(shapes) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAt:
+    """Stands in a region's result for the tensor at this position of the graph's output."""
+
+    index: int
+
+
+def sign(root: nn.Module, call: RegionCall) -> tuple[Signature, tuple[tuple[int, ...], ...]]:
+    """The signature of a call and the shapes of its tensors.
+
+    Raises:
+        TraceError: An argument is neither a tensor nor a plain constant.
+    """
+    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
+    described: list[Any] = []
+    shapes: list[tuple[int, ...]] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            described.append((leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad))
+            shapes.append(tuple(leaf.shape))
+        elif isinstance(leaf, _CONSTANT_TYPES):
+            described.append((type(leaf), leaf))
+        else:
+            raise TraceError(
+                f"The call of {call.path or 'the module'} has an argument that cannot be recorded.",
+                observed=f"an object of type {type(leaf).__name__}",
+                expected="tensors and plain values, in dicts, lists, tuples or types registered as pytrees",
+                todo="Pass the object's tensors instead, or register its type with torch.utils._pytree.",
+            )
+    device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    region = root.get_submodule(call.path)
+    signature = Signature(
+        path=call.path,
+        structure=structure,
+        leaves=tuple(described),
+        training=tuple(module.training for module in region.modules()),
+        trainable=tuple(parameter.requires_grad for parameter in region.parameters()),
+        grad_enabled=torch.is_grad_enabled(),
+        autocast_dtype=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+    )
+    return signature, tuple(shapes)
+
+
+def is_torch_leaf(path: str, module: nn.Module) -> bool:
+    """The finest granularity, ``torch.fx.Tracer``'s own: torch.nn modules stay whole, but for Sequential."""
+    return module.__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+
+
+def trace_region(
+    root: nn.Module,
+    call: RegionCall,
+    *,
+    opened: Collection[str] | None = (),
+    device: torch.device | None = None,
+) -> TracedRegion:
+    """Records the call of one module.
+
+    Nothing of the module is changed: its parameters are exchanged for fakes while it runs, and whatever its Python sets on
+    itself is undone.
+
+    Args:
+        root: Module that paths and FQNs are relative to.
+        call: The call, with real example tensors.
+        opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
+            everything down to torch.nn's own modules.
+        device: Device that parameters on the meta device are taken to be on.
+
+    Raises:
+        TraceError: The Python of the called module itself cannot be recorded.
+    """
+    signature, _ = sign(root, call)
+    kept_whole: dict[str, str] = {}
+    while True:
+        try:
+            return _record(root, call, signature, opened, kept_whole, device)
+        except MustStayWhole as stop:
+            if stop.path in kept_whole:
+                raise _untraceable(root, call, stop.reason, stop.source) from stop
+            kept_whole[stop.path] = stop.reason
+        except RecordError as error:
+            raise _untraceable(root, call, error.reason, error.source) from error
+
+
+def _record(
+    root: nn.Module,
+    call: RegionCall,
+    signature: Signature,
+    opened: Collection[str] | None,
+    kept_whole: dict[str, str],
+    device: torch.device | None,
+) -> TracedRegion:
+    world = FakeWorld()
+    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
+    device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+    actually_opened: dict[str, None] = {}
+
+    def is_whole(path: str, module: nn.Module) -> bool:
+        wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened
+        if not wanted_whole and path not in kept_whole and has_hooks(module):
+            kept_whole[path] = "hooks run around its forward"
+        whole = wanted_whole or path in kept_whole
+        if not whole:
+            actually_opened[path] = None
+        return whole
+
+    with _fake_parameters(root, world, device) as fqns, torch.inference_mode(False):
+        with torch.set_grad_enabled(signature.grad_enabled):
+            recorder = Recorder(paths, fqns, is_whole, call.path, device.type)
+            fakes = [
+                world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in leaves
+            ]
+            tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
+            for index, fake in enumerate(tensors):
+                recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
+            args, kwargs = tree_unflatten(fakes, structure)
+            region = root.get_submodule(call.path)
+            with tracing_friendly_torch(), world.active(), recording(recorder):
+                try:
+                    result = region.forward(*args, **kwargs)
+                except Exception as error:
+                    raise _untraceable(root, call, f"{type(error).__name__}: {error}", raising_source(error) or user_source()) from error
+                output_leaves, output_structure = tree_flatten(result)
+                output_nodes, described = _describe_output(recorder, output_leaves)
+            recorder.graph.output(output_nodes)
+    _erase_unused(recorder.graph)
+    return TracedRegion(
+        graph=recorder.graph,
+        root=root,
+        signature=signature,
+        batch_size=call.batch_size,
+        input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in tensors),
+        output_structure=output_structure,
+        output_leaves=described,
+        constants=recorder.constants,
+        world=world,
+        opened=tuple(actually_opened),
+        kept_whole=dict(kept_whole),
+    )
+
+
+def _describe_output(recorder: Recorder, leaves: list[Any]) -> tuple[list[fx.Node], tuple[Any, ...]]:
+    nodes: list[fx.Node] = []
+    described: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            described.append(TensorAt(len(nodes)))
+            nodes.append(recorder.argument(leaf))
+        elif isinstance(leaf, _CONSTANT_TYPES):
+            described.append(leaf)
+        else:
+            raise RecordError(f"the result has an object of type {type(leaf).__name__}, which cannot be looked into")
+    return nodes, tuple(described)
+
+
+def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
+    return (0,) if batch_size > 1 and tensor.dim() > 0 and tensor.shape[0] == batch_size else ()
+
+
+@contextmanager
+def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) -> Iterator[dict[int, str]]:
+    """Exchanges all parameters and buffers for fakes; yields the FQN of each fake by id.
+
+    Afterwards every module's attributes are what they were: a model that counts its calls or caches a mask during the trace
+    would otherwise keep fakes.
+    """
+    fakes: dict[int, Tensor] = {}
+    fqns: dict[int, str] = {}
+    undo: list[Callable[[], None]] = []
+    modules = list(root.named_modules())
+    for _, module in modules:
+        undo.append(_remember_attributes(module))
+    try:
+        for path, module in modules:
+            for kind in (module._parameters, module._buffers):
+                for name, tensor in list(kind.items()):
+                    if tensor is None:
+                        continue
+                    fake = fakes.setdefault(id(tensor), tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device))
+                    fqns.setdefault(id(fake), f"{path}.{name}" if path else name)
+                    # Through setattr, not the dict: recurrent modules keep a second list of their weights.
+                    setattr(module, name, fake)
+                    undo.append(_setter(module, name, tensor))
+        yield fqns
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _setter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:
+    return lambda: setattr(module, name, value)
+
+
+def _remember_attributes(module: nn.Module) -> Callable[[], None]:
+    attributes, buffers = dict(vars(module)), dict(module._buffers)
+
+    def restore() -> None:
+        vars(module).clear()
+        vars(module).update(attributes)
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+    return restore
+
+
+def _erase_unused(graph: fx.Graph) -> None:
+    """Drops calls whose result nobody uses, unless they change something or draw random numbers."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("mutated_storages"):
+            continue
+        if not any(word in str(node.target).lower() for word in ("rand", "dropout", "bernoulli", "normal", "multinomial")):
+            graph.erase_node(node)
+
+
+def _holds(condition: sympy.Basic, sizes: Mapping[Any, int]) -> bool:
+    value = condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    # What is left of symbols depends on data: nothing that the inputs' shapes could contradict.
+    return bool(value.free_symbols) or bool(value)
+
+
+def _untraceable(root: nn.Module, call: RegionCall, reason: str, source: str | None) -> TraceError:
+    name = type(root.get_submodule(call.path)).__name__
+    return TraceError(
+        f"The forward of {name} cannot be recorded as a graph.",
+        where=f"{call.path or 'the module itself'}, {source or 'source unknown'}",
+        observed=reason,
+        expected="code at this level that does not look at tensor values",
+        todo="Move the code into a submodule: modules below this one that cannot be recorded are kept whole.",
+    )
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """``tree`` with every tensor replaced."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
