@@ -33,6 +33,7 @@ from lightning_fxpipe._compat import (
     set_rng_state,
     subprocess_launcher,
 )
+from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
@@ -457,8 +458,8 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
             ranks = tuple(world_size - 1 - stage for stage in stages)
             copies.append((ranks, parameter if topology.stage_index in stages else None))
     shared = SharedParameters(copies)
-    if world_size > 1:
-        for _, _, fqn, tensor in own_tensors(module):
-            if not plan.stages_of(fqn):
-                dist.broadcast(tensor.data, src=0)
+    names = canonical_fqns(module)
+    for _, _, fqn, tensor in own_tensors(module):
+        if world_size > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
+            dist.broadcast(tensor.data, src=0)
     return shared

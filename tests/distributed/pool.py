@@ -1,0 +1,127 @@
+"""Ranks for tests: processes that start once, run many jobs, and are killed hard when one of them hangs.
+
+Importing torch and Lightning takes seconds, so the processes of a pool live for the whole test session. A job is a function
+named by its module and name; every rank calls it with the same arguments and its results come back in rank order.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+class RankPool:
+    """``world_size`` processes that form one process group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            log = Path(self._folder.name) / f"rank{rank}.log"
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port, str(log)), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, job: Callable[..., Any], *args: Any, timeout_seconds: float = 40.0, **kwargs: Any) -> list[Any]:
+        """Calls ``job(*args, **kwargs)`` on every rank; returns the results in rank order.
+
+        Raises:
+            RankFailed: With the tracebacks and the end of the logs; the pool is then dead.
+        """
+        request = (job.__module__, job.__qualname__, args, kwargs)
+        deadline = time.monotonic() + timeout_seconds
+        failures, results = [], []
+        for pipe in self._pipes:
+            pipe.send(request)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic()) if not failures else 5.0):
+                    raise TimeoutError(f"no answer within {timeout_seconds:g} s")
+                ok, value = pipe.recv()
+            except (EOFError, ConnectionError, TimeoutError) as error:
+                self._dump_stack(rank)
+                ok, value = False, f"{type(error).__name__}: {error}"
+            results.append(value)
+            if not ok:
+                failures.append(f"--- rank {rank}: {value}\n{self._log(rank)}")
+        if failures:
+            self.kill()
+            raise RankFailed("\n".join(failures))
+        return results
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        """Ends the ranks. Lightning traps SIGTERM, so nothing short of SIGKILL is sure."""
+        for process in self._processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+
+    def _dump_stack(self, rank: int) -> None:
+        """Where a hung rank stands goes to its log."""
+        process = self._processes[rank]
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.2)  # the handler writes when the interpreter next runs
+
+    def _log(self, rank: int) -> str:
+        log = Path(self._folder.name) / f"rank{rank}.log"
+        return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        NODE_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            module, name, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args, **kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
