@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 # Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 # A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
@@ -168,7 +168,7 @@ def rng_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
@@ -186,17 +186,14 @@ def set_rng_state(state: dict[str, Any]) -> None:
 def has_hooks(module: nn.Module) -> bool:
     """Whether user hooks run around the module's forward. ``nn.Module`` lists them in private dicts only. torch 2.11-2.15."""
     return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     )
 
 
 # --------------------------------------------------------------------------------------------------- Lightning
 
 
-def init_process_group(
-    cluster_environment: Any, backend: str | None, device: torch.device, timeout: timedelta
-) -> None:
+def init_process_group(cluster_environment: Any, backend: str | None, device: torch.device, timeout: timedelta) -> None:
     """Lightning's own start of the default process group; it has no public name. Lightning 2.6."""
     from lightning.fabric.utilities.distributed import (
         _get_default_process_group_backend_for_device,
@@ -206,6 +203,15 @@ def init_process_group(
     backend = backend or _get_default_process_group_backend_for_device(device)
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(cluster_environment, backend, timeout=timeout, device_id=device_id)
+
+
+def set_rank_zero_only(global_rank: int) -> None:
+    """Tells all of Lightning's ``rank_zero_only`` decorators this process's rank. Lightning 2.6."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+    for decorator in (rank_zero_only, utilities_rank_zero_only):
+        decorator.rank = global_rank  # type: ignore[attr-defined]
 
 
 def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
@@ -223,7 +229,6 @@ def first_batch(trainer: Trainer) -> Any:
     The loops' data sources have no public name. Lightning 2.6.
     """
     from lightning.pytorch.trainer.states import TrainerFn
-    from lightning.pytorch.utilities import CombinedLoader
 
     loops = {
         TrainerFn.FITTING: trainer.fit_loop,
@@ -236,16 +241,22 @@ def first_batch(trainer: Trainer) -> Any:
     if not source.is_defined():
         return None
     with isolated_rng():
-        loaders = source.dataloader()
-        if isinstance(loaders, CombinedLoader):
-            loaders = loaders.iterables
-        if trainer.state.fn is TrainerFn.FITTING:
-            batch = tree_map(_first_of_loader, loaders)
-        else:  # evaluation runs its dataloaders one after another
-            batch = _first_of_loader(tree_leaves(loaders)[0])
+        batch = first_loader_batch(source.dataloader(), one_by_one=trainer.state.fn is not TrainerFn.FITTING)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
+    """First batch of one or several dataloaders, in their structure; of the first, where they run one after another."""
+    from lightning.pytorch.utilities import CombinedLoader
+
+    if isinstance(loaders, CombinedLoader):
+        loaders = loaders.iterables
+    if one_by_one:
+        return _first_of_loader(tree_leaves(loaders)[0])
+    with isolated_rng():
+        return tree_map(_first_of_loader, loaders)
 
 
 def _first_of_loader(loader: Any) -> Any:

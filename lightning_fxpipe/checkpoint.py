@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat import metadata_filename
@@ -66,7 +67,7 @@ def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     state = {"model": checkpoint.pop("state_dict")}
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    dcp.save(state, checkpoint_id=path)
+    dcp_save(state, checkpoint_id=path)
     if is_writer:
         torch.save(checkpoint, path / metadata_filename())
     dist.barrier()
@@ -99,7 +100,7 @@ def load_folder(
                 "state": _optimizer_request(module, stored, index),
                 "param_groups": optimizer_state(module, optimizer, groups)["param_groups"],
             }
-    dcp.load(request, checkpoint_id=path)
+    dcp_load(request, checkpoint_id=path)
     module.load_state_dict(wanted, strict=False)
     for index, (optimizer, _) in enumerate(optimizers):
         if f"optimizer_{index}" in request:

@@ -164,8 +164,10 @@ class ResultChannel:
         count = int(message[1])
         received = message[2 : 2 + min(count, _INLINE_VALUES)].tolist()
         if count > _INLINE_VALUES:
-            rest = torch.tensor(values[_INLINE_VALUES:], dtype=torch.float64) if is_source else torch.empty(
-                count - _INLINE_VALUES, dtype=torch.float64
+            rest = (
+                torch.tensor(values[_INLINE_VALUES:], dtype=torch.float64)
+                if is_source
+                else torch.empty(count - _INLINE_VALUES, dtype=torch.float64)
             )
             dist.broadcast(rest, src=self._source, group=self._group)
             received += rest.tolist()

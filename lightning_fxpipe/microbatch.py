@@ -40,9 +40,7 @@ def batch_size(batch: Any) -> int:
         BatchError: No tensor has a first dimension, or two disagree on it.
     """
     named = [
-        (path, leaf.shape[0])
-        for path, leaf in tree_flatten_with_path(batch)[0]
-        if isinstance(leaf, Tensor) and leaf.dim() > 0
+        (path, leaf.shape[0]) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0
     ]
     sizes = {size for _, size in named}
     if not named:
@@ -102,9 +100,7 @@ def first_microbatch(batch: Any, num_microbatches: int) -> tuple[Any, int]:
 
 
 def _slice(batch: Any, start: int, size: int) -> Any:
-    return tree_map(
-        lambda leaf: leaf.narrow(0, start, size) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, batch
-    )
+    return tree_map(lambda leaf: leaf.narrow(0, start, size) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, batch)
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -177,9 +177,7 @@ class PartitionPlan:
 
 def _stage_from_dict(data: Mapping[str, Any]) -> StageSpec:
     outputs = tuple(
-        BoundaryTensor(
-            **{**out, "shape": tuple(out["shape"]), "consumer_stages": tuple(out["consumer_stages"])}
-        )
+        BoundaryTensor(**{**out, "shape": tuple(out["shape"]), "consumer_stages": tuple(out["consumer_stages"])})
         for out in data["outputs"]
     )
     return StageSpec(**{**data, "fqns": tuple(data["fqns"]), "outputs": outputs})

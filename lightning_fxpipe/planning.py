@@ -85,10 +85,8 @@ def make_plan(
     return plan_region(module, call, num_stages=num_stages)
 
 
-def plan_region(
-    root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None
-) -> PartitionPlan:
-    """Plans the stages of a call that was found in a step. Arguments as for :func:`trace_region`, errors as :func:`make_plan`."""
+def plan_region(root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
+    """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as :func:`make_plan`."""
     chain = open_until_balanced(root, call, num_stages=num_stages, device=device)
     assignment = _best_assignment(chain, call, num_stages)
     needed = _opened_by_a_cut(assignment)
@@ -102,9 +100,7 @@ def _best_assignment(chain: Chain, call: RegionCall, num_stages: int) -> Assignm
     return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
 
 
-def open_until_balanced(
-    root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None
-) -> Chain:
+def open_until_balanced(root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None) -> Chain:
     """Traces at the coarsest granularity whose best partition is good enough.
 
     Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
@@ -200,6 +196,7 @@ def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
     """The plan of an assignment, in module paths and FQNs."""
     chain = assignment.chain
     root = chain.traced.root
+    order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
     stages = []
     for stage in range(assignment.num_stages):
         units = [unit for position, unit in enumerate(chain.units) if assignment.stage_of(position) == stage]
@@ -209,7 +206,7 @@ def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
                 index=stage,
                 first_module=units[0].path if units else "",
                 last_module=units[-1].path if units else "",
-                fqns=tuple(sorted({fqn for unit in units for fqn in unit.tensor_fqns}, key=_order_of(root))),
+                fqns=tuple(sorted({fqn for unit in units for fqn in unit.tensor_fqns}, key=order.__getitem__)),
                 num_parameters=sum(unit.num_parameters for unit in units),
                 outputs=() if last else _boundary_tensors(assignment, stage),
             )
@@ -226,11 +223,6 @@ def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
         opened=chain.traced.opened,
         kept_whole=chain.traced.kept_whole,
     )
-
-
-def _order_of(root: nn.Module) -> object:
-    order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
-    return order.__getitem__
 
 
 def _boundary_tensors(assignment: Assignment, stage: int) -> tuple[BoundaryTensor, ...]:

@@ -41,16 +41,17 @@ CONSTANT_PREFIX = "_fxpipe_constant_"
 
 # Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
 _QUERY_ATTRIBUTES = frozenset(
-    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf grad_fn"
-    " is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks".split()
+    """shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf grad_fn
+    is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks""".split()  # noqa: SIM905
 )
-_QUERIES = frozenset(
-    getattr(torch.Tensor, name)
-    for name in (
-        "size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device __repr__"
-        " __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size"
-    ).split()
-) | {torch.is_floating_point, torch.numel, torch.is_tensor, torch.is_complex}
+_QUERY_METHODS = """size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device
+    __repr__ __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size""".split()  # noqa: SIM905
+_QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
+    torch.is_floating_point,
+    torch.numel,
+    torch.is_tensor,
+    torch.is_complex,
+}
 
 # Constants that an fx node can hold as they are.
 _PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
@@ -94,8 +95,9 @@ class CallContext(NamedTuple):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with torch.set_grad_enabled(self.grad_enabled), torch.autocast(
-            self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype
+        with (
+            torch.set_grad_enabled(self.grad_enabled),
+            torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),
         ):
             yield
 

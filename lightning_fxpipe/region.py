@@ -72,9 +72,7 @@ class _RegionReached(BaseException):
         self.module, self.args_, self.kwargs_ = module, args, kwargs
 
 
-def find_region(
-    root: nn.Module, step: StepCall, *, batch_size: int, is_region: IsRegion = trains
-) -> RegionCall:
+def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: IsRegion = trains) -> RegionCall:
     """Runs the step up to the region's call and returns that call. Random number generators are left as they were.
 
     Raises:

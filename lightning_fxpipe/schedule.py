@@ -96,9 +96,9 @@ class Pipeline:
             Exception: What ``run`` raised, without the wrapper that torch puts around it.
         """
         count = self._num_microbatches
-        extra = {"target": torch.zeros(count)} if self._training and self._is_last else {}
+        target = torch.zeros(count) if self._training and self._is_last else None
         try:
-            self._schedule.step(mb=torch.arange(count), return_outputs=False, **extra)
+            self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
         except RuntimeError as error:
             # torch reports any failure of a stage as a RuntimeError with shapes; the user's own error is its cause.
             if isinstance(error.__cause__, Exception):

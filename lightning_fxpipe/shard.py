@@ -6,14 +6,13 @@ state dict still see the whole module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.trace import named_tensors
 
 
 def drop_other_stages(root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device) -> None:
@@ -32,23 +31,13 @@ def drop_other_stages(root: nn.Module, plan: PartitionPlan, stage_index: int, de
         )
     placeholders: dict[int, Tensor] = {}
     names = canonical_fqns(root)
-    for module, name, fqn, tensor in list(own_tensors(root)):
+    for module, name, fqn, tensor in list(named_tensors(root)):
         holders = plan.stages_of(names[fqn])
         if not holders or stage_index in holders:
             move_to(module, name, tensor, device)
             continue
         placeholder = placeholders.setdefault(id(tensor), _placeholder(tensor))
         setattr(module, name, placeholder)
-
-
-def own_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Every parameter and buffer as (module, name in it, FQN, tensor), under each of its names."""
-    for path, module in root.named_modules(remove_duplicate=False):
-        for name, tensor in (
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ):
-            yield module, name, f"{path}.{name}" if path else name, tensor
 
 
 def move_to(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> None:

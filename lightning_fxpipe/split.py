@@ -1,9 +1,9 @@
 """Builds the stage modules of a cut graph.
 
 A stage is a ``torch.fx.GraphModule`` that refers to the very parameters, buffers and submodules of the user's model under
-their own names: nothing is copied, and ``stage.named_parameters()`` gives the original FQNs. Its inputs are the tensors received from the
-previous stage, then those of the region's own inputs that it uses; its outputs are the tensors that the next stage receives,
-values that it only passes on (relays) included.
+their own names: nothing is copied, and ``stage.named_parameters()`` gives the original FQNs. Its inputs are the tensors
+received from the previous stage, then those of the region's own inputs that it uses; its outputs are the tensors that the next
+stage receives, values that it only passes on (relays) included.
 
 ``torch.fx.passes.split_module`` is not used: it would send sizes as integers, place a parameter used twice in one partition
 only, and keep views of received memory that the next step overwrites.
@@ -102,7 +102,7 @@ class _StageBuilder:
         for node in self._nodes:
             self._copy(node)
         if self._is_last:
-            outputs = [self._value(node) for node in self._traced.output_node.args[0]]  # type: ignore[union-attr]
+            outputs = self._argument(self._traced.output_node.args[0])
         else:
             outputs = [self._value(node) for node in self._boundary_out]
         self._graph.output(tuple(outputs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -12,13 +13,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -30,6 +30,7 @@ from lightning_fxpipe._compat import (
     first_batch,
     init_process_group,
     rng_state,
+    set_rank_zero_only,
     set_rng_state,
     subprocess_launcher,
 )
@@ -44,9 +45,10 @@ from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.region import StepCall, find_region, holds_any, trains
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime, Topology
 from lightning_fxpipe.schedule import ScheduleName
-from lightning_fxpipe.shard import drop_other_stages, own_tensors
+from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_optimizers, check_trainer
+from lightning_fxpipe.support import check_optimizers, check_trainer, report_batch_norm
+from lightning_fxpipe.trace import named_tensors
 
 Broadcast = TypeVar("Broadcast")
 
@@ -179,7 +181,7 @@ class FxPipeStrategy(ParallelStrategy):
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        set_rank_zero_only(self.global_rank)
 
     def _make_topology(self) -> Topology:
         """The last stage lives on rank 0, where progress bar and loggers are, so ranks hold the stages in reverse order."""
@@ -240,6 +242,8 @@ class FxPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         check_trainer(trainer, self.lightning_module)
+        # Lightning advises `sync_dist=True` where several processes log; these log the same values.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         with failures_reach_every_rank():
             self._shard_once(trainer)
@@ -267,6 +271,7 @@ class FxPipeStrategy(ParallelStrategy):
             module, plan, topology, num_microbatches=self._num_microbatches, schedule=self._schedule
         )
         rank_zero_info(f"\n{plan}\n")
+        report_batch_norm(module, self._num_microbatches)
 
     def _make_plan(self, trainer: Trainer, module: nn.Module) -> PartitionPlan:
         num_stages = self.topology.num_stages
@@ -400,14 +405,10 @@ class FxPipeStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
         inner = getattr(optimizer, "optimizer", optimizer)  # Lightning passes its wrapper
-        return checkpoints.optimizer_state(
-            self.lightning_module, inner, self._group_fqns[self.optimizers.index(inner)]
-        )
+        return checkpoints.optimizer_state(self.lightning_module, inner, self._group_fqns[self.optimizers.index(inner)])
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": checkpoints.portable_rng(rng_state())}
@@ -459,7 +460,7 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
             copies.append((ranks, parameter if topology.stage_index in stages else None))
     shared = SharedParameters(copies)
     names = canonical_fqns(module)
-    for _, _, fqn, tensor in own_tensors(module):
+    for _, _, fqn, tensor in named_tensors(module):
         if world_size > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
             dist.broadcast(tensor.data, src=0)
     return shared

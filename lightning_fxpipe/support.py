@@ -8,10 +8,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_fxpipe.errors import UnsupportedError
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
@@ -46,6 +50,16 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
+def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
+    """Warns where BatchNorm would normalise over microbatches instead of the batch, which changes what is trained."""
+    found = [path for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+    if found and num_microbatches != 1:
+        rank_zero_warn(
+            f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise over one microbatch, not the whole batch, as with "
+            "gradient accumulation. For the statistics of one device, set FxPipeStrategy(num_microbatches=1)."
+        )
+
+
 Fault = tuple[str, str]
 
 
@@ -76,7 +90,7 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
         BatchSizeFinder: "choose the batch size by hand",
         LearningRateFinder: "choose the learning rate by hand, or find it on one device",
     }
-    for callback in trainer.callbacks:
+    for callback in getattr(trainer, "callbacks", ()):
         for kind, todo in refused.items():
             if isinstance(callback, kind):
                 yield f"the callback {kind.__name__}, which needs the whole model on one rank", todo

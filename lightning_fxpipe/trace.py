@@ -7,10 +7,11 @@ satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import sympy
@@ -22,16 +23,18 @@ from lightning_fxpipe._compat import (
     FakeWorld,
     TreeSpec,
     has_hooks,
+    isolated_rng,
     symbolic_expression,
     tracing_friendly_torch,
     tree_flatten,
-    tree_map,
     tree_unflatten,
 )
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.record import MustStayWhole, RecordError, Recorder, raising_source, recording, user_source
+from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, raising_source, recording, user_source
 
 INPUT_PREFIX = "region_input_"
+
+_ABSENT = object()
 
 _CONSTANT_TYPES = (type(None), bool, int, float, str, complex, torch.dtype, torch.device, slice, range)
 
@@ -95,7 +98,7 @@ class TracedRegion:
 
     @cached_property
     def output_node(self) -> fx.Node:
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return self.graph.output_node()
 
     def bind_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[Any, int] | None:
         """Values of the symbols for inputs of these shapes, or None where the graph does not cover them."""
@@ -198,13 +201,19 @@ def trace_region(
     kept_whole: dict[str, str] = {}
     while True:
         try:
-            return _record(root, call, signature, opened, kept_whole, device)
+            with isolated_rng():
+                traced = _record(root, call, signature, opened, kept_whole, device)
+                random.seed(0x5EED)  # a second opinion, from other random numbers
+                again = _record(root, call, signature, opened, kept_whole, device)
         except MustStayWhole as stop:
-            if stop.path in kept_whole:
+            if stop.path == call.path or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
             kept_whole[stop.path] = stop.reason
         except RecordError as error:
             raise _untraceable(root, call, error.reason, error.source) from error
+        else:
+            _check_deterministic(root, call, traced.graph, again.graph)
+            return traced
 
 
 def _record(
@@ -219,7 +228,7 @@ def _record(
     leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
     device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
-    actually_opened: dict[str, None] = {}
+    actually_opened: dict[str, None] = {call.path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
         wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened
@@ -230,28 +239,34 @@ def _record(
             actually_opened[path] = None
         return whole
 
-    with _fake_parameters(root, world, device) as fqns, torch.inference_mode(False):
-        with torch.set_grad_enabled(signature.grad_enabled):
-            recorder = Recorder(paths, fqns, is_whole, call.path, device.type)
-            fakes = [
-                world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
-                if isinstance(leaf, Tensor)
-                else leaf
-                for leaf in leaves
-            ]
-            tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
-            for index, fake in enumerate(tensors):
-                recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
-            args, kwargs = tree_unflatten(fakes, structure)
-            region = root.get_submodule(call.path)
-            with tracing_friendly_torch(), world.active(), recording(recorder):
-                try:
-                    result = region.forward(*args, **kwargs)
-                except Exception as error:
-                    raise _untraceable(root, call, f"{type(error).__name__}: {error}", raising_source(error) or user_source()) from error
-                output_leaves, output_structure = tree_flatten(result)
-                output_nodes, described = _describe_output(recorder, output_leaves)
-            recorder.graph.output(output_nodes)
+    with (
+        _fake_parameters(root, world, device) as state,
+        torch.inference_mode(False),
+        torch.set_grad_enabled(signature.grad_enabled),
+    ):
+        recorder = Recorder(paths, state.fqns, is_whole, call.path, device.type)
+        fakes = [
+            world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
+        for index, fake in enumerate(tensors):
+            recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
+        args, kwargs = tree_unflatten(fakes, structure)
+        region = root.get_submodule(call.path)
+        with tracing_friendly_torch(), world.active(), recording(recorder):
+            try:
+                result = region.forward(*args, **kwargs)
+            except Exception as error:
+                reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
+                raise _untraceable(root, call, reason, source) from error
+            for path in actually_opened:
+                _check_unchanged(path, state.attributes)
+            output_leaves, output_structure = tree_flatten(result)
+            output_nodes, described = _describe_output(recorder, output_leaves)
+        recorder.graph.output(output_nodes)
     _erase_unused(recorder.graph)
     return TracedRegion(
         graph=recorder.graph,
@@ -263,7 +278,7 @@ def _record(
         output_leaves=described,
         constants=recorder.constants,
         world=world,
-        opened=tuple(actually_opened),
+        opened=tuple(path for path in actually_opened if path != call.path),
         kept_whole=dict(kept_whole),
     )
 
@@ -286,50 +301,97 @@ def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
     return (0,) if batch_size > 1 and tensor.dim() > 0 and tensor.shape[0] == batch_size else ()
 
 
+@dataclass(frozen=True)
+class _FakeState:
+    """The module while its parameters are fakes.
+
+    Attributes:
+        fqns: FQN of each fake parameter and buffer, by ``id``.
+        attributes: Attributes and buffers of each module, by path, as they are before it runs.
+    """
+
+    fqns: dict[int, str]
+    attributes: dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]
+
+
 @contextmanager
-def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) -> Iterator[dict[int, str]]:
-    """Exchanges all parameters and buffers for fakes; yields the FQN of each fake by id.
+def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) -> Iterator[_FakeState]:
+    """Exchanges all parameters and buffers for fakes.
 
     Afterwards every module's attributes are what they were: a model that counts its calls or caches a mask during the trace
     would otherwise keep fakes.
     """
     fakes: dict[int, Tensor] = {}
     fqns: dict[int, str] = {}
-    undo: list[Callable[[], None]] = []
-    modules = list(root.named_modules())
-    for _, module in modules:
-        undo.append(_remember_attributes(module))
+    undo = [_remember_attributes(module) for module in root.modules()]
     try:
-        for path, module in modules:
-            for kind in (module._parameters, module._buffers):
-                for name, tensor in list(kind.items()):
-                    if tensor is None:
-                        continue
-                    fake = fakes.setdefault(id(tensor), tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device))
-                    fqns.setdefault(id(fake), f"{path}.{name}" if path else name)
-                    # Through setattr, not the dict: recurrent modules keep a second list of their weights.
-                    setattr(module, name, fake)
-                    undo.append(_setter(module, name, tensor))
-        yield fqns
+        for module, name, fqn, tensor in list(named_tensors(root)):
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device)
+            fqns.setdefault(id(fakes[id(tensor)]), fqn)
+            # Through setattr, not the dict: recurrent modules keep a second list of their weights.
+            setattr(module, name, fakes[id(tensor)])
+            undo.append(partial(setattr, module, name, tensor))
+        yield _FakeState(
+            fqns=fqns,
+            attributes={
+                path: (module, dict(vars(module)), dict(module.named_buffers(recurse=False)))
+                for path, module in root.named_modules()
+            },
+        )
     finally:
         for restore in reversed(undo):
             restore()
 
 
-def _setter(module: nn.Module, name: str, value: Tensor) -> Callable[[], None]:
-    return lambda: setattr(module, name, value)
-
-
 def _remember_attributes(module: nn.Module) -> Callable[[], None]:
-    attributes, buffers = dict(vars(module)), dict(module._buffers)
+    attributes = dict(vars(module))
 
     def restore() -> None:
         vars(module).clear()
         vars(module).update(attributes)
-        module._buffers.clear()
-        module._buffers.update(buffers)
 
     return restore
+
+
+def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Every parameter and buffer as (module, name in it, FQN, tensor), under each of its names."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            yield module, name, f"{path}.{name}" if path else name, tensor
+
+
+def _check_unchanged(path: str, before: Mapping[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+    """What an opened module sets on itself would happen in the trace only, so such a module stays whole."""
+    module, attributes, buffers = before[path]
+    now = vars(module)
+    changed = [name for name in {*attributes, *now} if now.get(name, _ABSENT) is not attributes.get(name, _ABSENT)]
+    changed += [name for name, value in module.named_buffers(recurse=False) if value is not buffers.get(name)]
+    if changed:
+        raise MustStayWhole(path, f"its forward assigns self.{sorted(changed)[0]}", None)
+
+
+def _check_deterministic(root: nn.Module, call: RegionCall, first: fx.Graph, second: fx.Graph) -> None:
+    """A graph that comes out differently the second time, as with layer drop, would freeze one of the outcomes."""
+
+    def described(graph: fx.Graph) -> list[tuple[str, str, str]]:
+        return [(n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes]
+
+    one, other = described(first), described(second)
+    if one == other:
+        return
+    index = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
+    node = list(first.nodes)[min(index, len(one) - 1)]
+    raise TraceError(
+        f"The forward of {type(root.get_submodule(call.path)).__name__} takes another path each time it runs.",
+        where=f"{node.meta.get('module_path') or 'the module itself'}, {node.meta.get('source') or 'source unknown'}",
+        observed=f"{' '.join(one[min(index, len(one) - 1)][:2])}, and then {' '.join(other[min(index, len(other) - 1)][:2])}",
+        expected="the same operations each time",
+        todo="Move the random choice (layer drop, stochastic depth) into the submodules that it concerns.",
+    )
 
 
 def _erase_unused(graph: fx.Graph) -> None:
@@ -356,8 +418,3 @@ def _untraceable(root: nn.Module, call: RegionCall, reason: str, source: str | N
         expected="code at this level that does not look at tensor values",
         todo="Move the code into a submodule: modules below this one that cannot be recorded are kept whole.",
     )
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """``tree`` with every tensor replaced."""
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)

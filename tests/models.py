@@ -1,4 +1,4 @@
-"""Models for tests: small, but in the forms that break pipelines (skips over several stages, tied weights, BatchNorm, reshapes)."""
+"""Models for tests: small, but in the forms that break pipelines (long skips, tied weights, BatchNorm, reshapes)."""
 
 from __future__ import annotations
 

@@ -36,9 +36,7 @@ def pipelined_fit(model: str, schedule: str, stages: int, microbatches: int) -> 
 
 
 @pytest.mark.parametrize(("model", "schedule", "stages", "microbatches"), CASES)
-def test_equals_one_device(
-    ranks: Callable[[int], RankPool], model: str, schedule: str, stages: int, microbatches: int
-) -> None:
+def test_equals_one_device(ranks: Callable[[int], RankPool], model: str, schedule: str, stages: int, microbatches: int) -> None:
     expected = reference(model)
     results = ranks(stages).run(pipelined_fit, model, schedule, stages, microbatches)
     assert expected["global_step"] == 10
@@ -50,7 +48,9 @@ def test_equals_one_device(
         assert result["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE)
         for step, found in enumerate(result["gradients"]):
             for fqn, gradient in found.items():
-                torch.testing.assert_close(gradient, expected["gradients"][step][fqn], rtol=1e-4, atol=TOLERANCE, msg=f"{step} {fqn}")
+                torch.testing.assert_close(
+                    gradient, expected["gradients"][step][fqn], rtol=1e-4, atol=TOLERANCE, msg=f"{step} {fqn}"
+                )
             gradients[step] |= found
         for fqn, value in result["state"].items():
             torch.testing.assert_close(value, expected["state"][fqn], rtol=0, atol=TOLERANCE, msg=fqn)

@@ -1,0 +1,142 @@
+"""The command line: ``python -m lightning_fxpipe plan ...`` prints a partition without training.
+
+It knows Lightning and the planner, not the strategy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lightning_fxpipe._compat import first_loader_batch
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.microbatch import batch_size, default_num_microbatches
+from lightning_fxpipe.planning import make_plan
+
+_PLAN_EPILOG = """\
+example:
+  python -m lightning_fxpipe plan --config examples/configs/lm_fxpipe.yaml --num-stages 4
+
+The config is one of LightningCLI's. Where its `model` and `data` sections give no class_path, because the program fixes the
+classes, name them with --model and --data. Classes are imported from the current directory, and from the config's folder and
+the folders above it up to the current directory.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m lightning_fxpipe", description="Pipeline parallelism for Lightning.")
+    parser.add_argument("--version", action="version", version=_version_text())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan = commands.add_parser(
+        "plan",
+        help="print how a config's model is cut into stages, without training",
+        description="Prints how a config's model is cut into stages, without training.",
+        epilog=_PLAN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("--config", type=Path, required=True, metavar="FILE", help="a LightningCLI config (YAML)")
+    plan.add_argument("--model", metavar="CLASS", help="import path of the LightningModule, if the config has none")
+    plan.add_argument("--data", metavar="CLASS", help="import path of the LightningDataModule, if the config has none")
+    plan.add_argument("--num-stages", type=int, metavar="N", help="number of stages (default: the config's devices)")
+    plan.add_argument(
+        "--num-microbatches", type=int, metavar="M", help="microbatches of a batch (default: up to four for each stage)"
+    )
+    plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
+    options = parser.parse_args(arguments)
+    try:
+        return _plan(options)
+    except FxPipeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _version_text() -> str:
+    names = ("lightning-fxpipe", "torch", "lightning")
+    return ", ".join(f"{name} {version(name)}" for name in names)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    config = _read_config(options.config)
+    _extend_import_path(options.config)
+    model = _instantiate(config, "model", options.model)
+    data = _instantiate(config, "data", options.data)
+    num_stages = options.num_stages or _devices(config)
+    data.prepare_data()
+    data.setup("fit")
+    batch = first_loader_batch(data.train_dataloader())
+    count = options.num_microbatches or default_num_microbatches(batch_size(batch), num_stages)
+    plan = make_plan(model, batch, num_stages=num_stages, num_microbatches=count)
+    print(plan)
+    if options.output:
+        plan.save(options.output)
+        print(f"\nSaved to {options.output}")
+    return 0
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    import yaml  # comes with the extra `examples`, as LightningCLI's own parser does
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FxPipeError("Cannot read the config.", where=str(path), observed=str(error)) from error
+    if not isinstance(config, dict):
+        raise FxPipeError("The config is not a mapping.", where=str(path), observed=type(config).__name__)
+    return dict(config.get("fit") or config)  # a config may hold a section for each subcommand
+
+
+def _extend_import_path(config: Path) -> None:
+    """Adds the current directory and the folders between it and the config."""
+    here, folder = Path.cwd(), config.resolve().parent
+    folders = [folder, *folder.parents]
+    for candidate in (here, *(f for f in folders if f == folder or here in f.parents)):
+        if str(candidate) not in sys.path:
+            sys.path.append(str(candidate))
+
+
+def _instantiate(config: dict[str, Any], section: str, class_name: str | None) -> Any:
+    """The object of a config section, made as LightningCLI makes it."""
+    from jsonargparse import ArgumentParser
+
+    values = config.get(section) or {}
+    if "class_path" in values:
+        class_name, values = values["class_path"], values.get("init_args") or {}
+    if class_name is None:
+        raise FxPipeError(
+            f"The config does not say which class its `{section}` is.",
+            observed=f"no class_path under `{section}`",
+            expected="a class_path, or the class on the command line",
+            todo=f"Add --{section} package.module.Class.",
+        )
+    module_name, _, name = class_name.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise FxPipeError(f"Cannot import {class_name}.", observed=str(error), todo=f"Check --{section}.") from error
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, section)
+    return getattr(parser.instantiate(parser.parse_object({section: values})), section)
+
+
+def _devices(config: dict[str, Any]) -> int:
+    devices = (config.get("trainer") or {}).get("devices")
+    if isinstance(devices, list):
+        return len(devices)
+    if isinstance(devices, int) and devices > 0:
+        return devices
+    raise FxPipeError(
+        "The number of stages is not known.",
+        observed=f"trainer.devices: {devices}",
+        expected="a number of devices in the config",
+        todo="Add --num-stages N.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
