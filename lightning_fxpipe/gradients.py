@@ -1,8 +1,8 @@
 """Gradients between the schedule and Lightning, and over the stages.
 
 Lightning's closure calls the step, then ``zero_grad``, then ``backward``; a schedule has run backward before the step
-returns. So the gradients are parked while ``zero_grad`` and its hooks run, and installed in ``Strategy.backward``: every hook sees the
-gradients that it sees on one device.
+returns. So the gradients are parked while ``zero_grad`` and its hooks run, and installed in ``Strategy.backward``: every hook
+sees the gradients that it sees on one device.
 """
 
 from __future__ import annotations
