@@ -21,6 +21,7 @@ from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage
 from lightning_fxpipe.step import BatchRun, Step
+from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import RegionCall, TracedRegion, sign, trace_region
 
 # A schedule keeps receive buffers for all its microbatches, so few are kept; a trace costs a fraction of a second to make.
@@ -44,29 +45,6 @@ class _Cache(Generic[Value]):
                 self._values.popitem(last=False)
         self._values.move_to_end(key)
         return self._values[key]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """This rank's place in its pipeline.
-
-    Attributes:
-        group: Process group in which rank i holds stage i.
-        control_group: Group with the same ranks for small messages between CPUs.
-        stage_index: This rank's stage.
-        num_stages: Stages of the pipeline.
-        device: This rank's device.
-    """
-
-    group: dist.ProcessGroup | None
-    control_group: dist.ProcessGroup | None
-    stage_index: int
-    num_stages: int
-    device: torch.device
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage_index == self.num_stages - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +109,7 @@ class PipelineRuntime:
         self._programs: _Cache[_Program] = _Cache(_MAX_PIPELINES)
         self._traces: list[_StageTrace] = []
         self._run: BatchRun | None = None
+        self._offset = 0  # of the running pass's first microbatch in the batch
         self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
 
     def run(self, step: Step, batch: Any) -> BatchResult:

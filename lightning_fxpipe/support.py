@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
@@ -14,6 +15,32 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_fxpipe.errors import UnsupportedError
+
+
+def check_num_stages(num_stages: int | str, num_devices: int) -> None:
+    """Raises :class:`UnsupportedError` unless there is one device for each stage."""
+    if num_stages not in ("auto", num_devices):
+        more = "more" if isinstance(num_stages, int) and num_devices > num_stages else "fewer"
+        raise UnsupportedError(
+            f"There are {more} devices than stages.",
+            observed=f"{num_stages} stages and {num_devices} devices",
+            expected="one stage for each device",
+            todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}"
+            " (a plan made for another number of stages must be made again).",
+        )
+
+
+def check_has_batch(batch: Any) -> Any:
+    """The batch; raises :class:`UnsupportedError` where there is none to trace the model with."""
+    if batch is None:
+        raise UnsupportedError(
+            "There is no batch to trace the model with.",
+            observed="no dataloader is defined for this run",
+            expected="a dataloader, or a plan made before",
+            todo="Pass a dataloader, or FxPipeStrategy(plan=...).",
+        )
+    return batch
+
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

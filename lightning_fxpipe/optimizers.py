@@ -1,0 +1,66 @@
+"""The user's optimizer, over this rank's parameters, with a state that is keyed by the whole model's FQNs.
+
+``configure_optimizers`` sees, and groups, all parameters; those of other stages are placeholders. They are
+dropped afterwards, and the FQNs of the complete groups are kept for checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class StageOptimizer:
+    """An optimizer whose groups hold this rank's parameters.
+
+    Args:
+        module: The module, with placeholders for the parameters of other stages.
+        optimizer: The optimizer, over the parameters of the whole module; those of other stages are dropped from it.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._module = module
+        names = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
+        self.group_fqns = tuple(tuple(names[id(parameter)] for parameter in g["params"]) for g in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+            del optimizer.state[parameter]
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's states by FQN, and the groups of the whole model."""
+        names = {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
+        return {
+            "state": {names[id(parameter)]: dict(state) for parameter, state in self.optimizer.state.items()},
+            "param_groups": [
+                {**{key: value for key, value in group.items() if key != "params"}, "params": list(fqns)}
+                for group, fqns in zip(self.optimizer.param_groups, self.group_fqns, strict=True)
+            ],
+        }
+
+    def load(self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the states of this rank's parameters, by FQN, and the options of the groups."""
+        local = {fqn: parameter for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for fqn, values in state.items():
+            if fqn in local:
+                parameter = local[fqn]
+                self.optimizer.state[parameter] = {
+                    # A 0-dim step counter stays on the CPU, where torch's optimizers keep it.
+                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in values.items()
+                }
+
+    def load_plain(self, saved: Mapping[str, Any]) -> None:
+        """Takes the state of a plain optimizer, which numbers its parameters in the order of its groups."""
+        fqn_of = {
+            number: fqn
+            for group, fqns in zip(saved["param_groups"], self.group_fqns, strict=True)
+            for number, fqn in zip(group["params"], fqns, strict=True)
+        }
+        self.load({fqn_of[number]: value for number, value in saved["state"].items()}, saved["param_groups"])

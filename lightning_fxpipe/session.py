@@ -1,0 +1,112 @@
+"""A module in its pipeline: all that lives from the strategy's setup to the end of its runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
+from lightning_fxpipe.metrics import ResultChannel, replay
+from lightning_fxpipe.microbatch import merge_outputs
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
+from lightning_fxpipe.schedule import ScheduleName
+from lightning_fxpipe.shard import drop_other_stages
+from lightning_fxpipe.step import Step
+from lightning_fxpipe.support import report_batch_norm
+from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.trace import named_tensors
+
+
+class Session:
+    """Splits the module by the plan and runs steps through it. Made by every rank.
+
+    Args:
+        module: The LightningModule, whole; afterwards this rank has its own stage's tensors only.
+        plan: Which stage holds what.
+        topology: This rank's place.
+        num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        schedule: Schedule for training.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        plan: PartitionPlan,
+        topology: Topology,
+        *,
+        num_microbatches: int | None,
+        schedule: ScheduleName,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self._topology = topology
+        drop_other_stages(module, plan, topology.stage_index, topology.device)
+        for metric in (child for child in module.modules() if isinstance(child, Metric)):
+            metric.to(topology.device)
+        self._shared = _share_parameters(module, plan, topology)
+        self._parked = ParkedGradients()
+        self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
+        self._runtime = PipelineRuntime(module, plan, topology, num_microbatches=num_microbatches, schedule=schedule)
+        rank_zero_info(f"\n{plan}\n")
+        report_batch_norm(module, num_microbatches)
+
+    def train(self, step: Step, batch: Any) -> Any:
+        """Runs a training batch forward and backward and parks its gradients.
+
+        Returns:
+            On every rank the mean loss; on the last stage in a dict with whatever else the step returned.
+        """
+        mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
+        with self._parked.collect(mine):
+            result = self._run(step, batch)
+            self._shared.sum_gradients()
+        loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
+        output = merge_outputs(result.outputs, result.sizes) if result.outputs else None
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def install_gradients(self) -> None:
+        """Adds the parked gradients to ``.grad``."""
+        self._parked.install()
+
+    def evaluate(self, step: Step, batch: Any) -> Any:
+        """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
+        result = self._run(step, batch)
+        return merge_outputs(result.outputs, result.sizes) if result.outputs else None
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clips by the norm over all stages; returns the norm."""
+        return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
+
+    def _run(self, step: Step, batch: Any) -> BatchResult:
+        """Runs one batch, and repeats on every rank what the last stage logged."""
+        with failures_reach_every_rank():
+            result = self._runtime.run(step, batch)
+            loss, entries = self._channel.share(result.loss, result.entries)
+        replay(self.module, entries, self._topology.device)
+        return dataclasses.replace(result, loss=loss, entries=entries)
+
+
+def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:
+    """Finds the parameters that several stages hold, and makes what every rank holds equal on all."""
+    copies = []
+    for fqn, parameter in module.named_parameters():
+        stages = plan.stages_of(fqn)
+        if len(stages) > 1:
+            ranks = tuple(topology.rank_of(stage) for stage in stages)
+            copies.append((ranks, parameter if topology.stage_index in stages else None))
+    shared = SharedParameters(copies)
+    names = canonical_fqns(module)
+    for _, _, fqn, tensor in named_tensors(module):
+        if topology.num_stages > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
+            dist.broadcast(tensor.data, src=0)
+    return shared

@@ -1,0 +1,55 @@
+"""Which rank holds which stage.
+
+The last stage lives on global rank 0, where Lightning has its progress bar, loggers and the results of ``predict``; so the
+stages run against the ranks. A process group with that order makes stage and rank in it the same number
+(``sort_ranks=False``; a DeviceMesh would sort).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This rank's place in its pipeline.
+
+    Attributes:
+        group: Process group in which rank i holds stage i.
+        control_group: Group with the same ranks for small messages between CPUs.
+        stage_index: This rank's stage.
+        num_stages: Stages of the pipeline.
+        device: This rank's device.
+    """
+
+    group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup | None
+    stage_index: int
+    num_stages: int
+    device: torch.device
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Global rank that holds a stage."""
+        return self.num_stages - 1 - stage
+
+
+def make_topology(device: torch.device) -> Topology:
+    """One pipeline over all ranks. Called by every rank, with the default process group initialised."""
+    num_stages = dist.get_world_size()
+    ranks = list(reversed(range(num_stages)))
+    group = dist.new_group(ranks, sort_ranks=False)
+    control = group if dist.get_backend() == "gloo" else dist.new_group(ranks, sort_ranks=False, backend="gloo")
+    return Topology(
+        group=group,
+        control_group=control,
+        stage_index=dist.get_rank(group),
+        num_stages=num_stages,
+        device=device,
+    )
