@@ -128,7 +128,7 @@ def _check_keys(expected: Mapping[str, Any], found: Sequence[str], path: Path, s
         raise FxPipeError(
             "The checkpoint does not fit the model.",
             where=str(path),
-            observed=f"missing keys {missing[:8]}, unexpected keys {unexpected[:8]}",
+            observed=f"{len(missing)} missing keys {missing[:8]}, {len(unexpected)} unexpected keys {unexpected[:8]}",
             expected="the keys of the model's state_dict",
             todo="Load it into the model that wrote it, or set strict_loading=False on the module.",
         )

@@ -145,22 +145,30 @@ class ResultChannel:
         self._source = source
         self._layout: tuple[Any, ...] | None = None
 
-    def share(self, loss: float | None, entries: Sequence[LogEntry]) -> tuple[float | None, list[LogEntry]]:
-        """Returns the last stage's arguments on every rank. Called by every rank of the pipeline."""
+    def share(
+        self, loss: float | None, entries: Sequence[LogEntry], news: Any = None
+    ) -> tuple[float | None, list[LogEntry], Any]:
+        """Returns the last stage's arguments on every rank. Called by every rank of the pipeline.
+
+        Args:
+            loss: The batch's loss, if there is one.
+            entries: What the step logged.
+            news: Anything else that the ranks must know now and then; None costs nothing.
+        """
         if self._group is None or dist.get_world_size(self._group) == 1:
-            return loss, list(entries)
+            return loss, list(entries), news
         is_source = dist.get_rank() == self._source
         layout = (loss is not None, tuple((e.name, e.options, e.num_samples) for e in entries))
         values = [*([] if loss is None else [loss]), *(entry.value for entry in entries)]
         message = torch.zeros(2 + _INLINE_VALUES, dtype=torch.float64)
         if is_source:
-            message[0], message[1] = float(layout != self._layout), len(values)
+            message[0], message[1] = float(layout != self._layout or news is not None), len(values)
             message[2 : 2 + len(values[:_INLINE_VALUES])] = torch.tensor(values[:_INLINE_VALUES], dtype=torch.float64)
         dist.broadcast(message, src=self._source, group=self._group)
         if message[0]:
-            sent: list[Any] = [layout if is_source else None]
+            sent: list[Any] = [(layout, news) if is_source else None]
             dist.broadcast_object_list(sent, src=self._source, group=self._group)
-            self._layout = sent[0]
+            self._layout, news = sent[0]
         count = int(message[1])
         received = message[2 : 2 + min(count, _INLINE_VALUES)].tolist()
         if count > _INLINE_VALUES:
@@ -174,10 +182,11 @@ class ResultChannel:
         assert self._layout is not None
         has_loss, described = self._layout
         shared_loss = received.pop(0) if has_loss else None
-        return shared_loss, [
+        shared_entries = [
             LogEntry(name=name, value=value, options=options, num_samples=num_samples)
             for (name, options, num_samples), value in zip(described, received, strict=True)
         ]
+        return shared_loss, shared_entries, news
 
 
 def replay(module: Any, entries: Sequence[LogEntry], device: torch.device) -> None:

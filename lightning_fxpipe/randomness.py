@@ -4,24 +4,45 @@ User code outside the stages (samplers, augmentation, noise drawn in the step) m
 ranks would train on different data; so all ranks of a pipeline start with the same generator states and stay in lock step.
 Each stage draws numbers of its own (dropout), seeded by the run's seed, the batch, the microbatch and the stage: two stages do
 not repeat each other, and a resumed run repeats itself.
+
+What the step draws after the model's call, only the last stage draws. With one microbatch it continues the common stream, as on
+one device, and the other ranks are told the state that it leaves. With several, the stream must go on with the next
+microbatch's prelude, so the rest of the step gets numbers of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from lightning_fxpipe._compat import isolated_rng
+
 
 @contextmanager
-def stage_generator(*key: int | str, device: torch.device) -> Iterator[None]:
-    """Runs the block with torch's default generators seeded from ``key``; afterwards they continue where they were."""
+def own_random_numbers(*key: int | str) -> Iterator[None]:
+    """Runs the block with the default generators seeded from ``key``; afterwards they continue where they were."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with isolated_rng():
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
         yield
+
+
+def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states of the generators are equal; those of the CPU, which all ranks share."""
+    return bool(
+        torch.equal(one["torch"], other["torch"])
+        and one["python"] == other["python"]
+        and repr(one.get("numpy")) == repr(other.get("numpy"))
+        and ("numpy" not in one or bool((one["numpy"][1] == other["numpy"][1]).all()))
+    )

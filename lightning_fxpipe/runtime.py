@@ -73,12 +73,14 @@ class BatchResult:
         sizes: Samples in each microbatch.
         loss: On the last stage in training, the batch's mean loss.
         entries: On the last stage, what the step logged.
+        rng: On the last stage, the generators' state where the other ranks must take it over.
     """
 
     outputs: list[Any]
     sizes: list[int]
     loss: float | None
     entries: list[LogEntry]
+    rng: dict[str, Any] | None
 
 
 class PipelineRuntime:
@@ -147,6 +149,7 @@ class PipelineRuntime:
             sizes=run.sizes,
             loss=loss,
             entries=log.entries() if self._topology.is_last else [],
+            rng=run.changed_rng() if self._topology.is_last else None,
         )
 
     # ------------------------------------------------------------------ what runs a pass

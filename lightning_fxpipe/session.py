@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat import set_rng_state
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
@@ -91,7 +92,9 @@ class Session:
         """Runs one batch, and repeats on every rank what the last stage logged."""
         with failures_reach_every_rank():
             result = self._runtime.run(step, batch)
-            loss, entries = self._channel.share(result.loss, result.entries)
+            loss, entries, rng = self._channel.share(result.loss, result.entries, result.rng)
+        if rng is not None and not self._topology.is_last:
+            set_rng_state({key: value for key, value in rng.items() if key != "cuda"})
         replay(self.module, entries, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries)
 

@@ -8,7 +8,7 @@ returns the model's output and the step goes on to its loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import tree_flatten, tree_unflatten
+from lightning_fxpipe._compat import rng_state, tree_flatten, tree_unflatten
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
-from lightning_fxpipe.randomness import stage_generator
+from lightning_fxpipe.randomness import own_random_numbers, same_rng
 from lightning_fxpipe.region import StageExit, replaced_region
 from lightning_fxpipe.split import Stage
 from lightning_fxpipe.trace import TensorAt, TracedRegion
@@ -82,6 +82,13 @@ class BatchRun:
     device: torch.device
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    _rng_after_region: dict[str, Any] | None = None
+
+    def changed_rng(self) -> dict[str, Any] | None:
+        """State of the generators, where the step drew numbers that the other ranks did not."""
+        now = rng_state()
+        before = self._rng_after_region
+        return None if before is None or same_rng(before, now) else now
 
     def run_microbatch(
         self, index: int, stage: Stage, traced: TracedRegion, shapes: tuple[tuple[int, ...], ...], received: tuple[Tensor, ...]
@@ -102,13 +109,17 @@ class BatchRun:
 
         def run_region(*args: Any, **kwargs: Any) -> Any:
             inputs = self._checked_inputs(args, kwargs, traced, shapes)
-            with stage_generator(*self.step.random_key, index, stage.index, device=self.device):
+            with own_random_numbers(*self.step.random_key, index, stage.index):
                 outputs = stage.module(*received, *(inputs[i] for i in stage.region_inputs))
             if not stage.is_last:
                 raise StageExit(tuple(output.contiguous() for output in outputs))
+            if len(self.microbatches) > 1:
+                after_region.enter_context(own_random_numbers(*self.step.random_key, index, "after"))
+            else:
+                self._rng_after_region = rng_state()
             return _region_result(traced, outputs, received)
 
-        with self.step.context(), replaced_region(self.root, traced.signature.path, run_region):
+        with ExitStack() as after_region, self.step.context(), replaced_region(self.root, traced.signature.path, run_region):
             try:
                 result = self.step.function(self.microbatches[index], *self.step.rest)
             except StageExit as leaving:

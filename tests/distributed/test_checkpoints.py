@@ -1,0 +1,117 @@
+"""Checkpoints of a pipeline: an interrupted and resumed run is, bit for bit, the run that was not interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_fxpipe import FxPipeError, FxPipeStrategy
+from tests.distributed.pool import RankPool
+from tests.distributed.test_training import assert_same_state, merged
+from tests.lit import LitModel, Recorder, make_loader, make_trainer, snapshot
+
+Ranks = Callable[[int], RankPool]
+
+
+class WithDropout(LitModel):
+    """Random numbers in the stages, in the sampler and in the step must all continue where they were."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.model.layers = nn.ModuleList(nn.Sequential(layer, nn.Dropout(0.2)) for layer in self.model.layers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((x + 0.01 * torch.randn_like(x), y), batch_idx)
+
+
+def run(folder: str, max_epochs: int, ckpt_path: str | None, options: dict[str, Any], seed: int = 5) -> dict[str, Any]:
+    L.seed_everything(seed, verbose=False)
+    module, recorder = WithDropout("mlp"), Recorder()
+    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    trainer = make_trainer(max_epochs=max_epochs, callbacks=[recorder, keep], enable_checkpointing=True, **options)
+    trainer.fit(module, make_loader("mlp", shuffle=True), make_loader("mlp", num_samples=20), ckpt_path=ckpt_path)
+    return {
+        "state": snapshot(module),
+        "losses": recorder.losses,
+        "step": trainer.global_step,
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "moments": {
+            name: trainer.optimizers[0].state[p]["exp_avg_sq"]
+            for name, p in module.named_parameters()
+            if p in trainer.optimizers[0].state
+        },
+    }
+
+
+def piped_run(folder: str, max_epochs: int, ckpt_path: str | None, stages: int, seed: int = 5) -> dict[str, Any]:
+    return run(folder, max_epochs, ckpt_path, {"strategy": FxPipeStrategy(num_microbatches=4), "devices": stages}, seed)
+
+
+def test_resumed_after_an_epoch_is_bit_for_bit_the_uninterrupted_run(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(2).run(piped_run, str(tmp_path / "whole"), 4, None, 2)
+    ranks(2).run(piped_run, str(tmp_path / "part"), 2, None, 2)
+    # Another seed: all that continues must come from the checkpoint.
+    resumed = ranks(2).run(piped_run, str(tmp_path / "part"), 4, str(tmp_path / "part" / "epoch=1.ckpt"), 2, 77)
+    for before, after in zip(whole, resumed, strict=True):
+        assert after["step"] == before["step"] == 20
+        assert after["lr"] == before["lr"]
+        for kind in ("state", "moments"):
+            assert before[kind].keys() == after[kind].keys()
+            for fqn, value in before[kind].items():
+                assert torch.equal(after[kind][fqn], value), f"{kind} {fqn}"
+
+
+def test_the_folder_is_keyed_by_fqn_and_says_nothing_of_stages(ranks: Ranks, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    ranks(2).run(piped_run, str(tmp_path), 1, None, 2)
+    keys = set(FileSystemReader(tmp_path / "epoch=0.ckpt").read_metadata().state_dict_metadata)
+    module = WithDropout("mlp")
+    assert {key for key in keys if key.startswith("model.")} == {f"model.{fqn}" for fqn in module.state_dict()}
+    states = {f"optimizer_0.state.{fqn}.{s}" for fqn, _ in module.named_parameters() for s in ("exp_avg", "exp_avg_sq", "step")}
+    assert {key for key in keys if key.startswith("optimizer_0.state.")} == states
+
+
+def test_a_single_device_checkpoint_resumes_in_a_pipeline(ranks: Ranks, tmp_path: Path) -> None:
+    def plain(folder: str, epochs: int, ckpt_path: str | None) -> dict[str, Any]:
+        L.seed_everything(5, verbose=False)
+        module = LitModel("gpt")
+        keep = ModelCheckpoint(dirpath=folder, filename="{epoch}")
+        trainer = make_trainer(max_epochs=epochs, callbacks=[keep], enable_checkpointing=True)
+        trainer.fit(module, make_loader("gpt"), ckpt_path=ckpt_path)
+        return snapshot(module)
+
+    plain(str(tmp_path / "start"), 1, None)
+    expected = plain(str(tmp_path / "end"), 3, str(tmp_path / "start" / "epoch=0.ckpt"))
+    results = ranks(3).run(piped_gpt, str(tmp_path / "pipe"), str(tmp_path / "start" / "epoch=0.ckpt"))
+    assert_same_state(merged(results, "state"), expected)
+
+
+def piped_gpt(folder: str, ckpt_path: str) -> dict[str, Any]:
+    L.seed_everything(5, verbose=False)
+    module = LitModel("gpt")
+    trainer = make_trainer(max_epochs=3, strategy=FxPipeStrategy(num_microbatches=4), devices=3)
+    trainer.fit(module, make_loader("gpt"), ckpt_path=ckpt_path)
+    return {"state": snapshot(module)}
+
+
+def load_into_another_model(ckpt_path: str) -> str:
+    trainer = make_trainer(max_epochs=3, strategy=FxPipeStrategy(), devices=2)
+    with pytest.raises(FxPipeError) as caught:
+        trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=ckpt_path)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(piped_run, str(tmp_path), 1, None, 2)
+    for message in ranks(2).run(load_into_another_model, str(tmp_path / "epoch=0.ckpt")):
+        assert "model.blocks.0.ln1.bias" in message
+        assert "model.layers.0.0.bias" in message
