@@ -141,14 +141,15 @@ def monitored_fit(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     keep = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=2, filename="{epoch}-{val_loss:.4f}")
     trainer = make_trainer(max_epochs=12, callbacks=[stop, keep], enable_checkpointing=True, **options)
     trainer.fit(module, make_loader("mlp"), make_loader("mlp", num_samples=20))
-    stopped_epoch = stop.stopped_epoch  # test(ckpt_path=...) restores the callbacks too
+    # Now, because test(ckpt_path=...) restores the callbacks too.
+    stopped_epoch, kept = stop.stopped_epoch, sorted(Path(path).name for path in keep.best_k_models)
     validated = trainer.validate(module, make_loader("mlp", num_samples=20), verbose=False)
     tested = trainer.test(module, make_loader("mlp", num_samples=20), ckpt_path="best", verbose=False)
     predictions = trainer.predict(module, DataLoader(TensorDataset(*make_samples("mlp", 20)), batch_size=8))
     return {
         "stopped_epoch": stopped_epoch,
         "best": Path(keep.best_model_path).name,
-        "kept": sorted(Path(path).name for path in keep.best_k_models),
+        "kept": kept,
         "validated": validated,
         "tested": tested,
         "predictions": predictions,

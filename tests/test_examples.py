@@ -1,0 +1,51 @@
+"""The example program, cut down to seconds, from both of its configs; and the benchmark at a toy size."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+TINY = [
+    *("--model.dim=16", "--model.num_layers=2", "--model.num_heads=2", "--model.context=16"),
+    *("--data.context=16", "--data.num_train_samples=48", "--data.num_val_samples=16"),
+    *("--trainer.max_epochs=1", "--trainer.log_every_n_steps=1"),
+]
+
+
+@pytest.mark.parametrize("config", ["lm_fxpipe.yaml", "lm_fxpipe_class.yaml"])
+def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(20):
+        (texts / f"{i:02d}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    command = [sys.executable, EXAMPLES / "train_lm.py", "fit", "--config", EXAMPLES / "configs" / config, *TINY]
+    command += [f"--data.path={texts}", "--data.pattern=*.txt"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    printed = run.stdout + run.stderr
+    assert run.returncode == 0, printed[-3000:]
+    assert "Pipeline of model" in printed
+    assert "Bigram baseline" in printed
+    folder = tmp_path / "lightning_logs" / "byte_lm" / "version_0"
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["train_loss"]] == ["0", "1", "2"]
+    assert [row["step"] for row in rows if row["val_loss"]] == ["2"]
+    assert (folder / "checkpoints" / "last.ckpt" / "meta.pt").exists()
+
+
+def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
+    sizes = ["--dim=16", "--num-layers=2", "--num-heads=2", "--context=8", "--batch-size=4", "--microbatches=2"]
+    command = [sys.executable, EXAMPLES / "benchmarks" / "step_time.py", *sizes, "--rounds=1", "--steps=2"]
+    run = subprocess.run([*command, f"--output={tmp_path / 'out.json'}"], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = json.loads((tmp_path / "out.json").read_text())["losses"]
+    assert len(losses["single"]) == 5
+    for candidate in ("torch", "fxpipe"):
+        assert losses[candidate] == pytest.approx(losses["single"], abs=1e-5)
