@@ -19,7 +19,7 @@ from lightning_fxpipe.microbatch import first_microbatch
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, StageSpec
 from lightning_fxpipe.region import StepCall, find_region
-from lightning_fxpipe.trace import RegionCall, TracedRegion, is_torch_leaf, trace_region
+from lightning_fxpipe.trace import RegionCall, TracedRegion, trace_region
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
 GOOD_ENOUGH = 1.05
@@ -164,7 +164,7 @@ def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: se
 
 def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
     module = traced.root.get_submodule(path)
-    return path not in opened and path not in traced.kept_whole and not is_torch_leaf(path, module)
+    return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
 
 
 def stage_weights(chain: Chain, call: RegionCall) -> list[int]:

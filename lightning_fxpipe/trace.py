@@ -323,7 +323,8 @@ def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) ->
     """
     fakes: dict[int, Tensor] = {}
     fqns: dict[int, str] = {}
-    undo = [_remember_attributes(module) for module in root.modules()]
+    attributes = [_remember_attributes(module) for module in root.modules()]
+    parameters: list[Callable[[], None]] = []
     try:
         for module, name, fqn, tensor in list(named_tensors(root)):
             if id(tensor) not in fakes:
@@ -331,7 +332,7 @@ def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) ->
             fqns.setdefault(id(fakes[id(tensor)]), fqn)
             # Through setattr, not the dict: recurrent modules keep a second list of their weights.
             setattr(module, name, fakes[id(tensor)])
-            undo.append(partial(setattr, module, name, tensor))
+            parameters.append(partial(setattr, module, name, tensor))
         yield _FakeState(
             fqns=fqns,
             attributes={
@@ -340,7 +341,8 @@ def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) ->
             },
         )
     finally:
-        for restore in reversed(undo):
+        # Attributes first: a recurrent module that made itself a new list of weights gets its own back, then the weights.
+        for restore in (*attributes, *parameters):
             restore()
 
 
