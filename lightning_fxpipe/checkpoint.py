@@ -8,6 +8,7 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,32 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors."""
+    """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors.
+
+    The folder gets its name when it is complete, so that a run that dies meanwhile leaves the last good one.
+    """
     is_writer = dist.get_rank() == 0
-    if is_writer and path.is_file():
-        path.unlink()
-    path.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    if is_writer:
+        _remove(unfinished)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
     state = {"model": checkpoint.pop("state_dict")}
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    dcp_save(state, checkpoint_id=path)
+    dcp_save(state, checkpoint_id=unfinished)
     if is_writer:
-        torch.save(checkpoint, path / metadata_filename())
+        torch.save(checkpoint, unfinished / metadata_filename())
+        _remove(path)
+        unfinished.rename(path)
     dist.barrier()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def load_checkpoint(

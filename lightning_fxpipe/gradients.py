@@ -44,26 +44,27 @@ class ParkedGradients:
 class SharedParameters:
     """Parameters of which several stages hold a copy, such as an embedding that is also the output layer.
 
-    The copies start equal, and equal gradients keep them equal: each batch their gradients are summed.
+    The copies start equal, and equal gradients keep them equal: each batch their gradients are summed. Buffers that several
+    stages read start equal, too.
 
     Args:
-        copies: For each shared parameter its holders' global ranks, first holder first, and this rank's copy if it has one.
+        copies: For each shared tensor its holders' global ranks, first holder first, and this rank's copy if it has one.
             In the same order on every rank: the constructor makes process groups, so it is called by every rank.
     """
 
-    def __init__(self, copies: Iterable[tuple[tuple[int, ...], nn.Parameter | None]]) -> None:
-        self._mine: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+    def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]]) -> None:
+        self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._secondary: set[int] = set()
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for ranks, parameter in copies:
+        for ranks, tensor in copies:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks))
-            if parameter is None:
+            if tensor is None:
                 continue
-            self._mine.append((parameter, groups[ranks]))
-            dist.broadcast(parameter.data, src=ranks[0], group=groups[ranks])
+            self._mine.append((tensor, groups[ranks]))
+            dist.broadcast(tensor.data, src=ranks[0], group=groups[ranks])
             if dist.get_rank() != ranks[0]:
-                self._secondary.add(id(parameter))
+                self._secondary.add(id(tensor))
 
     def sum_gradients(self) -> None:
         """Sums the gradients over the copies. Called by every rank that holds one, after the schedule."""

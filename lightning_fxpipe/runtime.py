@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import tree_flatten
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.agreement import check_agreement, digest
+from lightning_fxpipe.errors import BatchError, TraceError
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
 from lightning_fxpipe.plan import PartitionPlan
@@ -170,6 +170,15 @@ class PipelineRuntime:
         return self._programs.get(key, lambda: self._make_program(step, microbatch, part))
 
     def _make_program(self, step: Step, microbatch: Any, part: Pass) -> _Program:
+        check_agreement(
+            self._topology.control_group,
+            digest(microbatch),
+            BatchError(
+                "The ranks of the pipeline have different batches.",
+                expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
+                todo="Make the data the same in every process: call seed_everything before random data is made or split.",
+            ),
+        )
         call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
         with step.context():
             region = find_region(
@@ -209,24 +218,18 @@ class PipelineRuntime:
                 return known
         traced = trace_region(self._root, region, opened=self._plan.opened, device=self._topology.device)
         assignment = follow_plan(self._plan, traced)
-        self._check_agreement([repr(assignment.boundary(s)) for s in range(assignment.num_stages - 1)])
+        check_agreement(
+            self._topology.control_group,
+            [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)],
+            TraceError(
+                "The ranks recorded different graphs of the same step.",
+                expected="the same tensors across each cut on every rank",
+                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+            ),
+        )
         made = _StageTrace(traced=traced, stage=build_stage(assignment, self._topology.stage_index))
         self._traces = [*self._traces[-(_MAX_TRACES - 1) :], made]
         return made
-
-    def _check_agreement(self, boundaries: list[str]) -> None:
-        """Ranks that disagree on what crosses a cut would wait for each other forever, or read garbage."""
-        if self._topology.control_group is None:
-            return
-        all_boundaries: list[Any] = [None] * self._topology.num_stages
-        dist.all_gather_object(all_boundaries, boundaries, group=self._topology.control_group)
-        if any(other != boundaries for other in all_boundaries):
-            raise TraceError(
-                "The ranks recorded different graphs of the same step.",
-                observed="; ".join(f"stage {i}: {other}" for i, other in enumerate(all_boundaries)),
-                expected="the same graph on every rank",
-                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
-            )
 
 
 def _hashable(value: Any) -> Hashable:

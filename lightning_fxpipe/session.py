@@ -100,13 +100,13 @@ class Session:
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:
-    """Finds the parameters that several stages hold, and makes what every rank holds equal on all."""
+    """Finds what several stages hold, and makes it equal on all holders, as well as what every rank holds."""
     copies = []
-    for fqn, parameter in module.named_parameters():
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
         stages = plan.stages_of(fqn)
         if len(stages) > 1:
             ranks = tuple(topology.rank_of(stage) for stage in stages)
-            copies.append((ranks, parameter if topology.stage_index in stages else None))
+            copies.append((ranks, tensor if topology.stage_index in stages else None))
     shared = SharedParameters(copies)
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fxpipe import FxPipeStrategy, make_plan
+from lightning_fxpipe import BatchError, FxPipeStrategy, make_plan
 from tests.distributed.pool import RankPool
 from tests.lit import LitModel, Recorder, make_loader, make_trainer, snapshot
 from tests.models import make_samples
@@ -89,6 +90,21 @@ class NoisyStep(LitModel):
         loss = nn.functional.cross_entropy(output + noise * 0.01 + torch.rand(1) * 1e-3, y)
         self.log("train_loss", loss)
         return loss
+
+
+def different_data() -> str:
+    torch.manual_seed(int(os.environ["RANK"]))
+    x = torch.randn(16, 12) + (int(os.environ["RANK"]))
+    loader = DataLoader(TensorDataset(x, torch.zeros(16, dtype=torch.long)), batch_size=8)
+    with pytest.raises(BatchError) as caught:
+        make_trainer(max_epochs=1, strategy=FxPipeStrategy(), devices=2).fit(LitModel("mlp"), loader)
+    return str(caught.value)
+
+
+def test_data_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
+    # The first stage would take its inputs from one dataset and the last stage its targets from another.
+    for message in ranks(2).run(different_data):
+        assert "seed_everything" in message
 
 
 def unseeded_fit(strategy_options: dict[str, Any]) -> dict[str, Any]:
