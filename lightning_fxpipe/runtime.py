@@ -20,7 +20,7 @@ from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage
-from lightning_fxpipe.step import BatchRun, Step
+from lightning_fxpipe.step import BatchRun, StageSetup, Step
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import RegionCall, TracedRegion, sign, trace_region
 
@@ -53,15 +53,6 @@ class _StageTrace:
 
     traced: TracedRegion
     stage: Stage
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Program:
-    """What runs one pass: this rank's stage, set up for one shape."""
-
-    part: _StageTrace
-    shapes: tuple[tuple[int, ...], ...]
-    pipeline: Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +99,7 @@ class PipelineRuntime:
         self._topology = topology
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
-        self._programs: _Cache[_Program] = _Cache(_MAX_PIPELINES)
+        self._pipelines: _Cache[Pipeline] = _Cache(_MAX_PIPELINES)
         self._traces: list[_StageTrace] = []
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
@@ -135,9 +126,9 @@ class PipelineRuntime:
         try:
             with log.capture(self._root):
                 for part in passes:
-                    program = self._program(step, run.microbatches[part.first], part)
+                    pipeline = self._pipeline(step, run.microbatches[part.first], part)
                     self._offset = part.first
-                    program.pipeline.step()
+                    pipeline.step()
         finally:
             self._run = None
         loss = None
@@ -154,7 +145,7 @@ class PipelineRuntime:
 
     # ------------------------------------------------------------------ what runs a pass
 
-    def _program(self, step: Step, microbatch: Any, part: Pass) -> _Program:
+    def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> Pipeline:
         leaves, structure = tree_flatten((microbatch, step.rest[1:]))
         key = (
             step.kind,
@@ -167,9 +158,9 @@ class PipelineRuntime:
             tuple(module.training for module in self._root.modules()),
             tuple(parameter.requires_grad for parameter in self._root.parameters()),
         )
-        return self._programs.get(key, lambda: self._make_program(step, microbatch, part))
+        return self._pipelines.get(key, lambda: self._make_pipeline(step, microbatch, part))
 
-    def _make_program(self, step: Step, microbatch: Any, part: Pass) -> _Program:
+    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass) -> Pipeline:
         check_agreement(
             self._topology.control_group,
             digest(microbatch),
@@ -185,29 +176,33 @@ class PipelineRuntime:
                 self._root, call, batch_size=part.size, is_region=trains if step.is_training else self._is_staged
             )
             stage_trace = self._stage_trace(region)
-        traced, stage = stage_trace.traced, stage_trace.stage
         _, shapes = sign(self._root, region)
-        sizes = traced.bind_sizes(shapes)
+        sizes = stage_trace.traced.bind_sizes(shapes)
         assert sizes is not None
-        pipeline = Pipeline(
-            lambda index, received: self._run_microbatch(stage_trace, shapes, index, received),
+        stage = stage_trace.stage
+        setup = StageSetup(
+            traced=stage_trace.traced,
+            stage=stage,
+            input_shapes=shapes,
+            received=boundary_specs(stage.boundary_in, sizes),
+            sent=boundary_specs(stage.boundary_out, sizes),
+        )
+        return Pipeline(
+            lambda index, received: self._run_microbatch(index, setup, received),
             stage_index=self._topology.stage_index,
             num_stages=self._topology.num_stages,
-            received=boundary_specs(stage.boundary_in, sizes),
-            sent=None if stage.is_last else boundary_specs(stage.boundary_out, sizes),
+            received=setup.received,
+            sent=None if stage.is_last else setup.sent,
             num_microbatches=part.count,
             schedule=self._schedule,
             training=step.is_training,
             device=self._topology.device,
             group=self._topology.group,
         )
-        return _Program(part=stage_trace, shapes=shapes, pipeline=pipeline)
 
-    def _run_microbatch(
-        self, part: _StageTrace, shapes: tuple[tuple[int, ...], ...], index: int, received: tuple[Tensor, ...]
-    ) -> Tensor | tuple[Tensor, ...]:
+    def _run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         assert self._run is not None
-        return self._run.run_microbatch(self._offset + index, part.stage, part.traced, shapes, received)
+        return self._run.run_microbatch(self._offset + index, setup, received)
 
     def _is_staged(self, module: nn.Module) -> bool:
         return any(id(parameter) in self._staged for parameter in module.parameters())

@@ -21,7 +21,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import own_random_numbers, same_rng
 from lightning_fxpipe.region import StageExit, replaced_region
-from lightning_fxpipe.split import Stage
+from lightning_fxpipe.split import Stage, TensorSpec
 from lightning_fxpipe.trace import TensorAt, TracedRegion
 
 
@@ -59,6 +59,25 @@ class Step:
         return self.kind is StepKind.TRAIN
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageSetup:
+    """This rank's stage, and the shapes that a pass was set up for.
+
+    Attributes:
+        traced: The graph that the stage is a part of.
+        stage: The stage.
+        input_shapes: Shapes of the region's input tensors.
+        received: Specs of the tensors from the previous stage.
+        sent: Specs of the tensors to the next stage.
+    """
+
+    traced: TracedRegion
+    stage: Stage
+    input_shapes: tuple[tuple[int, ...], ...]
+    received: tuple[TensorSpec, ...]
+    sent: tuple[TensorSpec, ...]
+
+
 @dataclass(kw_only=True)
 class BatchRun:
     """A batch on its way through this rank's stage.
@@ -90,29 +109,26 @@ class BatchRun:
         before = self._rng_after_region
         return None if before is None or same_rng(before, now) else now
 
-    def run_microbatch(
-        self, index: int, stage: Stage, traced: TracedRegion, shapes: tuple[tuple[int, ...], ...], received: tuple[Tensor, ...]
-    ) -> Tensor | tuple[Tensor, ...]:
+    def run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Runs the step on one microbatch.
 
         Args:
             index: Position of the microbatch in the batch.
-            stage: This rank's stage.
-            traced: The graph that the stage is a part of.
-            shapes: Shapes of the region's input tensors that the pass was set up for.
+            setup: This rank's stage and what it was set up for.
             received: Tensors from the previous stage.
 
         Returns:
             What the stage sends; on the last stage the weighted loss, or zero where nothing is trained.
         """
+        stage, traced = setup.stage, setup.traced
         self.log.begin_microbatch(self.sizes[index])
 
         def run_region(*args: Any, **kwargs: Any) -> Any:
-            inputs = self._checked_inputs(args, kwargs, traced, shapes)
+            inputs = self._checked_inputs(args, kwargs, setup)
             with own_random_numbers(*self.step.random_key, index, stage.index):
                 outputs = stage.module(*received, *(inputs[i] for i in stage.region_inputs))
             if not stage.is_last:
-                raise StageExit(tuple(output.contiguous() for output in outputs))
+                raise StageExit(self._checked_outputs(outputs, setup))
             if len(self.microbatches) > 1:
                 after_region.enter_context(own_random_numbers(*self.step.random_key, index, "after"))
             else:
@@ -131,10 +147,9 @@ class BatchRun:
             return torch.zeros((), device=self.device)
         return self._weighted_loss(result, index)
 
-    def _checked_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], traced: TracedRegion, shapes: tuple[tuple[int, ...], ...]
-    ) -> list[Tensor]:
+    def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:
         """The region's input tensors, if they are what the pass was set up for; all ranks have already agreed on that."""
+        traced, shapes = setup.traced, setup.input_shapes
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -145,6 +160,21 @@ class BatchRun:
         if actual != shapes:
             raise self._varying("inputs of other shapes", str(actual), str(shapes), traced)
         return tensors
+
+    def _checked_outputs(self, outputs: tuple[Tensor, ...], setup: StageSetup) -> tuple[Tensor, ...]:
+        """What the stage sends, if it is what the next stage expects: a transport does not compare shapes or dtypes."""
+        for output, spec, node in zip(outputs, setup.sent, setup.stage.boundary_out, strict=True):
+            loses_gradient = self.step.is_training and output.requires_grad and not spec.requires_grad
+            if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
+                raise UnsupportedError(
+                    f"Stage {setup.stage.index} computed another tensor than it was set up to send.",
+                    where=f"{node.meta['module_path'] or 'the module itself'}, {node.meta.get('source') or 'source unknown'}",
+                    observed=f"shape {tuple(output.shape)}, {output.dtype}, requires_grad={output.requires_grad}",
+                    expected=f"shape {spec.shape}, {spec.dtype}, requires_grad={spec.requires_grad}, as when it was traced",
+                    todo="A shape, dtype or gradient that depends on data cannot cross a cut: keep that module and its user in "
+                    "one stage, with a plan of other cuts or fewer stages.",
+                )
+        return tuple(output.contiguous() for output in outputs)
 
     def _varying(self, what: str, observed: str, expected: str, traced: TracedRegion) -> UnsupportedError:
         return UnsupportedError(
