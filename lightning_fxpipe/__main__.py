@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--config", type=Path, required=True, metavar="FILE", help="a LightningCLI config (YAML)")
     plan.add_argument("--model", metavar="CLASS", help="import path of the LightningModule, if the config has none")
     plan.add_argument("--data", metavar="CLASS", help="import path of the LightningDataModule, if the config has none")
-    plan.add_argument("--num-stages", type=int, metavar="N", help="number of stages (default: the config's devices)")
+    plan.add_argument("--num-stages", type=_positive, metavar="N", help="number of stages (default: the config's devices)")
     plan.add_argument(
-        "--num-microbatches", type=int, metavar="M", help="microbatches of a batch (default: up to four for each stage)"
+        "--num-microbatches", type=_positive, metavar="M", help="microbatches of a batch (default: up to four for each stage)"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
     options = parser.parse_args(arguments)
@@ -54,6 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FxPipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return number
 
 
 def _version_text() -> str:
@@ -74,7 +81,10 @@ def _plan(options: argparse.Namespace) -> int:
     plan = make_plan(model, batch, num_stages=num_stages, num_microbatches=count)
     print(plan)
     if options.output:
-        plan.save(options.output)
+        try:
+            plan.save(options.output)
+        except OSError as error:
+            raise FxPipeError("Cannot save the plan.", where=str(options.output), observed=str(error)) from error
         print(f"\nSaved to {options.output}")
     return 0
 
@@ -84,7 +94,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except (OSError, yaml.YAMLError) as error:
         raise FxPipeError("Cannot read the config.", where=str(path), observed=str(error)) from error
     if not isinstance(config, dict):
         raise FxPipeError("The config is not a mapping.", where=str(path), observed=type(config).__name__)
@@ -121,7 +131,11 @@ def _instantiate(config: dict[str, Any], section: str, class_name: str | None) -
         raise FxPipeError(f"Cannot import {class_name}.", observed=str(error), todo=f"Check --{section}.") from error
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, section)
-    return getattr(parser.instantiate(parser.parse_object({section: values})), section)
+    try:
+        parsed = parser.parse_object({section: values})
+    except argparse.ArgumentError as error:
+        raise FxPipeError(f"The config's `{section}` does not fit {class_name}.", observed=str(error)) from error
+    return getattr(parser.instantiate(parsed), section)
 
 
 def _devices(config: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ import copy
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,8 @@ from torch._dispatch.python import enable_python_dispatcher
 # A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
@@ -77,6 +77,7 @@ class FakeWorld:
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """During the block all new tensors are this world's fakes."""
         # Without the python dispatcher, F.pad and interpolate specialise the batch size.
         with enable_python_dispatcher(), self.mode:
             yield
@@ -92,7 +93,21 @@ class FakeWorld:
 
 def symbolic_expression(value: Any) -> Any:
     """The sympy expression behind a SymInt, SymFloat or SymBool; other values as they are."""
-    return value.node.expr if isinstance(value, SYMBOLIC_TYPES) else value
+    expression = value.node.expr if isinstance(value, SYMBOLIC_TYPES) else value
+    # A symbol that the trace had to fix is a number now.
+    return int(expression) if getattr(expression, "is_Integer", False) else expression
+
+
+@contextmanager
+def outside_fakes() -> Iterator[None]:
+    """Leaves the active fake mode for the block, so that tensors have data. torch 2.11-2.15."""
+    with unset_fake_temporarily():
+        yield
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a symbolic number was taken out of a tensor, so that no input's shape gives it."""
+    return bool(free_unbacked_symbols(value))
 
 
 def size_hint(value: int | torch.SymInt) -> int:
@@ -183,6 +198,25 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def python_rng() -> tuple[Any, ...]:
+    """State of the generators that draw even while tensors are fake, python's and numpy's; comparable."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest
+
+
+def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states of the generators are equal; those of the CPU, which all ranks share."""
+    return bool(
+        torch.equal(one["torch"], other["torch"])
+        and one["python"] == other["python"]
+        and repr(one.get("numpy")) == repr(other.get("numpy"))
+        and ("numpy" not in one or bool((one["numpy"][1] == other["numpy"][1]).all()))
+    )
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether user hooks run around the module's forward. ``nn.Module`` lists them in private dicts only. torch 2.11-2.15."""
     return any(
@@ -253,18 +287,36 @@ def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
 
     if isinstance(loaders, CombinedLoader):
         loaders = loaders.iterables
-    if one_by_one:
-        return _first_of_loader(tree_leaves(loaders)[0])
     with isolated_rng():
-        return tree_map(_first_of_loader, loaders)
+        return _first_of_loader(tree_leaves(loaders)[0]) if one_by_one else tree_map(_first_of_loader, loaders)
 
 
 def _first_of_loader(loader: Any) -> Any:
     """First batch of one dataloader, without starting its workers."""
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader):
         return next(iter(loader))
+    with _kept_generators(loader):
+        return _first_collated(loader)
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Restores the states of the generators that a dataloader and its samplers have of their own."""
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _first_collated(loader: Any) -> Any:
+    from torch.utils.data import IterableDataset
+
     dataset, collate = loader.dataset, loader.collate_fn
     if isinstance(dataset, IterableDataset):
         # A dataset that is its own iterator would lose the samples looked at here.

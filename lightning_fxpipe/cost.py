@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import size_hint, storage_key
-from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -61,6 +60,7 @@ class Chain:
     traced: TracedRegion
     units: tuple[Unit, ...]
     sites: tuple[CutSite, ...]
+    output_fqns: frozenset[str]  # of parameters and buffers that the region returns as they are
 
     def site(self, position: int) -> CutSite:
         """The site after unit ``position``. Nothing crosses at -1: every rank has the region's inputs."""
@@ -82,7 +82,7 @@ def canonical_fqns(root: nn.Module) -> dict[str, str]:
 
 def node_fqns(node: fx.Node, root: nn.Module) -> Iterable[str]:
     """All names of parameters and buffers that a ``get_attr`` or ``call_module`` node uses."""
-    if node.op == "get_attr" and not str(node.target).startswith(CONSTANT_PREFIX):
+    if node.op == "get_attr":
         yield str(node.target)
     elif node.op == "call_module":
         module = root.get_submodule(str(node.target))
@@ -109,13 +109,21 @@ def build_chain(traced: TracedRegion) -> Chain:
     counted: set[str] = set()
     for group in groups:
         sources = {*group, *(operand for node in group for operand in node.all_input_nodes if operand.op == "get_attr")}
-        fqns = frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root))
+        # A tensor that is a plain attribute or a constant has no name here: every rank has it.
+        fqns = frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root) if fqn in names)
         weight = sum(sizes.get(fqn, 0) for fqn in fqns - counted)
         counted |= fqns
         path = str(group[0].meta["module_path"])
         units.append(Unit(nodes=tuple(group), path=path, tensor_fqns=fqns, num_parameters=weight))
     sites = _cut_sites(traced, position_of, len(units))
-    return Chain(traced=traced, units=tuple(units), sites=sites)
+    attributes = [node for node in traced.output_node.all_input_nodes if node.op == "get_attr"]
+    returned = {fqn for node in attributes for fqn in node_fqns(node, traced.root)}
+    return Chain(
+        traced=traced,
+        units=tuple(units),
+        sites=sites,
+        output_fqns=frozenset(names[fqn] for fqn in returned if fqn in names),
+    )
 
 
 def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_units: int) -> tuple[CutSite, ...]:
@@ -180,6 +188,9 @@ def _aliasing_obstacles(
             by_storage.setdefault(key, []).append(node)
         else:
             fixed.setdefault(key, []).extend(position_of.get(user, num_units) for user in node.users)
+    for node, position in position_of.items():
+        for key in node.meta.get("module_storages", ()):
+            fixed.setdefault(key, []).append(position)
     obstacles: list[str | None] = [None] * num_units
     for changer, changed_at in position_of.items():
         for key in changer.meta.get("mutated_storages", ()):

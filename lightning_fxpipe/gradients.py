@@ -68,12 +68,23 @@ class SharedParameters:
 
     def sum_gradients(self) -> None:
         """Sums the gradients over the copies. Called by every rank that holds one, after the schedule."""
-        for parameter, group in self._mine:
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
+        for group, parameters in self._trainable_by_group():
+            # No copy may have one, as when the loss does not depend on it; then it must stay None, or AdamW would decay it.
+            has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+            flags = has_gradient.to(parameters[0].device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            for parameter, flag in zip(parameters, flags.tolist(), strict=True):
+                if flag:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad, group=group)
+
+    def _trainable_by_group(self) -> list[tuple[dist.ProcessGroup, list[Tensor]]]:
+        found: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for tensor, group in self._mine:
+            if tensor.requires_grad:
+                found.setdefault(group, []).append(tensor)
+        return list(found.items())
 
     def is_secondary(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is a copy that another rank counts and saves."""

@@ -8,6 +8,7 @@ and decides alike everywhere. The price is one broadcast of a few numbers per st
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -75,13 +76,16 @@ class StepLog:
 
         def log(*args: Any, **kwargs: Any) -> None:
             arguments = signature.bind(*args, **kwargs).arguments
+            for name, parameter in signature.parameters.items():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    arguments.update(arguments.pop(name, {}))
             self._add(arguments.pop("name"), arguments.pop("value"), arguments)
 
         with patched_attributes((module, "log", log)):
             yield
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
+        if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
             raise UnsupportedError(
                 f"self.log({name!r}, ...) got a value that cannot be combined over microbatches.",
                 observed=f"a {type(value).__name__}",

@@ -100,7 +100,14 @@ def first_microbatch(batch: Any, num_microbatches: int) -> tuple[Any, int]:
 
 
 def _slice(batch: Any, start: int, size: int) -> Any:
-    return tree_map(lambda leaf: leaf.narrow(0, start, size) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf, batch)
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return leaf
+        # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
+        # invalidate what the microbatches before it saved for backward.
+        return (leaf if leaf.requires_grad else leaf.data).narrow(0, start, size)
+
+    return tree_map(part, batch)
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -136,10 +143,11 @@ def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = outputs[0]
-    per_sample = all(len(out) == size for out, size in zip(outputs, sizes, strict=True))
+    is_record = hasattr(first, "_fields")  # a named tuple has fields, not samples
+    per_sample = not is_record and all(len(out) == size for out, size in zip(outputs, sizes, strict=True))
     if per_sample and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(first)):
         return type(first)(item for out in outputs for item in out)
     if all(len(out) == len(first) for out in outputs):
         merged = [merge_outputs(list(items), sizes) for items in zip(*outputs, strict=True)]
-        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
+        return type(first)(*merged) if is_record else type(first)(merged)
     return outputs[-1]

@@ -101,6 +101,7 @@ class PartitionPlan:
 
     @property
     def num_stages(self) -> int:
+        """How many stages there are."""
         return len(self.stages)
 
     @property

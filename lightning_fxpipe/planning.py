@@ -39,6 +39,7 @@ class Assignment:
 
     @property
     def num_stages(self) -> int:
+        """How many stages there are."""
         return len(self.cuts) + 1
 
     def stage_of(self, position: int) -> int:
@@ -133,6 +134,8 @@ def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
 
 def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: set[str]) -> set[str]:
     costs = _cut_costs(chain)
+    if num_stages < 1:
+        return set()  # the solver says what is wrong
     total = sum(weights)
     openable = {
         position: str(unit.nodes[0].target)
@@ -201,12 +204,13 @@ def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
     for stage in range(assignment.num_stages):
         units = [unit for position, unit in enumerate(chain.units) if assignment.stage_of(position) == stage]
         last = stage == assignment.num_stages - 1
+        fqns = {fqn for unit in units for fqn in unit.tensor_fqns}
         stages.append(
             StageSpec(
                 index=stage,
                 first_module=units[0].path if units else "",
                 last_module=units[-1].path if units else "",
-                fqns=tuple(sorted({fqn for unit in units for fqn in unit.tensor_fqns}, key=order.__getitem__)),
+                fqns=tuple(sorted(fqns | (chain.output_fqns if last else set()), key=order.__getitem__)),
                 num_parameters=sum(unit.num_parameters for unit in units),
                 outputs=() if last else _boundary_tensors(assignment, stage),
             )

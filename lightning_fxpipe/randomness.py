@@ -15,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -36,13 +35,3 @@ def own_random_numbers(*key: int | str) -> Iterator[None]:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         yield
-
-
-def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of the generators are equal; those of the CPU, which all ranks share."""
-    return bool(
-        torch.equal(one["torch"], other["torch"])
-        and one["python"] == other["python"]
-        and repr(one.get("numpy")) == repr(other.get("numpy"))
-        and ("numpy" not in one or bool((one["numpy"][1] == other["numpy"][1]).all()))
-    )

@@ -30,12 +30,16 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe._compat import (
     SYMBOLIC_TYPES,
     FakeTensor,
+    depends_on_data,
+    isolated_rng,
     patched_attributes,
+    python_rng,
     storage_key,
     symbolic_expression,
     tree_leaves,
     version_of,
 )
+from lightning_fxpipe.probe import ProbeFailed, probe_result
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
 
@@ -52,6 +56,9 @@ _QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
     torch.is_tensor,
     torch.is_complex,
 }
+
+# torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
+_NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
 
 # Constants that an fx node can hold as they are.
 _PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
@@ -79,7 +86,7 @@ def user_source() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lightning_fxpipe.", "contextlib")) and name != "torch":
+        if not _is_machinery(name):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
@@ -95,11 +102,16 @@ class CallContext(NamedTuple):
 
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Runs the block under these modes."""
         with (
             torch.set_grad_enabled(self.grad_enabled),
             torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),
         ):
             yield
+
+
+def _is_machinery(module_name: str) -> bool:
+    return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +124,10 @@ class SymbolicSize:
 def as_size(value: Any) -> Any:
     """A plain number where a symbolic one has a fixed value, else a :class:`SymbolicSize`."""
     expression = symbolic_expression(value)
+    if isinstance(expression, int):
+        return expression
     if not expression.is_number:
         return SymbolicSize(expression)
-    if isinstance(value, torch.SymInt):
-        return int(expression)
     return float(expression) if isinstance(value, torch.SymFloat) else bool(expression)
 
 
@@ -155,6 +167,7 @@ class Recorder(TorchFunctionMode):
     # ------------------------------------------------------------------ tensors to nodes and back
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
+        """Makes a tensor one of the graph's inputs."""
         node = self.graph.placeholder(name)
         node.meta["module_path"] = ""
         self._bind_tensor(tensor, node)
@@ -171,7 +184,11 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Size):
             return tuple(self.argument(size) for size in value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self.graph.call_function(type(value), tuple(self.argument(item) for item in value))
+            if not any(isinstance(leaf, (Tensor, *SYMBOLIC_TYPES)) for leaf in tree_leaves(value)):
+                return value
+            node = self.graph.call_function(type(value), tuple(self.argument(item) for item in value))
+            node.meta.update(module_path=self._current_path, source=user_source())
+            return node
         if isinstance(value, (tuple, list)):
             return type(value)([self.argument(item) for item in value])
         if isinstance(value, slice):
@@ -203,7 +220,9 @@ class Recorder(TorchFunctionMode):
     def _bind_tensor(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
-        node.meta["val"] = tensor
+        # An alias, because a later in-place call may change the tensor's own shape and requires_grad.
+        with self.paused():
+            node.meta["val"] = tensor.detach().requires_grad_(tensor.requires_grad)
 
     def _bind_output(self, value: Any, node: fx.Node) -> None:
         """Gives every tensor inside a call's result a node."""
@@ -236,13 +255,21 @@ class Recorder(TorchFunctionMode):
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operation, target, extra = _target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), _watch_mutation(touched) as mutated:
             result = func(*args, **kwargs)
-        makes_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves(result))
-        if not makes_tensor and not mutated:
+        if func in _NORMALISATIONS:
+            statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
+            mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))
+        leaves = tree_leaves(result)
+        if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
+            if any(isinstance(leaf, SYMBOLIC_TYPES) and depends_on_data(leaf) for leaf in leaves):
+                raise RecordError(f"{target} takes a number out of a tensor")
+            known = (*_PLAIN_TYPES, *SYMBOLIC_TYPES)
+            if touched and (not leaves or not all(isinstance(leaf, known) for leaf in leaves)):
+                raise RecordError(f"{target} has an effect that a graph cannot hold")
             return result
-        operation, target, extra = _target_of(func)
         node_args = (*(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
@@ -257,7 +284,7 @@ class Recorder(TorchFunctionMode):
         path: str,
         mutated: set[int],
         result: Any,
-    ) -> None:
+    ) -> fx.Node:
         node = self.graph.create_node(operation, target, args, kwargs)
         node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated)
         context = self._context()
@@ -265,18 +292,24 @@ class Recorder(TorchFunctionMode):
             # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
             node.meta["context"] = context
         self._bind_output(result, node)
+        return node
 
     # ------------------------------------------------------------------ module calls
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module: recorded as one node, or inside a node for each of its calls."""
         path = self._module_paths.get(id(module))
         if self._paused or path is None:
             return original_call(module, *args, **kwargs)
         if self._is_whole(path, module):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
+        before = python_rng()
         try:
-            return original_call(module, *args, **kwargs)
+            result = original_call(module, *args, **kwargs)
+            if before != python_rng():
+                raise RecordError("its Python draws random numbers")
+            return result
         except RecordError as error:
             raise MustStayWhole(path, error.reason, error.source) from error
         except Exception as error:
@@ -290,13 +323,26 @@ class Recorder(TorchFunctionMode):
         node_args = tuple(self.argument(arg) for arg in args)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with self.paused(), _watch_mutation([*touched, *module.buffers()]) as mutated:
-            try:
-                result = original_call(module, *args, **kwargs)
-            except Exception as error:
-                raise RecordError(f"{path} cannot run without data: {type(error).__name__}: {_first_line(error)}") from error
-        self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
+        own = [*module.parameters(), *module.buffers()]
+        # What it draws is its own affair; what opened code draws would decide what is recorded.
+        with self.paused(), isolated_rng(), _watch_mutation([*touched, *own]) as mutated:
+            result = self._result_without_data(original_call, path, module, args, kwargs)
+        mutated |= _running_statistics(module)
+        node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
+        node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
         return result
+
+    @staticmethod
+    def _result_without_data(original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs a whole module on fakes or, where it looks at values, on made-up data."""
+        try:
+            return original_call(module, *args, **kwargs)
+        except Exception as error:
+            try:
+                return probe_result(original_call, module, args, kwargs)
+            except ProbeFailed as failure:
+                reason = f"{type(error).__name__}: {_first_line(error)}"
+                raise RecordError(f"{path} cannot run without data ({reason}), nor {failure}") from error
 
     # ------------------------------------------------------------------ state
 
@@ -311,6 +357,7 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Records nothing during the block."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -359,6 +406,13 @@ def _watch_mutation(tensors: list[Tensor]) -> Iterator[Any]:
     mutated.update(storage_key(tensor) for tensor, version in before if version_of(tensor) != version)
 
 
+def _running_statistics(module: nn.Module) -> set[int]:
+    """Storages that the module's normalisation layers change; see :data:`_NORMALISATIONS`."""
+    layers = [child for child in module.modules() if child.training]
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("running_mean", "running_var")]
+    return {storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+
+
 def _is_query(func: Callable[..., Any]) -> bool:
     if getattr(func, "__name__", "") == "__get__":
         return func.__self__.__name__ in _QUERY_ATTRIBUTES  # type: ignore[attr-defined]
@@ -386,7 +440,7 @@ def raising_source(error: BaseException) -> str | None:
     source, trace = None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lightning_fxpipe.")):
+        if not _is_machinery(name):
             source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return source

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import isolated_rng, patched_attributes, tree_leaves
+from lightning_fxpipe._compat import isolated_rng, patched_attributes, tree_leaves, tree_map
 from lightning_fxpipe.errors import TraceError, UnsupportedError
+from lightning_fxpipe.exchange import Attributes
 from lightning_fxpipe.record import user_source
 from lightning_fxpipe.trace import RegionCall
 
@@ -73,7 +74,8 @@ class _RegionReached(BaseException):
 
 
 def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: IsRegion = trains) -> RegionCall:
-    """Runs the step up to the region's call and returns that call. Random number generators are left as they were.
+    """Runs the step up to the region's call and returns that call. Random number generators and what the step
+    sets on the module are left as they were.
 
     Raises:
         TraceError: The step never makes such a call.
@@ -83,18 +85,24 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
     original_call = nn.Module.__call__
 
     prelude: dict[str, None] = {}
+    buffers: list[tuple[Tensor, Tensor]] = []
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) in paths and holds_any(module):
             if is_region(module):
                 raise _RegionReached(module, args, kwargs)
             prelude[paths[id(module)]] = None
+            # This run is one more than the user's: a BatchNorm in it must not count twice.
+            buffers.extend((buffer, buffer.clone()) for buffer in module.buffers())
         return original_call(module, *args, **kwargs)
 
+    attributes = [Attributes(module) for module in root.modules()]
     muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
-    with isolated_rng(), patched_attributes((nn.Module, "__call__", call), *muted):
+    with _undone(attributes), isolated_rng(), patched_attributes((nn.Module, "__call__", call), *muted):
         try:
-            step.function(*step.args, **step.kwargs)
+            # On copies, because a step may change its batch in place, and this run is one more than the user's.
+            args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (step.args, step.kwargs))
+            step.function(*args, **kwargs)
         except _RegionReached as reached:
             found = RegionCall(
                 path=paths[id(reached.module)],
@@ -105,6 +113,10 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
             )
         else:
             raise _no_region(step.function)
+        finally:
+            with torch.no_grad():
+                for buffer, before in reversed(buffers):
+                    buffer.copy_(before)
     if torch.is_grad_enabled() and any(
         isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((found.args, found.kwargs))
     ):
@@ -116,6 +128,15 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
             todo="Move what comes before into the forward of the module that the step calls.",
         )
     return found
+
+
+@contextmanager
+def _undone(attributes: list[Attributes]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for before in attributes:
+            before.restore()
 
 
 def _no_region(function: Callable[..., Any]) -> TraceError:

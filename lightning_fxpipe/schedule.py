@@ -1,6 +1,6 @@
 """The torch schedule objects, through the public surface of ``torch.distributed.pipelining`` alone.
 
-How the public classes are used (seen in torch 2.13 and 2.15; ``tests/test_schedule.py`` holds them to it):
+How the public classes are used (seen in torch 2.13 and 2.15; ``tests/distributed/test_schedule.py`` holds them to it):
 
 * Metadata is static: ``input_args`` and ``output_args`` are given, so no forward runs only to learn shapes.
 * Each microbatch's forward gets its own index (``mb``) and looks everything else up by it; ``step`` is called with
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.split import TensorSpec
 
 ScheduleName = Literal["gpipe", "1f1b"]
@@ -83,6 +84,7 @@ class Pipeline:
             group=group,
         )
         self._is_last = sent is None
+        self._failed = False
         self._training = training
         self._num_microbatches = num_microbatches
         kind = Schedule1F1B if training and schedule == "1f1b" and num_microbatches >= num_stages else ScheduleGPipe
@@ -97,13 +99,23 @@ class Pipeline:
         """
         count = self._num_microbatches
         target = torch.zeros(count) if self._training and self._is_last else None
+        if self._failed:
+            # torch keeps the losses of the step that failed, and would run their backward instead of the new ones.
+            raise UnsupportedError(
+                "The pipeline cannot go on after a step that failed.",
+                todo="Make a new Trainer and module, and resume from a checkpoint.",
+            )
+        self._failed = True
         try:
             self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
+            self._failed = False
+            return
         except RuntimeError as error:
             # torch reports any failure of a stage as a RuntimeError with shapes; the user's own error is its cause.
-            if isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None
-            raise
+            failure = error.__cause__
+            if not isinstance(failure, Exception):
+                raise
+        raise failure  # out here, where it keeps what led to it
 
 
 def _pass_loss_through(loss: Tensor, target: Tensor) -> Tensor:

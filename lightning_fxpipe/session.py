@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat import set_rng_state
 from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.metrics import ResultChannel, replay
@@ -25,7 +26,6 @@ from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step
 from lightning_fxpipe.support import report_batch_norm
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import named_tensors
 
 
 class Session:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.trace import named_tensors
 
 
 def drop_other_stages(root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import rng_state, tree_flatten, tree_unflatten
+from lightning_fxpipe._compat import rng_state, same_rng, tree_flatten, tree_unflatten
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
-from lightning_fxpipe.randomness import own_random_numbers, same_rng
+from lightning_fxpipe.randomness import own_random_numbers
 from lightning_fxpipe.region import StageExit, replaced_region
 from lightning_fxpipe.split import Stage, TensorSpec
 from lightning_fxpipe.trace import TensorAt, TracedRegion
@@ -56,6 +56,7 @@ class Step:
 
     @property
     def is_training(self) -> bool:
+        """Whether a backward pass follows."""
         return self.kind is StepKind.TRAIN
 
 

@@ -84,7 +84,7 @@ class FxPipeStrategy(ParallelStrategy):
     ) -> None:
         super().__init__()
         for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-            if value != "auto" and (not isinstance(value, int) or value < 1):
+            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
         if schedule not in ("gpipe", "1f1b"):
             raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'gpipe' or '1f1b'")
@@ -110,6 +110,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
+        """Processes on this machine, one for each device."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property

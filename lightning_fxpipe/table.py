@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -35,23 +35,32 @@ def render_table(
         table.add_row(*row)
     out = io.StringIO()
     # A fixed width and no colour: ranks, logs and tests all see the same characters.
-    Console(file=out, width=120, color_system=None, markup=False, highlight=False, emoji=False).print(table)
+    console = Console(
+        file=out, width=120, color_system=None, markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={}
+    )
+    console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
 
 def human_bytes(num_bytes: int) -> str:
     """``1536`` → ``"1.5 KiB"``."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    return _scaled(num_bytes, 1024, ("KiB", "MiB", "GiB", "TiB"), lambda value: f"{value:.1f}")
 
 
 def human_count(count: int) -> str:
     """``1536000`` → ``"1.54 M"``."""
-    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return str(count)
+    if count < 1000:
+        return str(count)
+    return _scaled(count, 1000, ("K", "M", "B"), lambda value: f"{value:.3g}" if value < 999.5 else f"{value:.0f}")
+
+
+def _scaled(count: int, factor: int, units: Sequence[str], text: Callable[[float], str]) -> str:
+    """In the first unit in which the rounded number is below the next one."""
+    value, unit = float(count), ""
+    for unit in units:  # noqa: B007  (used after the loop)
+        value /= factor
+        if float(text(value)) < factor:
+            break
+    return f"{text(value)} {unit}"

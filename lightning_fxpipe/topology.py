@@ -33,6 +33,7 @@ class Topology:
 
     @property
     def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
         return self.stage_index == self.num_stages - 1
 
     def rank_of(self, stage: int) -> int:

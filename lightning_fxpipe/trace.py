@@ -7,11 +7,12 @@ satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+import inspect
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import sympy
@@ -24,17 +25,17 @@ from lightning_fxpipe._compat import (
     TreeSpec,
     has_hooks,
     isolated_rng,
+    python_rng,
     symbolic_expression,
     tracing_friendly_torch,
     tree_flatten,
     tree_unflatten,
 )
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.exchange import Attributes, exchanged_tensors
 from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, raising_source, recording, user_source
 
 INPUT_PREFIX = "region_input_"
-
-_ABSENT = object()
 
 _CONSTANT_TYPES = (type(None), bool, int, float, str, complex, torch.dtype, torch.device, slice, range)
 
@@ -94,10 +95,12 @@ class TracedRegion:
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
+        """Placeholders of the input tensors."""
         return tuple(node for node in self.graph.nodes if node.op == "placeholder")
 
     @cached_property
     def output_node(self) -> fx.Node:
+        """The node with the list of the tensors in the result."""
         return self.graph.output_node()
 
     def bind_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[Any, int] | None:
@@ -202,8 +205,9 @@ def trace_region(
     while True:
         try:
             with isolated_rng():
+                before = python_rng()
                 traced = _record(root, call, signature, opened, kept_whole, device)
-                random.seed(0x5EED)  # a second opinion, from other random numbers
+                drew = before != python_rng()
                 again = _record(root, call, signature, opened, kept_whole, device)
         except MustStayWhole as stop:
             if stop.path == call.path or stop.path in kept_whole:
@@ -212,7 +216,7 @@ def trace_region(
         except RecordError as error:
             raise _untraceable(root, call, error.reason, error.source) from error
         else:
-            _check_deterministic(root, call, traced.graph, again.graph)
+            _check_deterministic(root, call, traced.graph, again.graph, drew)
             return traced
 
 
@@ -263,7 +267,7 @@ def _record(
                 reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             for path in actually_opened:
-                _check_unchanged(path, state.attributes)
+                _check_unchanged(path, state.attributes[path])
             output_leaves, output_structure = tree_flatten(result)
             output_nodes, described = _describe_output(recorder, output_leaves)
         recorder.graph.output(output_nodes)
@@ -306,94 +310,59 @@ class _FakeState:
     """The module while its parameters are fakes.
 
     Attributes:
-        fqns: FQN of each fake parameter and buffer, by ``id``.
-        attributes: Attributes and buffers of each module, by path, as they are before it runs.
+        fqns: FQN of each fake parameter, buffer and plain tensor attribute, by ``id``.
+        attributes: What each module has, by path, before it runs.
     """
 
     fqns: dict[int, str]
-    attributes: dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]
+    attributes: dict[str, Attributes]
 
 
 @contextmanager
 def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) -> Iterator[_FakeState]:
-    """Exchanges all parameters and buffers for fakes.
-
-    Afterwards every module's attributes are what they were: a model that counts its calls or caches a mask during the trace
-    would otherwise keep fakes.
-    """
-    fakes: dict[int, Tensor] = {}
+    """Exchanges all tensors of the module for fakes."""
     fqns: dict[int, str] = {}
-    attributes = [_remember_attributes(module) for module in root.modules()]
-    parameters: list[Callable[[], None]] = []
-    try:
-        for module, name, fqn, tensor in list(named_tensors(root)):
-            if id(tensor) not in fakes:
-                fakes[id(tensor)] = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device)
-            fqns.setdefault(id(fakes[id(tensor)]), fqn)
-            # Through setattr, not the dict: recurrent modules keep a second list of their weights.
-            setattr(module, name, fakes[id(tensor)])
-            parameters.append(partial(setattr, module, name, tensor))
-        yield _FakeState(
-            fqns=fqns,
-            attributes={
-                path: (module, dict(vars(module)), dict(module.named_buffers(recurse=False)))
-                for path, module in root.named_modules()
-            },
-        )
-    finally:
-        # Attributes first: a recurrent module that made itself a new list of weights gets its own back, then the weights.
-        for restore in (*attributes, *parameters):
-            restore()
+
+    def fake_of(tensor: Tensor, fqn: str) -> Tensor:
+        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device)
+        fqns[id(fake)] = fqn
+        return fake
+
+    with exchanged_tensors(root, fake_of):
+        yield _FakeState(fqns=fqns, attributes={path: Attributes(module) for path, module in root.named_modules()})
 
 
-def _remember_attributes(module: nn.Module) -> Callable[[], None]:
-    attributes = dict(vars(module))
-
-    def restore() -> None:
-        vars(module).clear()
-        vars(module).update(attributes)
-
-    return restore
-
-
-def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Every parameter and buffer as (module, name in it, FQN, tensor), under each of its names."""
-    for path, module in root.named_modules(remove_duplicate=False):
-        for name, tensor in (
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ):
-            yield module, name, f"{path}.{name}" if path else name, tensor
-
-
-def _check_unchanged(path: str, before: Mapping[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]) -> None:
+def _check_unchanged(path: str, before: Attributes) -> None:
     """What an opened module sets on itself would happen in the trace only, so such a module stays whole."""
-    module, attributes, buffers = before[path]
-    now = vars(module)
-    changed = [name for name in {*attributes, *now} if now.get(name, _ABSENT) is not attributes.get(name, _ABSENT)]
-    changed += [name for name, value in module.named_buffers(recurse=False) if value is not buffers.get(name)]
+    changed = before.changed()
     if changed:
         raise MustStayWhole(path, f"its forward assigns self.{sorted(changed)[0]}", None)
 
 
-def _check_deterministic(root: nn.Module, call: RegionCall, first: fx.Graph, second: fx.Graph) -> None:
-    """A graph that comes out differently the second time, as with layer drop, would freeze one of the outcomes."""
+def _check_deterministic(root: nn.Module, call: RegionCall, first: fx.Graph, second: fx.Graph, drew: bool) -> None:
+    """A graph that depends on random numbers, as with layer drop, would freeze one of the outcomes."""
 
     def described(graph: fx.Graph) -> list[tuple[str, str, str]]:
         return [(n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes]
 
-    one, other = described(first), described(second)
-    if one == other:
+    differing = [a for a, b in zip_longest(described(first), described(second)) if a != b]
+    if not differing and not drew:
         return
-    index = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)) - 1)
-    node = list(first.nodes)[min(index, len(one) - 1)]
     raise TraceError(
-        f"The forward of {type(root.get_submodule(call.path)).__name__} takes another path each time it runs.",
-        where=f"{node.meta.get('module_path') or 'the module itself'}, {node.meta.get('source') or 'source unknown'}",
-        observed=f"{' '.join(one[min(index, len(one) - 1)][:2])}, and then {' '.join(other[min(index, len(other) - 1)][:2])}",
+        f"The forward of {type(root.get_submodule(call.path)).__name__} may take another path each time it runs.",
+        where=f"{call.path or 'the module itself'}, {_forward_source(root.get_submodule(call.path))}",
+        observed=f"{differing[0]} one time only"
+        if differing
+        else "its Python draws random numbers while the graph is recorded",
         expected="the same operations each time",
         todo="Move the random choice (layer drop, stochastic depth) into the submodules that it concerns.",
     )
+
+
+def _forward_source(module: nn.Module) -> str:
+    """``file:line`` of the module's forward."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
 
 
 def _erase_unused(graph: fx.Graph) -> None:

@@ -45,8 +45,9 @@ class RankPool:
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        self.run(_ready, timeout_seconds=150)  # imports take long on a busy machine, and are no job's fault
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout_seconds: float = 40.0, **kwargs: Any) -> list[Any]:
+    def run(self, job: Callable[..., Any], *args: Any, timeout_seconds: float = 90.0, **kwargs: Any) -> list[Any]:
         """Calls ``job(*args, **kwargs)`` on every rank; returns the results in rank order.
 
         Raises:
@@ -94,6 +95,11 @@ class RankPool:
     def _log(self, rank: int) -> str:
         log = Path(self._folder.name) / f"rank{rank}.log"
         return log.read_text(errors="replace")[-3000:] if log.exists() else ""
+
+
+def _ready() -> None:
+    """The first job: once it is done, the rank has imported what jobs need."""
+    importlib.import_module("lightning_fxpipe")
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) -> None:

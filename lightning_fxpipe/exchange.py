@@ -1,0 +1,112 @@
+"""Exchanges all tensors of a module for others while it runs, and leaves it afterwards exactly as it was.
+
+A model that counts its calls, caches a mask or fills a list while it runs on stand-ins must not keep any of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+_ABSENT = object()
+_CONTAINERS = (list, dict, set)
+
+
+@contextmanager
+def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tensor]) -> Iterator[None]:
+    """During the block every parameter, buffer and tensor that is a plain attribute is another tensor.
+
+    Args:
+        root: The module.
+        replacement: Makes the other tensor, once for each tensor, from it and the first of its FQNs.
+    """
+    made: dict[int, Tensor] = {}
+    attributes = [Attributes(module) for module in root.modules()]
+    weights: list[Callable[[], None]] = []
+
+    def exchange(tensor: Tensor, fqn: str) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = replacement(tensor, fqn)
+        return made[id(tensor)]
+
+    try:
+        for module, name, fqn, tensor in list(named_tensors(root)):
+            # Through setattr, not the dict: recurrent modules keep a second list of their weights.
+            setattr(module, name, exchange(tensor, fqn))
+            weights.append(partial(setattr, module, name, tensor))
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    vars(module)[name] = exchange(value, f"{path}.{name}" if path else name)
+        yield
+    finally:
+        # Attributes first: a recurrent module that made itself a new list of weights gets its own back, then the weights.
+        for before in attributes:
+            before.restore()
+        for restore in weights:
+            restore()
+
+
+def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Every parameter and buffer as (module, name in it, FQN, tensor), under each of its names."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            yield module, name, f"{path}.{name}" if path else name, tensor
+
+
+class Attributes:
+    """A module's attributes, and what is in its containers, at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = dict(vars(module))
+        self._contents = {name: _contents(value) for name, value in self._values.items() if isinstance(value, _CONTAINERS)}
+
+    def restore(self) -> None:
+        """Makes the module what it was."""
+        vars(self._module).clear()
+        vars(self._module).update(self._values)
+        for name, contents in self._contents.items():
+            container = self._values[name]
+            if not _same(_contents(container), contents):
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(contents)
+                else:
+                    container.update(contents)
+
+    def changed(self) -> list[str]:
+        """Names of the attributes that are other objects now, or contain others."""
+        now = vars(self._module)
+        names = _differing(self._values, now)
+        for name, before in self._contents.items():
+            after = _contents(now.get(name))
+            if not _same(after, before):
+                # torch's own containers (_buffers, ...) hold attributes under their names
+                names += _differing(before, after) if name.startswith("_") and isinstance(before, dict) else [name]
+        return names
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Names whose values are not the same object."""
+    return [name for name in {*one, *other} if one.get(name, _ABSENT) is not other.get(name, _ABSENT)]
+
+
+def _contents(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container or ())
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two lists or dicts hold the same objects; equality would compare tensors."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(value is other[key] for key, value in one.items())
+    return all(a is b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,471 @@
+"""The torch schedules as ``schedule.Pipeline`` uses them: exactly the gradients and losses of one process, for small stages
+written by hand, so that nothing but the schedule can be at fault."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe.schedule import Pipeline, ScheduleName, bubble_fraction
+from lightning_fxpipe.split import TensorSpec
+from tests.distributed.pool import RankPool
+
+WIDTH = 4
+CPU = torch.device("cpu")
+
+# ------------------------------------------------------------------ a model in stages
+
+
+@dataclass
+class Data:
+    """Microbatches of equal size, with the weight of each in the loss."""
+
+    x: Tensor  # (microbatches, size, WIDTH)
+    y: Tensor
+
+    @classmethod
+    def make(cls, num_microbatches: int, size: int, seed: int) -> Data:
+        generator = torch.Generator().manual_seed(seed)
+        return cls(
+            x=torch.randn(num_microbatches, size, WIDTH, generator=generator),
+            y=torch.randn(num_microbatches, size, WIDTH, generator=generator),
+        )
+
+
+class FirstStage(nn.Module):
+    """Sends a tensor with a gradient, a mask without one and indices that cannot have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tanh(self.linear(x)), (x > 0).float(), x.argmax(1)
+
+
+class MiddleStage(nn.Module):
+    """Changes the first tensor, passes on its old value and, unused, the mask and the indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, mask: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return torch.tanh(self.linear(h)), mask, indices, h
+
+
+class LastStage(nn.Module):
+    """Uses everything that it receives; ``skipped`` comes from the first stage where there is a middle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor, mask: Tensor, indices: Tensor, skipped: Tensor | None = None) -> Tensor:
+        h = h if skipped is None else h + skipped
+        return self.linear(h * mask) * self.scale(indices)
+
+
+def make_stages(num_stages: int) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [FirstStage(), *(MiddleStage() for _ in range(num_stages - 2)), LastStage()]
+
+
+def loss_of(output: Tensor, y: Tensor, weight: float) -> Tensor:
+    return (output - y).square().mean() * weight
+
+
+def boundaries(num_stages: int, size: int) -> list[tuple[TensorSpec, ...]]:
+    """Specs of what crosses after each stage but the last."""
+    dense, indices = (size, WIDTH), (size,)
+    first = (
+        TensorSpec(shape=dense, dtype=torch.float32, requires_grad=True),
+        TensorSpec(shape=dense, dtype=torch.float32, requires_grad=False),
+        TensorSpec(shape=indices, dtype=torch.int64, requires_grad=False),
+    )
+    return [first, *((*first, first[0]) for _ in range(num_stages - 2))]
+
+
+# ------------------------------------------------------------------ one process
+
+
+@dataclass
+class Result:
+    """What a run gives: on a rank of a pipeline its stage's share."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    received: list[tuple[bool, ...]] = field(default_factory=list)  # whether each received tensor requires a gradient
+
+    def take_gradients(self, stage: nn.Module, index: int) -> None:
+        for name, parameter in stage.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[f"{index}.{name}"] = parameter.grad.clone()
+
+
+def in_one_process(num_stages: int, data: Data, *, training: bool = True) -> Result:
+    """The same stages one after another: microbatch by microbatch, with accumulation."""
+    stages, result = make_stages(num_stages), Result()
+    for x, y in zip(data.x, data.y, strict=True):
+        with torch.set_grad_enabled(training):
+            values: Any = (x,)
+            for stage in stages:
+                values = stage(*values)
+            result.outputs.append(values.detach())
+            if training:
+                loss = loss_of(values, y, 1 / len(data.x))
+                loss.backward()
+                result.losses.append(loss.detach())
+    for index, stage in enumerate(stages):
+        result.take_gradients(stage, index)
+    return result
+
+
+# ------------------------------------------------------------------ on ranks
+
+
+def make_group() -> dist.ProcessGroup:
+    """As in a run: stages against ranks, so that the last is on rank 0."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.new_group(list(reversed(range(dist.get_world_size()))), sort_ranks=False)
+
+
+class Rank:
+    """One rank's stage and its pipelines."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.index, self.num_stages = dist.get_rank(group), dist.get_world_size(group)
+        self.stage = make_stages(self.num_stages)[self.index]
+        self.data: Data | None = None
+        self.result = Result()
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def pipeline(self, num_microbatches: int, size: int, *, schedule: ScheduleName, training: bool) -> Pipeline:
+        between = boundaries(self.num_stages, size)
+
+        def run(index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+            assert self.data is not None
+            self.result.order.append(f"forward {index}")
+            self.result.received.append(tuple(tensor.requires_grad for tensor in received))
+            with torch.set_grad_enabled(training):
+                output = self.stage(*(received if self.index else (self.data.x[index],)))
+            first = output if self.is_last else output[0]
+            if training:
+                first.register_hook(lambda gradient: self.result.order.append(f"backward {index}"))
+            if not self.is_last:
+                return output
+            self.result.outputs.append(output.detach())
+            if not training:
+                return torch.zeros(())
+            loss = loss_of(output, self.data.y[index], 1 / num_microbatches)
+            self.result.losses.append(loss.detach().clone())
+            return loss
+
+        return Pipeline(
+            run,
+            stage_index=self.index,
+            num_stages=self.num_stages,
+            received=between[self.index - 1] if self.index else (),
+            sent=None if self.is_last else between[self.index],
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            training=training,
+            device=CPU,
+            group=self.group,
+        )
+
+    def step(self, pipeline: Pipeline, data: Data) -> Result:
+        self.data, self.result = data, Result()
+        self.stage.zero_grad()
+        pipeline.step()
+        self.result.take_gradients(self.stage, self.index)
+        return self.result
+
+
+def train_once(schedule: ScheduleName, data: Data) -> Result:
+    """Runs on every rank: one training step."""
+    rank = Rank(make_group())
+    pipeline = rank.pipeline(*data.x.shape[:2], schedule=schedule, training=True)
+    return rank.step(pipeline, data)
+
+
+def run_plan(schedule: ScheduleName, plan: list[tuple[str, Data]]) -> list[Result]:
+    """Runs on every rank: training and evaluation steps by turns, each kind and shape with one pipeline of its own."""
+    rank = Rank(make_group())
+    pipelines: dict[Any, Pipeline] = {}
+    results = []
+    for kind, data in plan:
+        training = kind == "train"
+        key = (kind, *data.x.shape[:2])
+        if key not in pipelines:
+            pipelines[key] = rank.pipeline(*data.x.shape[:2], schedule=schedule, training=training)
+        results.append(copy.deepcopy(rank.step(pipelines[key], data)))
+    return results
+
+
+def assert_exactly(results: list[Result], expected: Result) -> None:
+    """Every bit: the ranks do the same operations in the same order as one process."""
+    gradients = {name: gradient for result in results for name, gradient in result.gradients.items()}
+    assert gradients.keys() == expected.gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=0, atol=0, msg=name)
+    last = results[0]  # rank 0 has the last stage
+    torch.testing.assert_close(last.losses, expected.losses, rtol=0, atol=0)
+    torch.testing.assert_close(last.outputs, expected.outputs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("num_microbatches", [2, 5])
+def test_training_is_exactly_that_of_one_process(
+    ranks: Callable[[int], RankPool], schedule: ScheduleName, num_microbatches: int
+) -> None:
+    data = Data.make(num_microbatches, 3, seed=num_microbatches)
+    assert_exactly(ranks(2).run(train_once, schedule, data), in_one_process(2, data))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_relays_with_and_without_gradient_pass_a_stage_that_does_not_use_them(
+    ranks: Callable[[int], RankPool], schedule: ScheduleName
+) -> None:
+    data = Data.make(4, 3, seed=9)
+    assert_exactly(ranks(3).run(train_once, schedule, data), in_one_process(3, data))
+
+
+def test_received_tensors_require_a_gradient_where_the_sent_ones_do(ranks: Callable[[int], RankPool]) -> None:
+    """A gradient for a mask would be computed and sent for nothing; none for a skip connection would be a wrong result."""
+    last, middle, first = ranks(3).run(train_once, "gpipe", Data.make(2, 3, seed=9))
+    assert first.received == [()] * 2
+    assert middle.received == [(True, False, False)] * 2
+    assert last.received == [(True, False, False, True)] * 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fewer_microbatches_than_stages_fall_back_to_gpipe(ranks: Callable[[int], RankPool], schedule: ScheduleName) -> None:
+    """torch's 1F1B refuses them; the last batch of an epoch may well be one sample."""
+    data = Data.make(1, 3, seed=1)
+    assert_exactly(ranks(2).run(train_once, schedule, data), in_one_process(2, data))
+
+
+def test_gpipe_runs_all_forwards_before_the_first_backward(ranks: Callable[[int], RankPool]) -> None:
+    for result in ranks(2).run(train_once, "gpipe", Data.make(4, 3, seed=0)):
+        assert result.order == [f"forward {i}" for i in range(4)] + [f"backward {i}" for i in range(4)]
+
+
+def test_1f1b_keeps_no_more_microbatches_alive_than_there_are_stages(ranks: Callable[[int], RankPool]) -> None:
+    for result in ranks(2).run(train_once, "1f1b", Data.make(6, 3, seed=0)):
+        alive, most = 0, 0
+        for event in result.order:
+            alive += 1 if event.startswith("forward") else -1
+            most = max(most, alive)
+        assert alive == 0
+        assert most <= 2
+        assert [event for event in result.order if event.startswith("backward")] == [f"backward {i}" for i in range(6)]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_training_and_evaluation_alternate(ranks: Callable[[int], RankPool], schedule: ScheduleName) -> None:
+    """Each kind keeps its buffers; a step must see nothing of the one before."""
+    plan = [(kind, Data.make(3, 2, seed)) for seed, kind in enumerate(("train", "evaluate", "train", "evaluate", "train"))]
+    results = ranks(2).run(run_plan, schedule, plan)
+    for step, (kind, data) in enumerate(plan):
+        assert_exactly([result[step] for result in results], in_one_process(2, data, training=kind == "train"))
+
+
+def test_a_remainder_is_a_pass_of_its_own(ranks: Callable[[int], RankPool]) -> None:
+    """Another size and number of microbatches, in another pipeline, between two steps of the first."""
+    plan = [("train", Data.make(3, 4, 0)), ("train", Data.make(1, 2, 1)), ("train", Data.make(3, 4, 2))]
+    results = ranks(2).run(run_plan, "1f1b", plan)
+    for step, (_, data) in enumerate(plan):
+        assert_exactly([result[step] for result in results], in_one_process(2, data))
+
+
+def test_evaluation_keeps_no_gradients(ranks: Callable[[int], RankPool]) -> None:
+    plan = [("evaluate", Data.make(3, 2, 0))]
+    for (result,) in ranks(2).run(run_plan, "1f1b", plan):
+        assert result.order == ["forward 0", "forward 1", "forward 2"]
+        assert result.gradients == {}
+
+
+# ------------------------------------------------------------------ errors
+
+
+class UserError(Exception):
+    """An error of the user's own, with an argument that a wrapper would hide."""
+
+
+def fail_with(cause: Exception | None = None) -> None:
+    raise UserError("the user's own words") from cause
+
+
+def described(error: Exception) -> dict[str, Any]:
+    """What is left of an error when it has come out; errors themselves do not travel with their tracebacks."""
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "cause": repr(error.__cause__),
+        "functions": [frame.name for frame in traceback.extract_tb(error.__traceback__)],
+    }
+
+
+def assert_as_raised(found: dict[str, Any] | None) -> None:
+    assert found is not None
+    assert (found["type"], found["text"]) == ("UserError", "the user's own words")
+    assert found["functions"][-1] == "fail_with"
+
+
+def fail_in_evaluation() -> dict[str, Any] | None:
+    """Runs on every rank: the last stage fails on the last microbatch, when the other has nothing to wait for any more."""
+    rank = Rank(make_group())
+    data = Data.make(2, 3, seed=0)
+    if rank.is_last:
+
+        def failing(*args: Any) -> Any:
+            if len(rank.result.order) == 2:
+                fail_with()
+            return LastStage.forward(rank.stage, *args)
+
+        rank.stage.forward = failing
+    pipeline = rank.pipeline(2, 3, schedule="gpipe", training=False)
+    try:
+        rank.step(pipeline, data)
+    except Exception as error:
+        return described(error)
+    return None
+
+
+def test_an_error_in_evaluation_comes_out_as_it_was_raised(ranks: Callable[[int], RankPool]) -> None:
+    last, first = ranks(2).run(fail_in_evaluation)
+    assert first is None
+    assert_as_raised(last)
+
+
+def alone() -> dist.ProcessGroup:
+    """A group of each rank by itself: a pipeline of one stage, where no other rank waits when it fails."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+def single_stage(run: Callable[[int, tuple[Tensor, ...]], Tensor], schedule: ScheduleName) -> Pipeline:
+    return Pipeline(
+        run,
+        stage_index=0,
+        num_stages=1,
+        received=(),
+        sent=None,
+        num_microbatches=2,
+        schedule=schedule,
+        training=True,
+        device=CPU,
+        group=alone(),
+    )
+
+
+def fail_in_training(schedule: ScheduleName, where: str, cause: Exception | None) -> dict[str, Any] | None:
+    """Runs on every rank: an error in the forward or the backward of the second microbatch."""
+    weight = nn.Parameter(torch.ones(()))
+
+    def hook(gradient: Tensor) -> None:
+        fail_with(cause)
+
+    def run(index: int, received: tuple[Tensor, ...]) -> Tensor:
+        loss = weight * 2
+        if index == 1 and where == "backward":
+            loss.register_hook(hook)
+        elif index == 1:
+            fail_with(cause)
+        return loss
+
+    try:
+        single_stage(run, schedule).step()
+    except Exception as error:
+        return described(error)
+    return None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_in_training_comes_out_as_it_was_raised(
+    ranks: Callable[[int], RankPool], schedule: ScheduleName, where: str
+) -> None:
+    for result in ranks(2).run(fail_in_training, schedule, where, None):
+        assert_as_raised(result)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_led_to_the_users_error_is_kept(ranks: Callable[[int], RankPool], where: str) -> None:
+    """``raise ... from ...`` in the user's code: half of what the traceback tells."""
+    for result in ranks(2).run(fail_in_training, "gpipe", where, KeyError("what led to it")):
+        assert result is not None
+        assert result["cause"] == "KeyError('what led to it')"
+
+
+def fail_with_runtime_error() -> dict[str, Any]:
+    """Runs on every rank: an error of the type that torch wraps others in."""
+
+    def run(index: int, received: tuple[Tensor, ...]) -> Tensor:
+        raise RuntimeError("shape mismatch in the user's code")
+
+    try:
+        single_stage(run, "gpipe").step()
+    except RuntimeError as error:
+        return described(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_a_runtime_error_of_the_user_is_not_taken_for_the_wrapper(ranks: Callable[[int], RankPool]) -> None:
+    for result in ranks(2).run(fail_with_runtime_error):
+        assert (result["type"], result["text"]) == ("RuntimeError", "shape mismatch in the user's code")
+
+
+def gradient_after_error() -> float | str:
+    """Runs on every rank: the gradient of a step after one that failed, or the type of the error that refuses it."""
+    weight = nn.Parameter(torch.ones(()))
+    fails = [True, False]
+
+    def run(index: int, received: tuple[Tensor, ...]) -> Tensor:
+        if index == 1 and fails.pop(0):
+            fail_with()
+        return weight * (index + 2)
+
+    pipeline = single_stage(run, "gpipe")
+    try:
+        pipeline.step()
+    except UserError:
+        weight.grad = None
+    try:
+        pipeline.step()
+    except Exception as error:
+        return type(error).__name__
+    assert weight.grad is not None
+    return float(weight.grad)
+
+
+def test_a_step_after_a_failed_one_is_right_or_refused(ranks: Callable[[int], RankPool]) -> None:
+    """torch keeps the losses of microbatches that ran before an error, and would run their backward in the next step."""
+    for gradient in ranks(2).run(gradient_after_error):
+        assert gradient in (2.0 + 3.0, "FxPipeError", "UnsupportedError", "RuntimeError")
+
+
+# ------------------------------------------------------------------ the bubble, in one process
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "expected"), [(1, 4, 0.0), (2, 1, 0.5), (4, 1, 0.75), (4, 12, 0.2)])
+def test_bubble_fraction_is_gpipes(num_stages: int, num_microbatches: int, expected: float) -> None:
+    assert bubble_fraction(num_stages, num_microbatches) == pytest.approx(expected)

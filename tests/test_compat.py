@@ -1,0 +1,727 @@
+"""A canary for each private name of torch and Lightning that the package uses: what it is needed for must still work.
+
+A failure here names what a new release changed; the rest of the suite then fails for reasons that are harder to read.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy
+import pytest
+import sympy
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, fx, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import lightning_fxpipe.strategy
+from lightning_fxpipe import _compat
+from lightning_fxpipe._compat import FakeTensor, FakeWorld
+from tests.lit import make_trainer
+
+
+def test_every_function_here_has_a_canary() -> None:
+    tree = ast.parse(Path(_compat.__file__).read_text(encoding="utf-8"))
+    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
+    tests = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in names if f"_compat.{name}(" not in tests and f" {name}(" not in tests] == []
+
+
+def test_python_rng_sees_draws_of_python_and_numpy_but_not_of_torch() -> None:
+    before = _compat.python_rng()
+    torch.rand(3)
+    assert _compat.python_rng() == before
+    random.random()
+    between = _compat.python_rng()
+    assert between != before
+    numpy.random.rand()
+    assert _compat.python_rng() != between
+
+
+# ------------------------------------------------------------------ fake tensors with symbolic sizes
+
+
+def test_fake_tensor_mode_computes_shapes_without_data() -> None:
+    world = FakeWorld()
+    x, weight = world.input(torch.ones(6, 4), [0]), world.static(nn.Parameter(torch.ones(5, 4)))
+    with world.active():
+        y = F.linear(x, weight).relu()
+    assert isinstance(y, FakeTensor)
+    assert y.requires_grad
+    assert y.shape[1] == 5
+    assert y.shape[0] is x.shape[0] or _compat.symbolic_expression(y.shape[0]) == _compat.symbolic_expression(x.shape[0])
+
+
+def test_dim_dynamic_static_keeps_a_size_a_number() -> None:
+    x = FakeWorld().input(torch.ones(6, 4), [0])
+    assert isinstance(x.shape[0], torch.SymInt)
+    assert type(x.shape[1]) is int
+
+
+def test_dim_dynamic_duck_shares_a_symbol_between_equal_sizes() -> None:
+    world = FakeWorld()
+    a, b, c = world.input(torch.ones(6, 4), [0]), world.input(torch.ones(6), [0]), world.input(torch.ones(7), [0])
+    symbols = [_compat.symbolic_expression(fake.shape[0]) for fake in (a, b, c)]
+    assert symbols[0] == symbols[1] != symbols[2]
+    assert all(isinstance(symbol, sympy.Symbol) for symbol in symbols)
+    assert world.guards() == []
+
+
+def test_constant_source_takes_any_number_of_inputs() -> None:
+    """Each with symbols, and a size that the trace ran with, of its own."""
+    world = FakeWorld()
+    fakes = [world.input(torch.ones(size, 2), [0]) for size in (3, 4, 5)]
+    symbols = {_compat.symbolic_expression(fake.shape[0]) for fake in fakes}
+    assert len(symbols) == 3
+    assert [_compat.size_hint(fake.shape[0]) for fake in fakes] == [3, 4, 5]
+
+
+def holds(conditions: list[Any], symbol: Any, size: int) -> bool:
+    return all(bool(condition.xreplace({symbol: sympy.Integer(size)})) for condition in conditions)
+
+
+def test_a_question_about_a_size_becomes_a_guard() -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4), [0])
+    assert x.shape[0] > 3
+    symbol = _compat.symbolic_expression(x.shape[0])
+    assert world.guards() != []
+    assert holds(world.guards(), symbol, 4)
+    assert not holds(world.guards(), symbol, 3)
+
+
+def test_a_size_found_to_be_a_number_is_a_replacement_or_a_guard() -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4), [0])
+    symbol = x.shape[0].node.expr
+    assert x.shape[0] == 6
+    conditions = [*world.guards(), *(sympy.Eq(left, right) for left, right in world.replacements().items())]
+    assert holds(conditions, symbol, 6)
+    assert not holds(conditions, symbol, 7)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.pad(x, (1, 1)),
+        lambda x: F.interpolate(x, scale_factor=2.0),
+        lambda x: F.conv1d(x, torch.ones(2, 4, 3)),
+        lambda x: x.reshape(x.shape[0], -1),
+    ],
+    ids=["pad", "interpolate", "conv", "reshape"],
+)
+def test_python_dispatcher_keeps_the_batch_size_open(function: Callable[[Tensor], Tensor]) -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4, 8), [0])
+    symbol = _compat.symbolic_expression(x.shape[0])
+    with world.active():
+        y = function(x)
+    assert _compat.symbolic_expression(y.shape[0]) == symbol
+    assert symbol not in world.replacements()
+    assert holds(world.guards(), symbol, 5)
+
+
+def test_a_parameter_on_the_meta_device_is_faked_on_the_device_it_will_be_on() -> None:
+    for tensor in (nn.Parameter(torch.empty(4, 3, device="meta")), torch.empty(4, 3, device="meta").t()):
+        fake = FakeWorld().static(tensor, torch.device("cpu"))
+        assert isinstance(fake, Tensor)
+        assert fake.device.type == "cpu"
+        assert (fake.shape, fake.stride()) == (tensor.shape, tensor.stride())
+        assert isinstance(fake, nn.Parameter) == isinstance(tensor, nn.Parameter)
+        assert fake.requires_grad == tensor.requires_grad
+
+
+def test_unset_fake_temporarily_gives_tensors_data_again() -> None:
+    world = FakeWorld()
+    with world.active():
+        with _compat.outside_fakes():
+            real = torch.arange(3) * 2
+        fake = torch.arange(3) * 2
+    assert not isinstance(real, FakeTensor)
+    assert real.tolist() == [0, 2, 4]
+    assert isinstance(fake, FakeTensor)
+
+
+def test_symbolic_expression_of_a_size_that_became_a_number_is_one() -> None:
+    x = FakeWorld().input(torch.ones(6, 4), [0])
+    assert x.shape[0] == 6
+    assert type(_compat.symbolic_expression(x.shape[0])) is int
+
+
+def test_symbolic_expression_passes_other_values_on() -> None:
+    assert _compat.symbolic_expression(3) == 3
+    assert _compat.symbolic_expression("x") == "x"
+
+
+def test_size_hint_of_a_size_that_depends_on_data_is_refused() -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6), [])
+    with world.active():
+        found = torch.nonzero(x)
+    with pytest.raises(ValueError, match="depends on data"):
+        _compat.size_hint(found.shape[0])
+    assert _compat.size_hint(7) == 7
+
+
+def test_free_unbacked_symbols_tell_sizes_of_inputs_from_numbers_out_of_tensors() -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, dtype=torch.int64), [0])
+    with world.active():
+        count, item = torch.nonzero(x).shape[0], x[0].item()
+    assert _compat.depends_on_data(count)
+    assert _compat.depends_on_data(item)
+    assert _compat.depends_on_data(count + x.shape[0])
+    assert not _compat.depends_on_data(x.shape[0])
+    assert not _compat.depends_on_data(x.shape[0] * 2 + 1)
+
+
+def test_sympy_interp_records_arithmetic_that_computes_integers() -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4), [0])
+    size = x.shape[0]
+    expression = _compat.symbolic_expression((size * 3 + 1) // 2)
+    graph = fx.Graph()
+    node = graph.placeholder("size")
+    proxy = fx.Proxy(node, fx.proxy.GraphAppendingTracer(graph))
+    graph.output(_compat.lower_expression(expression, {_compat.symbolic_expression(size): proxy}).node)
+    module = fx.GraphModule(nn.Module(), graph)
+    for value in (6, 7, 10):
+        result = module(value)
+        assert type(result) is int
+        assert result == (value * 3 + 1) // 2
+
+
+# ------------------------------------------------------------------ tensors
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_storage_key_is_equal_for_tensors_that_share_memory(fake: bool) -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4), [0]) if fake else torch.ones(6, 4)
+    with world.active() if fake else nullcontext():
+        sharing = [x[1:], x.view(-1), x.t(), x.detach(), x.unsqueeze(0)[0]]
+        copies = [x.clone(), x + 0, torch.ones(6, 4)]
+        assert all(_compat.storage_key(tensor) == _compat.storage_key(x) for tensor in sharing)
+        assert all(_compat.storage_key(tensor) != _compat.storage_key(x) for tensor in copies)
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_version_of_grows_with_changes_of_a_tensor_and_its_views(fake: bool) -> None:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4), [0]) if fake else torch.ones(6, 4)
+    changes: list[Callable[[], Any]] = [
+        lambda: x.add_(1),
+        lambda: x[1:].mul_(2),
+        lambda: x.view(-1).zero_(),
+        lambda: torch.relu_(x),
+        lambda: x.__setitem__(0, 1.0),
+    ]
+    with world.active() if fake else nullcontext():
+        for change in changes:
+            before = _compat.version_of(x)
+            change()
+            assert _compat.version_of(x) > before
+        before = _compat.version_of(x)
+        x.add(1).mul_(2)
+        assert _compat.version_of(x) == before
+
+
+def test_tree_flatten_with_path_says_where_a_leaf_is() -> None:
+    found, _ = _compat.tree_flatten_with_path({"a": [1, (2,)], "b": 3})
+    assert [("".join(map(str, path)), leaf) for path, leaf in found] == [("['a'][0]", 1), ("['a'][1][0]", 2), ("['b']", 3)]
+
+
+def test_trees_are_taken_apart_and_put_together() -> None:
+    tree = {"a": [1, (2, None)], "b": 3}
+    leaves, structure = _compat.tree_flatten(tree)
+    assert leaves == [1, 2, None, 3] == _compat.tree_leaves(tree)
+    assert _compat.tree_unflatten(leaves, structure) == tree
+    assert structure == _compat.tree_flatten({"a": [5, (6, 7)], "b": 8})[1]
+    assert structure != _compat.tree_flatten({"a": [5, [6, 7]], "b": 8})[1]
+    assert _compat.tree_map(str, tree) == {"a": ["1", ("2", "None")], "b": "3"}
+
+
+# ------------------------------------------------------------------ torch's own modules
+
+
+def test_causal_mask_detection_does_not_look_at_the_mask() -> None:
+    import torch.nn.modules.transformer as transformer
+
+    detect, fastpath = transformer._detect_is_causal_mask, torch.backends.mha.get_fastpath_enabled()
+    world = FakeWorld()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False)
+    for module in encoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, world.static(parameter))
+    x, mask = world.input(torch.ones(6, 5, 8), [0]), world.input(torch.zeros(5, 5), [])
+    with _compat.tracing_friendly_torch(), world.active():
+        assert not torch.backends.mha.get_fastpath_enabled()
+        out = encoder(x, mask=mask)
+    assert _compat.symbolic_expression(out.shape[0]) == _compat.symbolic_expression(x.shape[0])
+    assert transformer._detect_is_causal_mask is detect
+    assert torch.backends.mha.get_fastpath_enabled() == fastpath
+
+
+def test_causal_mask_detection_is_needed_to_be_replaced() -> None:
+    """The day torch stops looking, ``tracing_friendly_torch`` can go."""
+    import torch.nn.modules.transformer as transformer
+
+    world = FakeWorld()
+    mask = world.input(torch.zeros(5, 5), [])
+    with world.active(), pytest.raises(Exception, match="data-dependent|DataDependent|guard"):
+        transformer._detect_is_causal_mask(mask, None, 5)
+
+
+def test_torch_is_restored_after_an_exception() -> None:
+    import torch.nn.modules.transformer as transformer
+
+    detect = transformer._detect_is_causal_mask
+
+    def fail() -> None:
+        with _compat.tracing_friendly_torch():
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert transformer._detect_is_causal_mask is detect
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda m: m.register_forward_pre_hook(lambda *_: None),
+        lambda m: m.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
+        lambda m: m.register_forward_hook(lambda *_: None),
+        lambda m: m.register_forward_hook(lambda *_: None, always_call=True),
+        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+        lambda m: m.register_full_backward_hook(lambda *_: None),
+        lambda m: m.register_backward_hook(lambda *_: None),
+    ],
+    ids=["pre", "pre with kwargs", "forward", "forward always", "full backward pre", "full backward", "backward"],
+)
+def test_has_hooks_sees_each_kind(register: Callable[[nn.Module], Any]) -> None:
+    module = nn.Linear(2, 2)
+    assert not _compat.has_hooks(module)
+    handle = register(module)
+    assert _compat.has_hooks(module)
+    handle.remove()
+    assert not _compat.has_hooks(module)
+
+
+def test_has_hooks_ignores_those_that_do_not_run_around_forward() -> None:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(lambda *_: None)
+    module.register_load_state_dict_post_hook(lambda *_: None)
+    module.weight.register_hook(lambda grad: None)
+    assert not _compat.has_hooks(module)
+
+
+# ------------------------------------------------------------------ patches and random numbers
+
+
+def test_patched_attributes_are_restored_in_reverse() -> None:
+    class Owner:
+        shared = "class"
+
+    owner = Owner()
+    owner.own = "own"  # type: ignore[attr-defined]
+    with _compat.patched_attributes((owner, "own", 1), (owner, "own", 2), (owner, "shared", 3), (Owner, "new", 4)):
+        assert (owner.own, owner.shared, owner.new) == (2, 3, 4)  # type: ignore[attr-defined]
+    assert vars(owner) == {"own": "own"}
+    assert owner.shared == "class"
+    assert not hasattr(Owner, "new")
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(torch.rand(())), float(numpy.random.rand())
+
+
+def test_isolated_rng_restores_all_generators_also_after_an_exception() -> None:
+    def fail() -> None:
+        with _compat.isolated_rng():
+            draw()
+            torch.manual_seed(1)
+            raise KeyError
+
+    state = _compat.rng_state()
+    expected = draw()
+    _compat.set_rng_state(state)
+    with pytest.raises(KeyError):
+        fail()
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("advance", [lambda: torch.rand(1), random.random, numpy.random.rand], ids=["torch", "python", "numpy"])
+def test_states_are_the_same_until_one_generator_has_drawn(advance: Callable[[], Any]) -> None:
+    with _compat.isolated_rng():
+        before = _compat.rng_state()
+        assert _compat.same_rng(before, _compat.rng_state())
+        advance()
+        assert not _compat.same_rng(before, _compat.rng_state())
+        _compat.set_rng_state(before)
+        assert _compat.same_rng(before, _compat.rng_state())
+
+
+def test_states_differ_in_a_single_word_of_many() -> None:
+    """Printed, numpy's 624 words are shortened to the first and last few."""
+    state = _compat.rng_state()
+    name, words, *rest = state["numpy"]
+    changed = words.copy()
+    changed[300] ^= 1
+    assert not _compat.same_rng(state, state | {"numpy": (name, changed, *rest)})
+    assert _compat.same_rng(state, state | {"numpy": (name, words.copy(), *rest)})
+
+
+@pytest.mark.parametrize("advance", [random.random, numpy.random.rand], ids=["python", "numpy"])
+def test_python_rng_changes_when_python_or_numpy_draw_and_not_with_torch(advance: Callable[[], Any]) -> None:
+    with _compat.isolated_rng():
+        before = _compat.python_rng()
+        torch.rand(1)
+        assert _compat.python_rng() == before
+        advance()
+        assert _compat.python_rng() != before
+
+
+# ------------------------------------------------------------------ Lightning: processes
+
+
+@pytest.fixture
+def lonely_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningEnvironment]:
+    """The environment of one process alone; the process group that a test makes is gone afterwards."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # Lightning sets these itself, past monkeypatch, so they are set here to be taken away in the end.
+    environment = LightningEnvironment()
+    monkeypatch.setenv("MASTER_PORT", str(environment.main_port))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield environment
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_init_dist_connection_chooses_gloo_for_cpus(lonely_environment: LightningEnvironment) -> None:
+    assert not dist.is_initialized()
+    _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+    assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
+    # The second run of a Trainer comes here again.
+    _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+
+
+def test_default_store_holds_what_a_rank_writes() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = _compat.default_store()
+        store.set("lightning_fxpipe/test", "what happened")
+        store.wait(["lightning_fxpipe/test"], timedelta(seconds=1))
+        assert _compat.default_store().get("lightning_fxpipe/test") == b"what happened"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
+    from lightning_utilities.core.rank_zero import rank_zero_only as of_utilities
+
+    decorated = [decorator(lambda: "ran") for decorator in (of_fabric, of_pytorch, of_utilities)]
+    try:
+        _compat.set_rank_zero_only(1)
+        assert [function() for function in decorated] == [None, None, None]
+    finally:
+        _compat.set_rank_zero_only(0)
+    assert [function() for function in decorated] == ["ran", "ran", "ran"]
+
+
+def test_subprocess_script_launcher_calls_the_function_here() -> None:
+    class Started(LightningEnvironment):
+        """Processes that something else has started, so that the launcher starts none."""
+
+        @property
+        def creates_processes_externally(self) -> bool:
+            return True
+
+    threads = torch.get_num_threads()
+    launcher = _compat.subprocess_launcher(Started(), 2, 1)
+    try:
+        assert launcher.launch(lambda *args, **kwargs: (args, kwargs), 1, trainer=None, b=2) == ((1,), {"b": 2})
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop("OMP_NUM_THREADS", None)
+    assert launcher.is_interactive_compatible is False
+
+
+def test_private_methods_that_the_strategy_overrides_are_lightnings() -> None:
+    """An override that nothing calls any more would be silent: no launcher, so no processes."""
+    tree = ast.parse(Path(lightning_fxpipe.strategy.__file__).read_text(encoding="utf-8"))
+    overridden = [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("_")
+        and any(ast.unparse(decorator) == "override" for decorator in node.decorator_list)
+    ]
+    assert "_configure_launcher" in overridden
+    assert [name for name in overridden if not callable(getattr(Strategy, name, None))] == []
+    strategy = make_trainer(strategy="fxpipe", devices=2).strategy
+    assert strategy._launcher is strategy.launcher is not None
+
+
+# ------------------------------------------------------------------ Lightning: the first batch
+
+
+class Counted(L.LightningModule):
+    """Keeps the batches that its steps get; its own hook changes them before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[Tensor] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Tensor:
+        return batch[0] + 100
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch)
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(batch)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Peek(L.Callback):
+    """Asks for the first batch where the strategy does: in setup, before the loop has made its iterators."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.batch: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.active:
+            self.batch = _compat.first_batch(trainer)
+
+
+def loader(*, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(10.0).unsqueeze(1)), batch_size=4, shuffle=shuffle, **options)
+
+
+def run_and_peek(method: str, data: Any, *, active: bool = True) -> tuple[Any, list[Tensor]]:
+    L.seed_everything(5, verbose=False)
+    module, peek = Counted(), Peek(active)
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[peek])
+    getattr(trainer, method)(module, data)
+    return peek.batch, module.seen
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_data_source_of_each_loop_gives_the_batch_that_its_step_gets(method: str) -> None:
+    batch, seen = run_and_peek(method, loader())
+    assert batch is not seen[0]
+    torch.testing.assert_close(batch, seen[0], rtol=0, atol=0)
+    torch.testing.assert_close(batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
+
+
+def test_the_batches_of_a_run_are_the_same_with_and_without_a_look_at_the_first() -> None:
+    with_look = run_and_peek("fit", loader(shuffle=True))[1]
+    without = run_and_peek("fit", loader(shuffle=True), active=False)[1]
+    assert len(with_look) == 6
+    torch.testing.assert_close(with_look, without, rtol=0, atol=0)
+
+
+def test_several_evaluation_loaders_run_one_after_another() -> None:
+    class Two(Counted):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    peek = Peek(active=True)
+    make_trainer(callbacks=[peek]).validate(Two(), [loader(), DataLoader(TensorDataset(torch.ones(2, 1)))])
+    torch.testing.assert_close(peek.batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
+
+
+def test_no_dataloader_is_no_batch() -> None:
+    trainer = make_trainer()
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.fit_loop._data_source.instance = Counted()
+    assert _compat.first_batch(trainer) is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_counter_counts_training_batches_over_epochs_whatever_is_accumulated(count: int) -> None:
+    class Counting(L.Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            self.found.append(_compat.batch_counter(trainer, "training_step"))
+
+    counting = Counting()
+    make_trainer(max_epochs=2, accumulate_grad_batches=count, callbacks=[counting]).fit(Counted(), loader())
+    assert counting.found == list(range(counting.found[0], counting.found[0] + 6))
+
+
+def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
+    """It is part of the key of the stages' random numbers: a resumed run must not draw the first epoch's again."""
+
+    class Counting(L.Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            self.found.append(_compat.batch_counter(trainer, "training_step"))
+
+    whole, second = Counting(), Counting()
+    make_trainer(max_epochs=2, callbacks=[whole]).fit(Counted(), loader())
+    first = make_trainer(max_epochs=1)
+    first.fit(Counted(), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    make_trainer(max_epochs=2, callbacks=[second]).fit(Counted(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert second.found == whole.found[3:]
+
+
+# ------------------------------------------------------------------ the first batch of a loader
+
+
+class Pids(Dataset[int]):
+    """Says in which process a sample was loaded."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_first_loader_batch_starts_no_workers() -> None:
+    batch = _compat.first_loader_batch(DataLoader(Pids(), batch_size=4, num_workers=2))
+    assert batch.tolist() == [os.getpid()] * 4
+
+
+def orders(data: DataLoader[Any], *, look: bool) -> list[list[float]]:
+    """Two epochs of a loader, from a fixed state of the generators."""
+    torch.manual_seed(0)
+    if look:
+        _compat.first_loader_batch(data)
+    return [[value for (batch,) in data for value in batch.flatten().tolist()] for _ in range(2)]
+
+
+def test_first_loader_batch_leaves_the_order_of_a_shuffled_loader() -> None:
+    assert orders(loader(shuffle=True), look=True) == orders(loader(shuffle=True), look=False)
+
+
+def test_first_loader_batch_leaves_a_loaders_own_generator() -> None:
+    """A loader with a generator of its own, as in torch's notes on reproducibility, is out of the default generators' reach."""
+
+    def seeded() -> DataLoader[Any]:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    assert orders(seeded(), look=True) == orders(seeded(), look=False)
+
+
+def test_first_loader_batch_leaves_the_default_generators() -> None:
+    state = _compat.rng_state()
+    expected = draw()
+    _compat.set_rng_state(state)
+
+    class Augmented(Pids):
+        def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+            return torch.tensor(draw())
+
+    _compat.first_loader_batch(DataLoader(Augmented(), batch_size=4, shuffle=True))
+    assert draw() == expected
+
+
+class Stream(IterableDataset[int]):
+    """Its own iterator, as a socket or a queue is: what is taken is gone."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.position >= 7:
+            raise StopIteration
+        self.position += 1
+        return self.position
+
+
+def test_first_loader_batch_loses_nothing_of_a_dataset_that_is_its_own_iterator() -> None:
+    data = DataLoader(Stream(), batch_size=3)
+    assert _compat.first_loader_batch(data).tolist() == [1, 2, 3]
+    assert [batch.tolist() for batch in data] == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_first_loader_batch_of_an_iterable_dataset_shorter_than_a_batch() -> None:
+    assert _compat.first_loader_batch(DataLoader(Stream(), batch_size=20)).tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_first_loader_batch_without_automatic_batching() -> None:
+    assert _compat.first_loader_batch(DataLoader(Stream(), batch_size=None)) == 1
+    assert _compat.first_loader_batch(DataLoader([torch.ones(2, 3)], batch_size=None)).shape == (2, 3)
+
+
+def test_first_loader_batch_collates_as_the_loader_does() -> None:
+    class Many(Pids):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [10 * index for index in indices]
+
+    assert _compat.first_loader_batch(DataLoader(Many(), batch_size=3)).tolist() == [0, 10, 20]
+    assert _compat.first_loader_batch(DataLoader([1, 2, 3], batch_size=2, collate_fn=sum)) == 3
+    assert _compat.first_loader_batch(DataLoader([1, 2, 3], batch_sampler=[[2, 0], [1]])).tolist() == [3, 1]
+
+
+def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
+    loaders = {"a": DataLoader([1, 2], batch_size=2), "b": [DataLoader([3]), DataLoader([4, 5], batch_size=2)]}
+    for given in (loaders, CombinedLoader(loaders, "max_size")):
+        batch = _compat.first_loader_batch(given)
+        assert batch["a"].tolist() == [1, 2]
+        assert [part.tolist() for part in batch["b"]] == [[3], [4, 5]]
+        assert _compat.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
+
+
+def test_first_loader_batch_of_another_iterable_is_its_first_item() -> None:
+    assert _compat.first_loader_batch(_Reiterable()) == "first"
+
+
+class _Reiterable:
+    def __iter__(self) -> Iterator[str]:
+        return iter(("first", "second"))
+
+
+# ------------------------------------------------------------------ Lightning: checkpoints
+
+
+def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_path: Path) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint, _process_cli_args
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder, weight = tmp_path / "folder", torch.randn(3)
+    save({"model": {"weight": weight}}, checkpoint_id=folder, no_dist=True)
+    arguments = Namespace(checkpoint_folder=str(folder), output_file=None)
+    with pytest.raises(SystemExit):
+        _process_cli_args(arguments)
+    torch.save({"epoch": 3}, folder / _compat.metadata_filename())
+    config = _process_cli_args(arguments)
+    checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
+    assert checkpoint["epoch"] == 3
+    torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)

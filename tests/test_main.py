@@ -1,0 +1,285 @@
+"""The command line: it plans what a LightningCLI config describes, and says on stderr what is wrong with one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_fxpipe import PartitionPlan, make_plan
+from lightning_fxpipe.__main__ import main
+
+# A module beside the config, as a user has it; its name is no other's.
+SOURCE = """
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 8, depth: int = 4):
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).sum()
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, width: int = 8, batch_size: int = 8):
+        super().__init__()
+        self.width, self.batch_size, self.calls = width, batch_size, []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(stage)
+
+    def train_dataloader(self):
+        assert self.calls == ["prepare_data", "fit"], self.calls
+        return DataLoader(TensorDataset(torch.randn(64, self.width)), batch_size=self.batch_size)
+"""
+MODULE = "fxpipe_command_line_example"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the module, which is the current one; imports are as before afterwards."""
+    (tmp_path / f"{MODULE}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop(MODULE, None)
+
+
+def section(name: str, **init_args: Any) -> dict[str, Any]:
+    return {"class_path": f"{MODULE}.{name}", "init_args": init_args}
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    """A complete config, with these sections changed; a section that is None is left out."""
+    complete = {"trainer": {"devices": 2}, "model": section("Net"), "data": section("Data")} | changes
+    return {key: value for key, value in complete.items() if value is not None}
+
+
+def write(config: Any, folder: Path, name: str = "config.yaml") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config))
+    return str(path)
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command, which must succeed, and returns what it printed."""
+
+    def call(*arguments: str) -> str:
+        assert main(arguments) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    return call
+
+
+@pytest.fixture
+def fail(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command, which must fail with a message for a person, and returns that."""
+
+    def call(*arguments: str) -> str:
+        assert main(arguments) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "Traceback" not in err
+        return err
+
+    return call
+
+
+def plan_by_hand(num_stages: int, batch_size: int = 8, num_microbatches: int = 1) -> PartitionPlan:
+    """What the example's plan must be equal to."""
+    module = sys.modules[MODULE]
+    return make_plan(module.Net(), [torch.randn(batch_size, 8)], num_stages=num_stages, num_microbatches=num_microbatches)
+
+
+# ------------------------------------------------------------------ what it prints
+
+
+def test_the_version_names_the_packages_that_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    names = ("lightning-fxpipe", "torch", "lightning")
+    assert capsys.readouterr().out.strip() == ", ".join(f"{name} {version(name)}" for name in names)
+
+
+def test_without_a_command_it_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2
+    assert "usage: python -m lightning_fxpipe" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_fxpipe", "plan", "--config", "absent.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "FxPipeError: Cannot read the config." in done.stderr
+
+
+def test_a_config_is_planned_for_its_devices(project: Path, run: Run) -> None:
+    out = run("plan", "--config", write(config_of(), project))
+    # The default: up to four microbatches for each stage, so 8 of one sample.
+    assert out.strip() == str(plan_by_hand(2, num_microbatches=8)).strip()
+    assert "in 2 stages" in out
+
+
+def test_a_list_of_devices_is_counted(project: Path, run: Run) -> None:
+    config = write(config_of(trainer={"devices": [0, 2, 3]}), project)
+    assert "in 3 stages" in run("plan", "--config", config)
+
+
+def test_options_override_the_config(project: Path, run: Run) -> None:
+    out = run("plan", "--config", write(config_of(), project), "--num-stages", "4", "--num-microbatches", "2")
+    assert out.strip() == str(plan_by_hand(4, num_microbatches=2)).strip()
+    assert "one microbatch of 4" in out
+
+
+def test_init_args_reach_the_classes(project: Path, run: Run) -> None:
+    config = config_of(model=section("Net", depth=6), data=section("Data", batch_size=24))
+    out = run("plan", "--config", write(config, project), "--num-stages", "6", "--num-microbatches", "1")
+    assert "in 6 stages" in out
+    assert "one microbatch of 24" in out
+
+
+def test_a_config_with_a_section_for_each_subcommand_is_read_at_fit(project: Path, run: Run) -> None:
+    out = run("plan", "--config", write({"fit": config_of(), "test": config_of(model=None)}, project))
+    assert "in 2 stages" in out
+
+
+def test_classes_can_be_named_on_the_command_line(project: Path, run: Run) -> None:
+    """Where a program fixes its classes, LightningCLI writes their arguments straight into the sections."""
+    config = write(config_of(model={"depth": 3}, data={"batch_size": 4}), project)
+    out = run("plan", "--config", config, "--model", f"{MODULE}.Net", "--data", f"{MODULE}.Data", "--num-stages", "3")
+    assert "in 3 stages" in out
+
+
+def test_sections_may_be_absent_where_the_command_line_names_the_classes(project: Path, run: Run) -> None:
+    config = write(config_of(model=None, data=None), project)
+    assert "in 2 stages" in run("plan", "--config", config, "--model", f"{MODULE}.Net", "--data", f"{MODULE}.Data")
+
+
+def test_a_class_path_in_the_config_wins(project: Path, run: Run) -> None:
+    config = write(config_of(), project)
+    assert "in 2 stages" in run("plan", "--config", config, "--model", "not.a.Class", "--data", "not.a.Class")
+
+
+def test_classes_beside_a_config_in_a_subfolder_are_found(
+    project: Path, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = project / "experiments"
+    folder.mkdir()
+    (project / f"{MODULE}.py").rename(folder / f"{MODULE}.py")
+    assert "in 2 stages" in run("plan", "--config", write(config_of(), folder / "configs"))
+
+
+# ------------------------------------------------------------------ what it saves
+
+
+def test_the_saved_plan_is_the_printed_one(project: Path, run: Run) -> None:
+    out = run("plan", "--config", write(config_of(), project), "--num-stages", "3", "--output", "plan.json")
+    loaded = PartitionPlan.load(project / "plan.json")
+    assert loaded == plan_by_hand(3, num_microbatches=8)
+    assert str(loaded) in out
+    assert "plan.json" in out
+
+
+def test_nothing_is_saved_when_planning_fails(project: Path, fail: Run) -> None:
+    fail("plan", "--config", write(config_of(), project), "--num-stages", "9", "--output", "plan.json")
+    assert not (project / "plan.json").exists()
+
+
+# ------------------------------------------------------------------ what is wrong
+
+
+def test_an_absent_config_is_named(project: Path, fail: Run) -> None:
+    assert "absent.yaml" in fail("plan", "--config", "absent.yaml")
+
+
+def test_a_config_that_is_no_mapping_is_refused(project: Path, fail: Run) -> None:
+    assert "not a mapping" in fail("plan", "--config", write(["a", "list"], project))
+
+
+def test_a_config_that_is_no_yaml_is_refused(project: Path, fail: Run) -> None:
+    (project / "config.yaml").write_text("model: [unclosed\n")
+    assert "config.yaml" in fail("plan", "--config", "config.yaml")
+
+
+def test_a_section_without_a_class_asks_for_one(project: Path, fail: Run) -> None:
+    message = fail("plan", "--config", write(config_of(data={"batch_size": 4}), project))
+    assert "which class its `data` is" in message
+    assert "--data package.module.Class" in message
+
+
+@pytest.mark.parametrize(
+    "class_path", ["no_such_module_for_fxpipe.Net", f"{MODULE}.NoSuchClass", "JustAName"], ids=["module", "class", "no dot"]
+)
+def test_a_class_that_cannot_be_imported_is_named(project: Path, fail: Run, class_path: str) -> None:
+    message = fail("plan", "--config", write(config_of(model={"class_path": class_path}), project))
+    assert f"Cannot import {class_path}" in message
+
+
+def test_init_args_that_the_class_does_not_take_are_named(project: Path, fail: Run) -> None:
+    assert "hight" in fail("plan", "--config", write(config_of(model=section("Net", hight=3)), project))
+
+
+def test_init_args_of_another_type_are_named(project: Path, fail: Run) -> None:
+    assert "depth" in fail("plan", "--config", write(config_of(model=section("Net", depth="many")), project))
+
+
+@pytest.mark.parametrize("trainer", [None, {}, {"devices": "auto"}, {"devices": -1}], ids=["no trainer", "none", "auto", "all"])
+def test_an_unknown_number_of_devices_asks_for_one(project: Path, fail: Run, trainer: Any) -> None:
+    assert "--num-stages" in fail("plan", "--config", write(config_of(trainer=trainer), project))
+
+
+def test_more_stages_than_the_model_allows_are_refused(project: Path, fail: Run) -> None:
+    message = fail("plan", "--config", write(config_of(), project), "--num-stages", "9")
+    assert "PartitionError: Cannot form 9 stages." in message
+
+
+@pytest.mark.parametrize("option", ["--num-stages", "--num-microbatches"])
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_a_number_that_is_not_positive_is_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], option: str, number: str
+) -> None:
+    """Zero must not fall back to the default in silence. argparse may refuse it, with its own exit status 2."""
+    try:
+        status = main(["plan", "--config", write(config_of(), project), option, number])
+    except SystemExit as leaving:
+        status = leaving.code
+    out, err = capsys.readouterr()
+    assert status in (1, 2)
+    assert out == ""
+    assert option in err or "stages" in err or "microbatches" in err
+
+
+def test_an_output_that_cannot_be_written_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["plan", "--config", write(config_of(), project), "--output", "no/such/folder/plan.json"])
+    assert status == 1
+    assert "no/such/folder" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""Batches split into microbatches as ``torch.chunk`` does, and the results of microbatches put together again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.microbatch import (
+    Pass,
+    batch_size,
+    default_num_microbatches,
+    first_microbatch,
+    merge_outputs,
+    plan_passes,
+    split_batch,
+)
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+def samples(count: int, *shape: int) -> Tensor:
+    """Every element different, so that no two slices are equal by chance."""
+    size = torch.Size((count, *shape)).numel()
+    return torch.arange(size, dtype=torch.float32).reshape(count, *shape)
+
+
+# --------------------------------------------------------------------------------------------------------------- passes
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+@settings(deadline=None)
+def test_passes_are_the_chunks_of_torch(num_samples: int, num_microbatches: int) -> None:
+    passes = plan_passes(num_samples, num_microbatches)
+    sizes = [part.size for part in passes for _ in range(part.count)]
+    assert sizes == [len(chunk) for chunk in torch.arange(num_samples).chunk(num_microbatches)]
+    assert sum(sizes) == num_samples
+    assert len(sizes) <= num_microbatches
+    # The schedule receives into buffers of one shape: only the last microbatch may be smaller, and then runs alone.
+    assert 1 <= len(passes) <= 2
+    assert all(part.count == 1 and part.size < passes[0].size for part in passes[1:])
+    assert [part.first for part in passes] == [0, passes[0].count][: len(passes)]
+
+
+def test_passes_of_an_even_and_of_an_uneven_batch() -> None:
+    assert plan_passes(16, 4) == (Pass(first=0, count=4, size=4),)
+    assert plan_passes(7, 4) == (Pass(first=0, count=3, size=2), Pass(first=3, count=1, size=1))
+
+
+def test_more_microbatches_than_samples_gives_one_sample_each() -> None:
+    assert plan_passes(3, 8) == (Pass(first=0, count=3, size=1),)
+
+
+@given(st.integers(1, 300), st.integers(1, 9))
+@settings(deadline=None)
+def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, num_stages: int) -> None:
+    count = default_num_microbatches(num_samples, num_stages)
+    assert 1 <= count <= min(num_samples, 4 * num_stages)
+    # 1F1B needs as many microbatches as stages in one pass.
+    assert plan_passes(num_samples, count)[0].count >= min(num_samples, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_stages", "expected"),
+    [
+        (64, 4, 16),  # four for each stage
+        (60, 4, 15),  # 16 would leave a remainder
+        (62, 4, 16),  # 2 divides, but leaves the pipeline empty: better a remainder
+        (3, 4, 3),  # fewer samples than stages
+        (8, 1, 4),
+    ],
+)
+def test_default_prefers_equal_microbatches_to_exactly_four_for_each_stage(
+    num_samples: int, num_stages: int, expected: int
+) -> None:
+    assert default_num_microbatches(num_samples, num_stages) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ splitting
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+@settings(deadline=None)
+def test_split_and_merged_tensors_are_the_batch(num_samples: int, num_microbatches: int) -> None:
+    batch = {"x": samples(num_samples, 2, 3), "pair": (samples(num_samples), [samples(num_samples, 1).long()])}
+    passes = plan_passes(num_samples, num_microbatches)
+    parts = split_batch(batch, passes)
+    merged = merge_outputs(parts, [part.size for part in passes for _ in range(part.count)])
+    assert torch.equal(merged["x"], batch["x"])
+    assert torch.equal(merged["pair"][0], batch["pair"][0])
+    assert torch.equal(merged["pair"][1][0], batch["pair"][1][0])
+    assert merged["pair"][1][0].dtype == torch.int64
+
+
+def test_microbatches_are_views_of_the_batch() -> None:
+    x = samples(5, 2)
+    parts = split_batch(x, plan_passes(5, 2))
+    assert [part.data_ptr() - x.data_ptr() for part in parts] == [0, 3 * 2 * 4]
+
+
+def test_split_keeps_the_types_of_nested_containers() -> None:
+    batch = {"pair": Pair(samples(4, 3), [samples(4), (samples(4, 2),)]), "ordered": OrderedDict(a=samples(4))}
+    first, second = split_batch(batch, plan_passes(4, 2))
+    assert type(first["pair"]) is Pair
+    assert type(first["ordered"]) is OrderedDict
+    assert torch.equal(first["pair"].image, batch["pair"].image[:2])
+    assert torch.equal(second["pair"].label[0], batch["pair"].label[0][2:])
+    assert torch.equal(second["pair"].label[1][0], batch["pair"].label[1][0][2:])
+    assert torch.equal(second["ordered"]["a"], batch["ordered"]["a"][2:])
+
+
+def test_what_has_no_batch_dimension_goes_to_every_microbatch_as_it_is() -> None:
+    scale = torch.tensor(3.0)
+    batch = {"x": samples(4), "scale": scale, "name": "train", "none": None, "count": 7, "flag": True}
+    for part in split_batch(batch, plan_passes(4, 4)):
+        assert part["scale"] is scale
+        assert {key: part[key] for key in ("name", "none", "count", "flag")} == {
+            "name": "train",
+            "none": None,
+            "count": 7,
+            "flag": True,
+        }
+
+
+def test_first_microbatch_is_the_first_of_the_split() -> None:
+    batch = (samples(7, 2), samples(7))
+    part, size = first_microbatch(batch, 4)
+    expected = split_batch(batch, plan_passes(7, 4))[0]
+    assert size == 2
+    assert torch.equal(part[0], expected[0])
+    assert torch.equal(part[1], expected[1])
+
+
+@pytest.mark.parametrize("batch", [samples(6), [samples(6, 2), torch.tensor(1.0)], {"a": {"b": (samples(6, 1),)}, "c": "text"}])
+def test_batch_size_is_the_first_dimension(batch: Any) -> None:
+    assert batch_size(batch) == 6
+
+
+@pytest.mark.parametrize("batch", [{}, "text", [1, 2.0, None], {"scale": torch.tensor(1.0)}, object()])
+def test_batch_without_a_batch_dimension_is_refused_by_its_type(batch: Any) -> None:
+    with pytest.raises(BatchError, match="cannot be split") as caught:
+        batch_size(batch)
+    assert f"no tensor with a batch dimension in a batch of type {type(batch).__name__}" in str(caught.value)
+
+
+def test_tensors_of_different_sizes_are_named() -> None:
+    batch = {"x": samples(4, 2), "nested": [samples(4), samples(3)], "weights": samples(10)}
+    with pytest.raises(BatchError) as caught:
+        batch_size(batch)
+    assert caught.value.observed == (
+        "tensors of different batch size: batch['x']: 4, batch['nested'][0]: 4, batch['nested'][1]: 3, batch['weights']: 10"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- merging
+
+
+def test_scalars_are_averaged_with_the_sizes_as_weights() -> None:
+    merged = merge_outputs([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(8.0)], [4, 4, 2])
+    assert merged == (4 * 1.0 + 4 * 2.0 + 2 * 8.0) / 10
+    assert merge_outputs([1.0, 8.0], [3, 1]) == (3 * 1.0 + 8.0) / 4
+
+
+def test_mean_of_equal_scalars_is_that_scalar() -> None:
+    assert merge_outputs([torch.tensor(0.5)] * 3, [2, 2, 1]) == 0.5
+
+
+def test_counts_and_other_values_are_those_of_the_last_microbatch() -> None:
+    # An integer cannot be averaged, and whether to sum it is the user's to know.
+    assert merge_outputs([torch.tensor(3), torch.tensor(4)], [2, 2]) == 4
+    assert merge_outputs([3, 4], [2, 2]) == 4
+    assert merge_outputs(["a", "b"], [2, 2]) == "b"
+    assert merge_outputs([True, False], [2, 2]) is False
+
+
+def test_tensors_are_concatenated_without_their_graph() -> None:
+    parts = [samples(2, 3).requires_grad_(), samples(1, 3).requires_grad_()]
+    merged = merge_outputs(parts, [2, 1])
+    assert torch.equal(merged, torch.cat((samples(2, 3), samples(1, 3))))
+    assert not merged.requires_grad
+
+
+def test_several_rows_for_each_sample_are_concatenated() -> None:
+    # Tokens flattened into the batch dimension: (batch * time, classes).
+    parts = [samples(6, 2), samples(3, 2) + 100]
+    assert torch.equal(merge_outputs(parts, [2, 1]), torch.cat(parts))
+
+
+def test_lists_with_an_entry_for_each_sample_are_joined() -> None:
+    assert merge_outputs([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
+    assert merge_outputs([("a", "b"), ("c",)], [2, 1]) == ("a", "b", "c")
+
+
+def test_lists_of_tensors_are_merged_entry_by_entry_even_where_their_length_is_the_batch_size() -> None:
+    parts = [[samples(2, 3), samples(2)], [samples(2, 3) + 50, samples(2) + 50]]
+    merged = merge_outputs(parts, [2, 2])
+    assert isinstance(merged, list)
+    assert torch.equal(merged[0], torch.cat((parts[0][0], parts[1][0])))
+    assert torch.equal(merged[1], torch.cat((parts[0][1], parts[1][1])))
+
+
+def test_lists_of_other_lengths_are_those_of_the_last_microbatch() -> None:
+    assert merge_outputs([["a"], ["b", "c"]], [5, 5]) == ["b", "c"]
+
+
+def test_dicts_are_merged_key_by_key() -> None:
+    parts = [
+        {"loss": torch.tensor(1.0), "preds": samples(3), "more": {"names": ["a", "b", "c"], "none": None}},
+        {"loss": torch.tensor(5.0), "preds": samples(1) + 9, "more": {"names": ["d"], "none": None}},
+    ]
+    merged = merge_outputs(parts, [3, 1])
+    assert merged["loss"] == (3 * 1.0 + 5.0) / 4
+    assert torch.equal(merged["preds"], torch.tensor([0.0, 1.0, 2.0, 9.0]))
+    assert merged["more"] == {"names": ["a", "b", "c", "d"], "none": None}
+
+
+def test_dicts_of_different_keys_are_those_of_the_last_microbatch() -> None:
+    assert merge_outputs([{"a": 1.0}, {"b": 2.0}], [1, 1]) == {"b": 2.0}
+
+
+def test_ordered_dict_stays_one_whatever_its_keys() -> None:
+    merged = merge_outputs([OrderedDict([(1, 2.0), ("b", 4.0)]), OrderedDict([(1, 4.0), ("b", 8.0)])], [1, 1])
+    assert type(merged) is OrderedDict
+    assert merged == OrderedDict([(1, 3.0), ("b", 6.0)])
+
+
+def test_named_tuple_is_merged_field_by_field() -> None:
+    merged = merge_outputs([Pair(samples(2), torch.tensor(1.0)), Pair(samples(1), torch.tensor(4.0))], [2, 1])
+    assert type(merged) is Pair
+    assert torch.equal(merged.image, torch.tensor([0.0, 1.0, 0.0]))
+    assert merged.label == 2.0
+
+
+def test_named_tuple_has_fields_not_samples_even_where_the_numbers_agree() -> None:
+    # Two fields, microbatches of two samples.
+    assert merge_outputs([Pair(1.0, 10.0), Pair(3.0, 30.0)], [2, 2]) == Pair(2.0, 20.0)
+
+
+def test_single_microbatch_is_returned_as_it_is() -> None:
+    output = {"loss": torch.tensor(1.0, requires_grad=True)}
+    assert merge_outputs([output], [4]) is output
+
+
+def test_steps_that_return_nothing_merge_to_nothing() -> None:
+    assert merge_outputs([None, None], [2, 2]) is None

@@ -1,0 +1,152 @@
+"""The public surface, frozen: names, parameters and defaults that a user's program or config may rely on."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch import nn
+
+import lightning_fxpipe
+from lightning_fxpipe import (
+    BatchError,
+    FxPipeError,
+    FxPipeStrategy,
+    PartitionError,
+    PeerError,
+    TraceError,
+    UnsupportedError,
+    make_plan,
+)
+from lightning_fxpipe.schedule import ScheduleName
+
+EMPTY = inspect.Parameter.empty
+
+
+def parameters_of(function: Any) -> list[tuple[str, Any]]:
+    return [(name, parameter.default) for name, parameter in inspect.signature(function).parameters.items()]
+
+
+def test_the_public_names_are_these() -> None:
+    assert lightning_fxpipe.__all__ == [
+        "BatchError",
+        "BoundaryTensor",
+        "FxPipeError",
+        "FxPipeStrategy",
+        "PartitionError",
+        "PartitionPlan",
+        "PeerError",
+        "StageSpec",
+        "TraceError",
+        "UnsupportedError",
+        "make_plan",
+    ]
+    assert [name for name in lightning_fxpipe.__all__ if not hasattr(lightning_fxpipe, name)] == []
+    assert sorted(lightning_fxpipe.__all__) == lightning_fxpipe.__all__
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert lightning_fxpipe.__version__ == version("lightning-fxpipe")
+
+
+def test_every_error_is_an_fxpipe_error() -> None:
+    for kind in (BatchError, PartitionError, PeerError, TraceError, UnsupportedError):
+        assert issubclass(kind, FxPipeError)
+
+
+def test_the_strategys_parameters_are_these() -> None:
+    assert parameters_of(FxPipeStrategy) == [
+        ("num_stages", "auto"),
+        ("num_microbatches", "auto"),
+        ("schedule", "1f1b"),
+        ("plan", None),
+        ("process_group_backend", None),
+        ("timeout_seconds", 1800.0),
+    ]
+
+
+def test_make_plans_parameters_are_these() -> None:
+    assert parameters_of(make_plan) == [
+        ("module", EMPTY),
+        ("example_batch", EMPTY),
+        ("num_stages", EMPTY),
+        ("num_microbatches", 1),
+    ]
+
+
+def test_the_strategys_parameters_are_documented_and_typed() -> None:
+    """LightningCLI shows both; a parameter without them is a blank line in its help."""
+    hints = get_type_hints(FxPipeStrategy.__init__)
+    for name, _ in parameters_of(FxPipeStrategy):
+        assert f"\n        {name}: " in (FxPipeStrategy.__doc__ or "")
+        assert name in hints
+
+
+def test_every_schedule_that_the_type_names_is_taken() -> None:
+    assert get_args(ScheduleName) == ("gpipe", "1f1b")
+    for schedule in get_args(ScheduleName):
+        FxPipeStrategy(schedule=schedule)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", "all", None])
+@pytest.mark.parametrize("name", ["num_stages", "num_microbatches"])
+def test_a_number_that_is_none_is_a_value_error(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"FxPipeStrategy\({name}={value!r}\): expected a positive number or 'auto'"):
+        FxPipeStrategy(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["1F1B", "zero_bubble", None])
+def test_an_unknown_schedule_is_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected 'gpipe' or '1f1b'"):
+        FxPipeStrategy(schedule=value)
+
+
+def test_a_plan_that_cannot_be_read_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match=r"absent\.json"):
+        FxPipeStrategy(plan=tmp_path / "absent.json")
+
+
+def test_a_plan_is_taken_as_a_path_or_an_object(tmp_path: Path) -> None:
+    plan = make_plan(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3), num_stages=2)
+    plan.save(tmp_path / "plan.json")
+    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        assert FxPipeStrategy(plan=given)._given_plan == plan
+
+
+def test_the_strategy_is_registered_by_name() -> None:
+    assert "fxpipe" in StrategyRegistry.available_strategies()
+    strategy = StrategyRegistry.get("fxpipe")
+    assert type(strategy) is FxPipeStrategy
+    assert issubclass(FxPipeStrategy, Strategy)
+    assert FxPipeStrategy.strategy_name == "fxpipe"
+
+
+def test_a_trainer_finds_the_strategy_by_name_and_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", started)
+    trainer = Trainer(strategy="fxpipe", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy) is FxPipeStrategy
+    assert trainer.num_devices == 2
+    assert trainer.strategy.num_processes == 2
+    assert trainer.strategy.root_device == torch.device("cpu")
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_trainer_takes_a_strategy_object() -> None:
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=4, schedule="gpipe")
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    assert trainer.strategy is strategy
+
+
+@pytest.mark.parametrize("name", ["plan", "topology"])
+def test_what_setup_makes_is_not_there_before(name: str) -> None:
+    with pytest.raises(RuntimeError, match="there before"):
+        getattr(FxPipeStrategy(), name)

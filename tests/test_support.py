@@ -1,0 +1,222 @@
+"""What a pipeline cannot honour is refused before the first step: each reason by itself, and all of them at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy
+
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer, report_batch_norm
+from tests.lit import LitModel, make_trainer
+
+
+class Manual(LitModel):
+    """Steps its optimizer itself."""
+
+    def __init__(self, name: str = "mlp") -> None:
+        super().__init__(name)
+        self.automatic_optimization = False
+
+
+class OwnBackward(LitModel):
+    """Overrides the hook that a pipeline never calls."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Measuring(LitModel):
+    """Holds torchmetrics objects, one of them deep inside."""
+
+    def __init__(self, name: str = "mlp") -> None:
+        super().__init__(name)
+        self.seen = MeanMetric()
+        self.group = nn.ModuleDict({"fit": MetricCollection({"accuracy": BinaryAccuracy()})})
+
+
+def trainer_for(fn: TrainerFn = TrainerFn.FITTING, **options: Any) -> L.Trainer:
+    trainer = make_trainer(**options)
+    trainer.state.fn = fn
+    return trainer
+
+
+def refusal(trainer: L.Trainer, module: L.LightningModule) -> UnsupportedError:
+    with pytest.raises(UnsupportedError) as caught:
+        check_trainer(trainer, module)
+    return caught.value
+
+
+def with_scaler() -> L.Trainer:
+    """On a CPU the Trainer itself turns 16-mixed into bf16-mixed, so the plugin is put in afterwards."""
+    trainer = trainer_for()
+    trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+    return trainer
+
+
+@pytest.mark.parametrize("fn", list(TrainerFn))
+def test_a_plain_module_passes_every_kind_of_run(fn: TrainerFn) -> None:
+    check_trainer(trainer_for(fn), LitModel("mlp"))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true", "64-true"])
+def test_precision_without_a_scaler_passes(precision: Any) -> None:
+    check_trainer(trainer_for(precision=precision), LitModel("mlp"))
+
+
+REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule], str, str]] = {
+    # what: (trainer, module, words of the reason, words of the way out)
+    "manual optimization": (trainer_for, Manual, "manual optimization", "automatic optimization"),
+    "backward": (trainer_for, lambda: OwnBackward("mlp"), "overridden LightningModule.backward", "gradient hook"),
+    "torchmetrics": (trainer_for, Measuring, "seen, group.fit.accuracy", "torchmetrics.functional"),
+    "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler", "bf16-mixed"),
+    "averaging": (
+        lambda: trainer_for(callbacks=[StochasticWeightAveraging(1e-2)]),
+        lambda: LitModel("mlp"),
+        "StochasticWeightAveraging",
+        "EMAWeightAveraging",
+    ),
+    "batch size finder": (
+        lambda: trainer_for(callbacks=[BatchSizeFinder()]),
+        lambda: LitModel("mlp"),
+        "BatchSizeFinder",
+        "batch size by hand",
+    ),
+    "learning rate finder": (
+        lambda: trainer_for(callbacks=[LearningRateFinder()]),
+        lambda: LitModel("mlp"),
+        "LearningRateFinder",
+        "learning rate by hand",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_each_is_refused_with_its_reason_and_the_way_out(what: str) -> None:
+    make, make_module, reason, way_out = REFUSED[what]
+    module = make_module()
+    error = refusal(make(), module)
+    assert error.where == type(module).__name__
+    assert error.observed is not None
+    assert error.todo is not None
+    assert reason in error.observed
+    assert way_out in error.todo
+    assert "; " not in error.observed  # one fault, one reason
+
+
+def test_a_subclass_of_a_refused_callback_is_refused() -> None:
+    class Mine(BatchSizeFinder):
+        pass
+
+    assert "BatchSizeFinder" in str(refusal(trainer_for(callbacks=[Mine()]), LitModel("mlp")))
+
+
+def test_all_faults_are_in_one_error() -> None:
+    class Everything(Manual, OwnBackward, Measuring):
+        pass
+
+    trainer = with_scaler()
+    trainer.callbacks += [StochasticWeightAveraging(1e-2), LearningRateFinder()]
+    error = refusal(trainer, Everything("mlp"))
+    reasons = [
+        "torchmetrics objects",
+        "gradient scaler",
+        "StochasticWeightAveraging",
+        "LearningRateFinder",
+        "manual optimization",
+        "overridden LightningModule.backward",
+    ]
+    assert error.observed is not None
+    assert error.todo is not None
+    assert [reason for reason in reasons if reason not in error.observed] == []
+    assert error.observed.count("; ") == error.todo.count("; ") == len(reasons) - 1
+
+
+@pytest.mark.parametrize("fn", [TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
+@pytest.mark.parametrize("make", [Manual, lambda: OwnBackward("mlp")], ids=["manual", "backward"])
+def test_what_concerns_backward_is_no_fault_without_one(fn: TrainerFn, make: Callable[[], L.LightningModule]) -> None:
+    check_trainer(trainer_for(fn), make())
+
+
+def test_metrics_are_refused_in_evaluation_too() -> None:
+    assert "torchmetrics" in str(refusal(trainer_for(TrainerFn.VALIDATING), Measuring()))
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def test_one_optimizer_passes() -> None:
+    check_optimizers([sgd()])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_another_number_of_optimizers_is_refused(count: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"{count} optimizers") as caught:
+        check_optimizers([sgd() for _ in range(count)])
+    assert "parameter groups" in str(caught.value)
+
+
+def test_lbfgs_is_refused() -> None:
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    for kind in (torch.optim.LBFGS, Mine):
+        with pytest.raises(UnsupportedError, match="LBFGS") as caught:
+            check_optimizers([kind([nn.Parameter(torch.ones(1))])])
+        assert "AdamW" in str(caught.value)
+
+
+# ------------------------------------------------------------------ stages, batch, BatchNorm
+
+
+def test_one_device_for_each_stage_passes() -> None:
+    check_num_stages("auto", 3)
+    check_num_stages(3, 3)
+
+
+@pytest.mark.parametrize(("stages", "devices", "word"), [(2, 4, "more devices"), (4, 2, "fewer devices")])
+def test_stages_and_devices_that_disagree_are_refused(stages: int, devices: int, word: str) -> None:
+    with pytest.raises(UnsupportedError, match=word) as caught:
+        check_num_stages(stages, devices)
+    assert caught.value.observed == f"{stages} stages and {devices} devices"
+    assert f"Trainer(devices={stages})" in str(caught.value)
+    assert f"num_stages={devices}" in str(caught.value)
+
+
+def test_a_batch_passes_through_and_none_is_refused() -> None:
+    batch = object()
+    assert check_has_batch(batch) is batch
+    with pytest.raises(UnsupportedError, match="no dataloader"):
+        check_has_batch(None)
+
+
+def test_batch_norm_over_microbatches_is_reported_with_its_place() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2)))
+    for num_microbatches in (4, None):
+        with pytest.warns(UserWarning, match=r"2 BatchNorm layers \(1, \.\.\.\).*num_microbatches=1"):
+            report_batch_norm(module, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("module", "num_microbatches"),
+    [(nn.BatchNorm1d(2), 1), (nn.Sequential(nn.LayerNorm(2), nn.GroupNorm(1, 2)), 4)],
+    ids=["one microbatch", "no BatchNorm"],
+)
+def test_nothing_is_reported_where_statistics_do_not_change(module: nn.Module, num_microbatches: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report_batch_norm(module, num_microbatches)
