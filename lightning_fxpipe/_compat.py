@@ -36,10 +36,6 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-# Rebuilds a symbolic size as arithmetic on graph nodes. torch 2.11-2.15.
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
-
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -86,6 +82,11 @@ class FakeWorld:
         """Sympy conditions on the symbols that the recorded graph relies on."""
         return [guard.expr for guard in self.shape_env.guards]
 
+    def is_contiguous(self, tensor: Tensor) -> bool:
+        """Whether a fake is laid out contiguously; asking adds no guard."""
+        with self.shape_env.suppress_guards():
+            return tensor.is_contiguous()
+
     def replacements(self) -> dict[Any, Any]:
         """Symbols that the trace found equal to something else, a number included."""
         return dict(self.shape_env.replacements)
@@ -118,11 +119,6 @@ def size_hint(value: int | torch.SymInt) -> int:
             raise ValueError(f"{value} depends on data, not on the inputs' shapes")
         return int(hint)
     return int(value)
-
-
-def lower_expression(expression: Any, symbol_values: dict[Any, Any]) -> Any:
-    """Evaluates a sympy expression on fx proxies, which records the arithmetic as nodes."""
-    return sympy_interp(PythonReferenceAnalysis, symbol_values, expression)
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import size_hint, storage_key
+from lightning_fxpipe._compat import size_hint, storage_key, symbolic_expression
+from lightning_fxpipe.record import size_symbols
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -137,9 +138,15 @@ def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_uni
         for site in range(position, last_use[node]):
             crossing[site].append(node)
     obstacles = _aliasing_obstacles(traced, position_of, last_use, num_units)
+    _add_size_obstacles(traced, position_of, obstacles)
+    last_change = max((position for node, position in position_of.items() if _changes_values(node)), default=-1)
     sites = []
     for position, nodes in enumerate(crossing):
         obstacle = obstacles[position] or next((why for node in nodes if (why := _cannot_cross(node))), None)
+        if obstacle is None and position < last_change:
+            # It arrives contiguous, so that `contiguous` and `reshape` no longer copy it, and in-place calls would reach it.
+            spread = [node for node in nodes if not traced.world.is_contiguous(node.meta["val"])]
+            obstacle = f"{spread[0].name} is not contiguous and may be changed in place" if spread else None
         num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
         sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
     return tuple(sites)
@@ -151,6 +158,25 @@ def tensor_bytes(value: Tensor) -> int:
     for size in value.shape:
         count *= size_hint(size)
     return count * value.dtype.itemsize
+
+
+def _changes_values(node: fx.Node) -> bool:
+    """Whether a call changes tensors in place, other than those that its module owns."""
+    return bool(node.meta.get("mutated_storages", set()) - node.meta.get("module_storages", set()))
+
+
+def _add_size_obstacles(traced: TracedRegion, position_of: Mapping[fx.Node, int], obstacles: list[str | None]) -> None:
+    """A size that depends on data is known only in the stage that has the tensor."""
+    known = {symbol for shape in traced.input_shapes for size in shape for symbol in getattr(size, "free_symbols", ())}
+    made_at: dict[Any, int] = {}
+    for node, position in position_of.items():
+        for symbol in size_symbols((node.args, node.kwargs)) - known:
+            for site in range(made_at.get(symbol, position), position):
+                obstacles[site] = f"{node.name} uses a size that depends on data"
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else ():
+            for symbol in getattr(symbolic_expression(size), "free_symbols", ()):
+                made_at.setdefault(symbol, position)
 
 
 def _cannot_cross(node: fx.Node) -> str | None:
@@ -191,12 +217,15 @@ def _aliasing_obstacles(
     for node, position in position_of.items():
         for key in node.meta.get("module_storages", ()):
             fixed.setdefault(key, []).append(position)
+    inputs = {storage_key(node.meta["val"]) for node in traced.input_nodes}
     obstacles: list[str | None] = [None] * num_units
     for changer, changed_at in position_of.items():
         for key in changer.meta.get("mutated_storages", ()):
             aliases = by_storage.get(key, [])
             uses = [*fixed.get(key, ()), *(last_use[node] for node in aliases)]
             for site in range(num_units):
+                if key in inputs and changed_at <= site:
+                    obstacles[site] = f"{changer.name} changes an input in place, which the step may use after the call"
                 if key in fixed and min(*uses, changed_at) <= site < max(*uses, changed_at):
                     obstacles[site] = f"{changer.name} changes in place what both sides use"
                 alive = [node for node in aliases if position_of[node] <= site < last_use[node]]

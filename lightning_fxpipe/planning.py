@@ -98,7 +98,14 @@ def plan_region(root: nn.Module, call: RegionCall, *, num_stages: int, device: t
 
 
 def _best_assignment(chain: Chain, call: RegionCall, num_stages: int) -> Assignment:
-    return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
+    try:
+        return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
+    except PartitionError as error:
+        obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
+        if not obstacles:
+            raise
+        observed = f"{error.observed}; {len(obstacles)} more places where none may fall, such as: {obstacles[0]}"
+        raise PartitionError(error.what, observed=observed, expected=error.expected, todo=error.todo) from None
 
 
 def open_until_balanced(root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None) -> Chain:
@@ -272,7 +279,7 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
         step = infinity if site.obstacle else float(site.num_bytes)
         following, origin = [infinity] * num_stages, [-1] * num_stages
         for stage in allowed:
-            for previous in range(stage + 1):
+            for previous in range(stage, -1, -1):  # among equals the leftmost cut, as the solver chooses
                 jump = cost[previous] + (0.0 if previous == stage else step * (stage - previous))
                 if jump < following[stage]:
                     following[stage], origin[stage] = jump, previous

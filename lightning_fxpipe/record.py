@@ -126,9 +126,34 @@ def as_size(value: Any) -> Any:
     expression = symbolic_expression(value)
     if isinstance(expression, int):
         return expression
-    if not expression.is_number:
-        return SymbolicSize(expression)
-    return float(expression) if isinstance(value, torch.SymFloat) else bool(expression)
+    return as_number(expression) if expression.is_number else SymbolicSize(expression)
+
+
+def as_number(expression: Any) -> int | float | bool:
+    """A sympy number as Python's."""
+    if expression.is_Boolean:
+        return bool(expression)
+    return int(expression) if expression.is_integer else float(expression)
+
+
+def size_symbols(arguments: Any) -> set[Any]:
+    """Symbols of the symbolic sizes in a node's arguments."""
+    found: set[Any] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, SymbolicSize):
+            found.update(value.expression.free_symbols)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, slice):
+            visit((value.start, value.stop, value.step))
+
+    visit(arguments)
+    return found
 
 
 class Recorder(TorchFunctionMode):

@@ -11,16 +11,19 @@ only, and keep views of received memory that the next step overwrites.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import lower_expression, storage_key, symbolic_expression
+from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext, SymbolicSize
+from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext, SymbolicSize, as_number, size_symbols
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -96,6 +99,8 @@ class _StageBuilder:
         self._values: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Any, fx.Node | int] = {}
         self._owners: dict[str, Any] = {}
+        self._called_under_context: dict[str, nn.Module] = {}
+        self._called = {str(node.target) for node in self._nodes if node.op == "call_module"}
 
     def build(self) -> Stage:
         region_inputs = self._add_inputs()
@@ -110,6 +115,8 @@ class _StageBuilder:
             if isinstance(size, fx.Node) and not size.users:
                 self._graph.erase_node(size)
         module = fx.GraphModule(self._owners, self._graph, class_name=f"Stage{self._index}")
+        for path, submodule in self._called_under_context.items():
+            module.add_submodule(path, submodule)
         return Stage(
             index=self._index,
             module=module,
@@ -142,7 +149,7 @@ class _StageBuilder:
         operands = {operand for node in self._nodes for operand in node.all_input_nodes}
         if self._is_last:
             operands |= set(self._traced.output_node.all_input_nodes)
-        symbols = {symbol for node in self._nodes for symbol in _symbols((node.args, node.kwargs))}
+        symbols = {symbol for node in self._nodes for symbol in size_symbols((node.args, node.kwargs))}
         symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
         used = []
         for i, node in enumerate(self._traced.input_nodes):
@@ -168,8 +175,10 @@ class _StageBuilder:
         if operation == "call_module":
             module = self._traced.root.get_submodule(str(target))
             if context is not None:
+                self._called_under_context[_free_name(str(target))] = module
                 module, target = _ModuleUnder(module, context), f"_fxpipe_under_{len(self._owners)}"
-            self._owners[str(target)] = module
+            target = _free_name(str(target))
+            self._owners[target] = module
         elif context is not None:
             operation, target = "call_function", _function_under(target, context)
         copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
@@ -183,6 +192,9 @@ class _StageBuilder:
             return self._values[node]
         target = str(node.target)
         owner = self._traced.constants[target] if target.startswith(CONSTANT_PREFIX) else _attribute(self._traced.root, target)
+        # Below a module that the stage calls, fx would register the tensor once more on the user's own module.
+        inside = any(target.startswith(f"{path}.") for path in self._called)
+        target = f"_fxpipe_tensor_{len(self._owners)}" if inside else _free_name(target)
         self._owners[target] = owner
         return self._graph.get_attr(target)
 
@@ -201,32 +213,39 @@ class _StageBuilder:
         return value
 
     def _size(self, expression: Any) -> Any:
+        expression = expression.xreplace(self._traced.world.replacements())  # what the trace fixed later on
+        if expression.is_number:
+            return as_number(expression)
         if expression in self._sizes:
             return self._sizes[expression]
-        tracer = fx.proxy.GraphAppendingTracer(self._graph)
-        symbols = {symbol: fx.Proxy(self._sizes[symbol], tracer) for symbol in expression.free_symbols}  # type: ignore[arg-type]
-        result = lower_expression(expression, symbols)
-        self._sizes[expression] = result.node if isinstance(result, fx.Proxy) else int(result)
+        symbols = sorted(expression.free_symbols, key=str)
+        operands = tuple(self._sizes[symbol] for symbol in symbols)
+        self._sizes[expression] = self._graph.call_function(_size_function(expression, symbols), operands)
         return self._sizes[expression]
 
 
-def _symbols(arguments: Any) -> set[Any]:
-    found: set[Any] = set()
+def _size_function(expression: Any, symbols: list[Any]) -> Callable[..., Any]:
+    """A size as a function of the sizes that it follows from."""
 
-    def visit(value: Any) -> None:
-        if isinstance(value, SymbolicSize):
-            found.update(value.expression.free_symbols)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, slice):
-            visit((value.start, value.stop, value.step))
+    @lru_cache(maxsize=64)
+    def size(*values: int) -> Any:
+        bound = {symbol: sympy.Integer(value) for symbol, value in zip(symbols, values, strict=True)}
+        return as_number(expression.xreplace(bound))
 
-    visit(arguments)
-    return found
+    return size
+
+
+def _free_name(path: str) -> str:
+    """The path of a module or tensor in the stage: its own, unless a GraphModule already has something of that name."""
+    first, *rest = path.split(".")
+    if hasattr(fx.GraphModule, first) or first in _GRAPH_MODULE_ATTRIBUTES:
+        first = f"_fxpipe_named_{first}"
+    # A keyword is a legal name of a module, but not in the code that fx writes.
+    return ".".join(f"_fxpipe_named_{name}" if keyword.iskeyword(name) else name for name in (first, *rest))
+
+
+# Set by GraphModule on its instances.
+_GRAPH_MODULE_ATTRIBUTES = ("graph", "meta", "_graph", "_code", "training")
 
 
 def _own_symbols(node: fx.Node) -> set[Any]:

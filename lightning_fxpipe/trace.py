@@ -23,6 +23,7 @@ from lightning_fxpipe._compat import (
     FakeTensor,
     FakeWorld,
     TreeSpec,
+    depends_on_data,
     has_hooks,
     isolated_rng,
     python_rng,
@@ -366,9 +367,12 @@ def _forward_source(module: nn.Module) -> str:
 
 
 def _erase_unused(graph: fx.Graph) -> None:
-    """Drops calls whose result nobody uses, unless they change something or draw random numbers."""
+    """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("mutated_storages"):
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
             continue
         if not any(word in str(node.target).lower() for word in ("rand", "dropout", "bernoulli", "normal", "multinomial")):
             graph.erase_node(node)
