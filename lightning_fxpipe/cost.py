@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import size_hint, storage_key, symbolic_expression
-from lightning_fxpipe.record import size_symbols
+from lightning_fxpipe.sizes import size_symbols
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -139,14 +139,14 @@ def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_uni
             crossing[site].append(node)
     obstacles = _aliasing_obstacles(traced, position_of, last_use, num_units)
     _add_size_obstacles(traced, position_of, obstacles)
-    last_change = max((position for node, position in position_of.items() if _changes_values(node)), default=-1)
+    last_that_minds = max((position for node, position in position_of.items() if _minds_layout(node)), default=-1)
     sites = []
     for position, nodes in enumerate(crossing):
         obstacle = obstacles[position] or next((why for node in nodes if (why := _cannot_cross(node))), None)
-        if obstacle is None and position < last_change:
-            # It arrives contiguous, so that `contiguous` and `reshape` no longer copy it, and in-place calls would reach it.
+        if obstacle is None and position < last_that_minds:
+            # It arrives contiguous: `view` may refuse that, and `contiguous` no longer copies, so in-place calls reach it.
             spread = [node for node in nodes if not traced.world.is_contiguous(node.meta["val"])]
-            obstacle = f"{spread[0].name} is not contiguous and may be changed in place" if spread else None
+            obstacle = f"{spread[0].name} is not contiguous, and later calls may rely on that" if spread else None
         num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
         sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
     return tuple(sites)
@@ -160,9 +160,9 @@ def tensor_bytes(value: Tensor) -> int:
     return count * value.dtype.itemsize
 
 
-def _changes_values(node: fx.Node) -> bool:
-    """Whether a call changes tensors in place, other than those that its module owns."""
-    return bool(node.meta.get("mutated_storages", set()) - node.meta.get("module_storages", set()))
+def _minds_layout(node: fx.Node) -> bool:
+    """Whether a call changes tensors in place, other than those that its module owns, or relies on their layout."""
+    return node.target == "view" or bool(node.meta.get("mutated_storages", set()) - node.meta.get("module_storages", set()))
 
 
 def _add_size_obstacles(traced: TracedRegion, position_of: Mapping[fx.Node, int], obstacles: list[str | None]) -> None:

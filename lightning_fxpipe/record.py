@@ -19,7 +19,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -35,11 +35,11 @@ from lightning_fxpipe._compat import (
     patched_attributes,
     python_rng,
     storage_key,
-    symbolic_expression,
     tree_leaves,
     version_of,
 )
 from lightning_fxpipe.probe import ProbeFailed, probe_result
+from lightning_fxpipe.sizes import as_size
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
 
@@ -112,48 +112,6 @@ class CallContext(NamedTuple):
 
 def _is_machinery(module_name: str) -> bool:
     return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
-
-
-@dataclass(frozen=True, slots=True)
-class SymbolicSize:
-    """An integer argument that follows from the inputs' sizes; a stage computes it anew from a tensor that it has."""
-
-    expression: Any  # sympy
-
-
-def as_size(value: Any) -> Any:
-    """A plain number where a symbolic one has a fixed value, else a :class:`SymbolicSize`."""
-    expression = symbolic_expression(value)
-    if isinstance(expression, int):
-        return expression
-    return as_number(expression) if expression.is_number else SymbolicSize(expression)
-
-
-def as_number(expression: Any) -> int | float | bool:
-    """A sympy number as Python's."""
-    if expression.is_Boolean:
-        return bool(expression)
-    return int(expression) if expression.is_integer else float(expression)
-
-
-def size_symbols(arguments: Any) -> set[Any]:
-    """Symbols of the symbolic sizes in a node's arguments."""
-    found: set[Any] = set()
-
-    def visit(value: Any) -> None:
-        if isinstance(value, SymbolicSize):
-            found.update(value.expression.free_symbols)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, slice):
-            visit((value.start, value.stop, value.step))
-
-    visit(arguments)
-    return found
 
 
 class Recorder(TorchFunctionMode):

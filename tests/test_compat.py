@@ -26,7 +26,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_fxpipe.strategy
@@ -188,25 +188,6 @@ def test_free_unbacked_symbols_tell_sizes_of_inputs_from_numbers_out_of_tensors(
     assert _compat.depends_on_data(count + x.shape[0])
     assert not _compat.depends_on_data(x.shape[0])
     assert not _compat.depends_on_data(x.shape[0] * 2 + 1)
-
-
-def test_sympy_interp_records_arithmetic_that_computes_integers() -> None:
-    world = FakeWorld()
-    x = world.input(torch.ones(6, 4), [0])
-    size = x.shape[0]
-    expression = _compat.symbolic_expression((size * 3 + 1) // 2)
-    graph = fx.Graph()
-    node = graph.placeholder("size")
-    proxy = fx.Proxy(node, fx.proxy.GraphAppendingTracer(graph))
-    graph.output(_compat.lower_expression(expression, {_compat.symbolic_expression(size): proxy}).node)
-    module = fx.GraphModule(nn.Module(), graph)
-    for value in (6, 7, 10):
-        result = module(value)
-        assert type(result) is int
-        assert result == (value * 3 + 1) // 2
-
-
-# ------------------------------------------------------------------ tensors
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])

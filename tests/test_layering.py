@@ -22,6 +22,7 @@ ORDER = [
         "table",
         "plan",
         "_compat",
+        "sizes",
         "exchange",
         "probe",
         "record",

@@ -1,0 +1,55 @@
+"""Symbolic sizes as arguments of graph nodes.
+
+They stay expressions of the inputs' sizes until a stage is built, which computes them from a tensor that it has; so no integer
+ever crosses a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fxpipe._compat import symbolic_expression
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicSize:
+    """An integer argument that follows from the inputs' sizes; a stage computes it anew from a tensor that it has."""
+
+    expression: Any  # sympy
+
+
+def as_size(value: Any) -> Any:
+    """A plain number where a symbolic one has a fixed value, else a :class:`SymbolicSize`."""
+    expression = symbolic_expression(value)
+    if isinstance(expression, int):
+        return expression
+    return as_number(expression) if expression.is_number else SymbolicSize(expression)
+
+
+def as_number(expression: Any) -> int | float | bool:
+    """A sympy number as Python's."""
+    if expression.is_Boolean:
+        return bool(expression)
+    return int(expression) if expression.is_integer else float(expression)
+
+
+def size_symbols(arguments: Any) -> set[Any]:
+    """Symbols of the symbolic sizes in a node's arguments."""
+    found: set[Any] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, SymbolicSize):
+            found.update(value.expression.free_symbols)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, slice):
+            visit((value.start, value.stop, value.step))
+
+    visit(arguments)
+    return found
