@@ -500,9 +500,23 @@ def test_view_of_a_transposed_tensor_that_arrives_is_still_a_view() -> None:
 
 
 def test_expanded_tensor_crosses_as_a_full_one() -> None:
+    # Whole numbers, so that the rows' gradients may be summed in any order.
     def run(m: Layers, x: Tensor) -> Tensor:
-        row = m.a(x)[:1].expand(x.shape[0], WIDTH)
-        return m.c(m.b(row) + row)
+        row = m.a(x.round())[:1].expand(x.shape[0], WIDTH)
+        return row * 3 + row.contiguous().add_(1)
+
+    assert_exact_at_every_cut(Layers(run))
+
+
+def test_tensor_written_into_through_an_index_crosses_with_its_gradient() -> None:
+    # `out` needs no gradient until something that does is written into a part of it.
+    def run(m: Layers, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        out[:, 0] = m.a(x)[:, 0]
+        out = m.b(out) + out
+        more = torch.zeros_like(x)
+        more[:, 1:3] += m.c(x)[:, 1:3]
+        return m.d(out + more)
 
     assert_exact_at_every_cut(Layers(run))
 
