@@ -36,6 +36,7 @@ class Lit(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+torch.manual_seed(0)
 data = DataLoader(TensorDataset(torch.randn(400, 8)), batch_size=8)
 trainer = L.Trainer(accelerator="cpu", devices=2, strategy="fxpipe", max_epochs=1, logger=False,
                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
