@@ -139,14 +139,15 @@ def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_uni
             crossing[site].append(node)
     obstacles = _aliasing_obstacles(traced, position_of, last_use, num_units)
     _add_size_obstacles(traced, position_of, obstacles)
-    last_that_minds = max((position for node, position in position_of.items() if _minds_layout(node)), default=-1)
+    last_change = max((position for node, position in position_of.items() if _changes_values(node)), default=-1)
     sites = []
     for position, nodes in enumerate(crossing):
         obstacle = obstacles[position] or next((why for node in nodes if (why := _cannot_cross(node))), None)
-        if obstacle is None and position < last_that_minds:
+        if obstacle is None:
             # It arrives contiguous: `view` may refuse that, and `contiguous` no longer copies, so in-place calls reach it.
             spread = [node for node in nodes if not traced.world.is_contiguous(node.meta["val"])]
-            obstacle = f"{spread[0].name} is not contiguous, and later calls may rely on that" if spread else None
+            relied_on = [node for node in spread if position < last_change or _is_viewed(node, traced)]
+            obstacle = f"{relied_on[0].name} is not contiguous, and later calls may rely on that" if relied_on else None
         num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
         sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
     return tuple(sites)
@@ -160,9 +161,29 @@ def tensor_bytes(value: Tensor) -> int:
     return count * value.dtype.itemsize
 
 
-def _minds_layout(node: fx.Node) -> bool:
-    """Whether a call changes tensors in place, other than those that its module owns, or relies on their layout."""
-    return node.target == "view" or bool(node.meta.get("mutated_storages", set()) - node.meta.get("module_storages", set()))
+def _is_viewed(node: fx.Node, traced: TracedRegion) -> bool:
+    """Whether ``view`` is called on a tensor, or on one that takes over its layout."""
+    waiting, seen = [node], {node}
+    while waiting:
+        source = waiting.pop()
+        for user in source.users:
+            value = user.meta.get("val")
+            if getattr(user.target, "__name__", user.target) in _NEED_A_LAYOUT:
+                return True
+            if user in seen or not isinstance(value, Tensor):
+                continue
+            if storage_key(value) == storage_key(source.meta["val"]) or not traced.world.is_contiguous(value):
+                seen.add(user)
+                waiting.append(user)
+    return False
+
+
+_NEED_A_LAYOUT = ("view", "view_as", "unflatten", "as_strided", "view_as_complex", "view_as_real")
+
+
+def _changes_values(node: fx.Node) -> bool:
+    """Whether a call changes tensors in place, other than those that its module owns."""
+    return bool(node.meta.get("mutated_storages", set()) - node.meta.get("module_storages", set()))
 
 
 def _add_size_obstacles(traced: TracedRegion, position_of: Mapping[fx.Node, int], obstacles: list[str | None]) -> None:

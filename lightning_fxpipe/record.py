@@ -256,6 +256,11 @@ class Recorder(TorchFunctionMode):
         node_args = (*(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
+        for tensor in self._alive if mutated else ():
+            # Written into without a result of its own, as by `t[i] = x`: the same node, which now has a gradient.
+            node = self._nodes.get(id(tensor))
+            if node is not None and tensor.requires_grad and storage_key(tensor) in mutated:
+                node.meta["val"].requires_grad_(True)
         return result
 
     def _append(

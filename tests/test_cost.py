@@ -284,10 +284,15 @@ def test_change_of_a_copy_is_no_obstacle() -> None:
     assert illegal(chain_of(Layers(run), batch())) == {}
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "unet"])
-def test_ordinary_models_may_be_cut_anywhere(name: str) -> None:
-    chain = chain_of(make_model(name), make_samples(name, 2)[0])
-    assert illegal(chain) == {}
+@pytest.mark.parametrize(("name", "opened"), [("mlp", None), ("gpt", ()), ("resnet", None), ("unet", None)])
+def test_ordinary_models_may_be_cut_anywhere(name: str, opened: Any) -> None:
+    assert illegal(chain_of(make_model(name), make_samples(name, 2)[0], opened=opened)) == {}
+
+
+def test_block_of_a_transformer_may_be_cut_wherever_its_heads_are_not_transposed() -> None:
+    chain = chain_of(make_model("gpt"), make_samples("gpt", 2)[0])
+    transposed = ("permute", "unbind", "scaled_dot_product_attention", "transpose")
+    assert all(name.rstrip("_0123456789") in transposed for name in illegal(chain))
 
 
 class WithBuffers(Layers):
