@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import builtins
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,24 +36,11 @@ from lightning_fxpipe._compat import (
     tree_leaves,
     version_of,
 )
+from lightning_fxpipe.calls import calls_through, is_query, raising_source, user_source
 from lightning_fxpipe.probe import ProbeFailed, probe_result
 from lightning_fxpipe.sizes import as_size
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
-
-# Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
-_QUERY_ATTRIBUTES = frozenset(
-    """shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf grad_fn
-    is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks""".split()  # noqa: SIM905
-)
-_QUERY_METHODS = """size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device
-    __repr__ __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size""".split()  # noqa: SIM905
-_QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
-    torch.is_floating_point,
-    torch.numel,
-    torch.is_tensor,
-    torch.is_complex,
-}
 
 # torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
 _NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
@@ -81,17 +66,6 @@ class MustStayWhole(BaseException):
         self.path, self.reason, self.source = path, reason, source
 
 
-def user_source() -> str | None:
-    """``file:line`` of the innermost frame that belongs to neither torch nor this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not _is_machinery(name):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
-
-
 class CallContext(NamedTuple):
     """The modes that a call was recorded under."""
 
@@ -108,10 +82,6 @@ class CallContext(NamedTuple):
             torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),
         ):
             yield
-
-
-def _is_machinery(module_name: str) -> bool:
-    return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
 
 
 class Recorder(TorchFunctionMode):
@@ -233,7 +203,7 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or _is_query(func):
+        if self._paused or is_query(func):
             return func(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
@@ -355,33 +325,14 @@ class Recorder(TorchFunctionMode):
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Runs the block under ``recorder``, with module and autograd-function calls routed through it."""
-    original_call = nn.Module.__call__
+    """Runs the block under ``recorder``."""
     original_len = builtins.len
-    original_apply = vars(torch.autograd.Function)["apply"].__func__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(original_call, module, args, kwargs)
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        # ``Function.apply`` never reaches a TorchFunctionMode, so its inner calls would be recorded and its backward lost.
-        def autograd_function(*args: Any, **kwargs: Any) -> Any:
-            return original_apply(cls, *args, **kwargs)
-
-        return recorder.__torch_function__(autograd_function, (), args, kwargs)
 
     def length(value: Any) -> Any:
         # ``len(tensor)`` must be an int, which would fix the batch size for good.
         return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
 
-    with (
-        patched_attributes(
-            (nn.Module, "__call__", call),
-            (torch.autograd.Function, "apply", classmethod(apply)),
-            (builtins, "len", length),
-        ),
-        recorder,
-    ):
+    with patched_attributes((builtins, "len", length)), calls_through(recorder):
         yield
 
 
@@ -401,12 +352,6 @@ def _running_statistics(module: nn.Module) -> set[int]:
     return {storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
 
 
-def _is_query(func: Callable[..., Any]) -> bool:
-    if getattr(func, "__name__", "") == "__get__":
-        return func.__self__.__name__ in _QUERY_ATTRIBUTES  # type: ignore[attr-defined]
-    return func in _QUERIES
-
-
 def _target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
     """fx operation, target and extra arguments of a torch function."""
     name = getattr(func, "__name__", None)
@@ -421,14 +366,3 @@ def _target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0][:200]
-
-
-def raising_source(error: BaseException) -> str | None:
-    """``file:line`` of the innermost user frame of an error's traceback."""
-    source, trace = None, error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_globals.get("__name__", "")
-        if not _is_machinery(name):
-            source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return source

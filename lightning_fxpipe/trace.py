@@ -32,9 +32,10 @@ from lightning_fxpipe._compat import (
     tree_flatten,
     tree_unflatten,
 )
+from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
-from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, raising_source, recording, user_source
+from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, recording
 
 INPUT_PREFIX = "region_input_"
 

@@ -25,6 +25,8 @@ ORDER = [
         "sizes",
         "exchange",
         "probe",
+        "structure",
+        "calls",
         "record",
         "trace",
         "cost",
