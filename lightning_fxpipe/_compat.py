@@ -28,6 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
+# The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -103,6 +106,38 @@ def symbolic_expression(value: Any) -> Any:
 def outside_fakes() -> Iterator[None]:
     """Leaves the active fake mode for the block, so that tensors have data. torch 2.11-2.15."""
     with unset_fake_temporarily():
+        yield
+
+
+class StandIns:
+    """Makes tensors with shape, dtype and device but no data; an operation on one and a real tensor is an error."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
+        """A tensor without data."""
+        with self._mode:
+            return torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+
+
+@contextmanager
+def function_mode_removed(mode: TorchFunctionMode) -> Iterator[None]:
+    """Takes an active mode off torch's stack for the block, if it lies on top: calls then cost nothing more.
+
+    Inside ``__torch_function__`` torch has taken it off already. torch 2.11-2.15.
+    """
+    if _get_current_function_mode() is not mode:  # type: ignore[no-untyped-call]
+        yield
+        return
+    with _pop_mode_temporarily():
+        yield
+
+
+@contextmanager
+def unwatched_torch() -> Iterator[None]:
+    """No function mode sees the torch calls of the block. torch 2.11-2.15."""
+    with torch._C.DisableTorchFunction():
         yield
 
 
@@ -325,6 +360,23 @@ def _first_collated(loader: Any) -> Any:
     indices = next(iter(loader.batch_sampler))
     many = getattr(dataset, "__getitems__", None)
     return collate(many(indices) if callable(many) else [dataset[index] for index in indices])
+
+
+@contextmanager
+def silenced_loggers(module: Any) -> Iterator[None]:
+    """During the block the module's loggers take everything and keep nothing. Public names, but only where a Trainer is."""
+    trainer: Any = getattr(module, "_trainer", None)  # `trainer` itself raises without one. Lightning 2.6.
+    if not getattr(trainer, "loggers", None):
+        yield
+        return
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    before = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
 
 
 def default_store() -> Any:

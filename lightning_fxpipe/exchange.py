@@ -62,17 +62,21 @@ def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor
 
 
 class Attributes:
-    """A module's attributes, and what is in its containers, at one moment."""
+    """A module's attributes, and what is in its containers, at one moment.
+
+    Attributes:
+        module: The module.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._values = dict(vars(module))
         self._contents = {name: _contents(value) for name, value in self._values.items() if isinstance(value, _CONTAINERS)}
 
     def restore(self) -> None:
         """Makes the module what it was."""
-        vars(self._module).clear()
-        vars(self._module).update(self._values)
+        vars(self.module).clear()
+        vars(self.module).update(self._values)
         for name, contents in self._contents.items():
             container = self._values[name]
             if not _same(_contents(container), contents):
@@ -84,7 +88,7 @@ class Attributes:
 
     def changed(self) -> list[str]:
         """Names of the attributes that are other objects now, or contain others."""
-        now = vars(self._module)
+        now = vars(self.module)
         names = _differing(self._values, now)
         for name, before in self._contents.items():
             after = _contents(now.get(name))
@@ -92,6 +96,17 @@ class Attributes:
                 # torch's own containers (_buffers, ...) hold attributes under their names
                 names += _differing(before, after) if name.startswith("_") and isinstance(before, dict) else [name]
         return names
+
+
+def assigned_tensors(before: Mapping[str, Attributes]) -> dict[tuple[str, str], Tensor]:
+    """Tensors that modules have got as plain attributes since: by the module's path and the attribute's name."""
+    found = {}
+    for path, attributes in before.items():
+        for name in attributes.changed():
+            value = vars(attributes.module).get(name)
+            if isinstance(value, Tensor):
+                found[path, name] = value
+    return found
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

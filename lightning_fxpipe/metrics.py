@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import patched_attributes
+from lightning_fxpipe._compat import patched_attributes, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 
 # Values that travel with the first message; more need a second one.
@@ -79,7 +79,8 @@ class StepLog:
             for name, parameter in signature.parameters.items():
                 if parameter.kind is parameter.VAR_KEYWORD:
                     arguments.update(arguments.pop(name, {}))
-            self._add(arguments.pop("name"), arguments.pop("value"), arguments)
+            with unwatched_torch():  # what we do with the value is no part of the step
+                self._add(arguments.pop("name"), arguments.pop("value"), arguments)
 
         with patched_attributes((module, "log", log)):
             yield

@@ -18,8 +18,9 @@ from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.microbatch import first_microbatch
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, StageSpec
-from lightning_fxpipe.region import StepCall, find_region
-from lightning_fxpipe.trace import RegionCall, TracedRegion, trace_region
+from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.span import locate_region
+from lightning_fxpipe.trace import Recordable, TracedRegion, trace_region
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
 GOOD_ENOUGH = 1.05
@@ -82,11 +83,11 @@ def make_plan(
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
     """
     batch, size = first_microbatch(example_batch, num_microbatches)
-    call = find_region(module, StepCall.of_training(module, batch), batch_size=size)
+    call = locate_region(module, StepCall.of_training(module, batch), batch_size=size)
     return plan_region(module, call, num_stages=num_stages)
 
 
-def plan_region(root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
+def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
     """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as :func:`make_plan`."""
     chain = open_until_balanced(root, call, num_stages=num_stages, device=device)
     assignment = _best_assignment(chain, call, num_stages)
@@ -97,7 +98,7 @@ def plan_region(root: nn.Module, call: RegionCall, *, num_stages: int, device: t
     return describe_plan(assignment, call)
 
 
-def _best_assignment(chain: Chain, call: RegionCall, num_stages: int) -> Assignment:
+def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignment:
     try:
         return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
     except PartitionError as error:
@@ -108,7 +109,7 @@ def _best_assignment(chain: Chain, call: RegionCall, num_stages: int) -> Assignm
         raise PartitionError(error.what, observed=observed, expected=error.expected, todo=error.todo) from None
 
 
-def open_until_balanced(root: nn.Module, call: RegionCall, *, num_stages: int, device: torch.device | None = None) -> Chain:
+def open_until_balanced(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> Chain:
     """Traces at the coarsest granularity whose best partition is good enough.
 
     Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
@@ -177,7 +178,7 @@ def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
     return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
 
 
-def stage_weights(chain: Chain, call: RegionCall) -> list[int]:
+def stage_weights(chain: Chain, call: Recordable) -> list[int]:
     """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
     weights = [unit.num_parameters for unit in chain.units]
     if weights:
@@ -192,7 +193,7 @@ def _outside(chain: Chain) -> tuple[str, ...]:
     return tuple(fqn for fqn, _ in chain.traced.root.named_parameters() if fqn not in used)
 
 
-def _prelude_fqns(root: nn.Module, call: RegionCall) -> tuple[str, ...]:
+def _prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
     names = canonical_fqns(root)
     prefixes = tuple(f"{path}." if path else "" for path in call.prelude_paths)
     return tuple(fqn for fqn, _ in root.named_parameters() if names[fqn].startswith(prefixes)) if prefixes else ()
@@ -202,7 +203,7 @@ def _cut_costs(chain: Chain) -> list[int | None]:
     return [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
 
 
-def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
+def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     """The plan of an assignment, in module paths and FQNs."""
     chain = assignment.chain
     root = chain.traced.root
@@ -225,7 +226,7 @@ def describe_plan(assignment: Assignment, call: RegionCall) -> PartitionPlan:
     prelude = _prelude_fqns(root, call)
     outside = tuple(fqn for fqn in _outside(chain) if fqn not in prelude)
     return PartitionPlan(
-        region=chain.traced.signature.path,
+        region=chain.traced.signature.label,
         stages=tuple(stages),
         microbatch_size=chain.traced.batch_size,
         parameter_shapes={fqn: tuple(parameter.shape) for fqn, parameter in root.named_parameters()},

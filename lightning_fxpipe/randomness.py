@@ -1,13 +1,13 @@
 """Random numbers in a pipeline.
 
-User code outside the stages (samplers, augmentation, noise drawn in the step) must draw the same numbers on every rank, or the
-ranks would train on different data; so all ranks of a pipeline start with the same generator states and stay in lock step.
-Each stage draws numbers of its own (dropout), seeded by the run's seed, the batch, the microbatch and the stage: two stages do
-not repeat each other, and a resumed run repeats itself.
+What user code draws outside the stages (samplers, augmentation, noise in the step) must be the same on every rank, or the ranks
+would train on different data; and it should be what one device draws for the whole batch. So all ranks start with the same
+generator states and stay in lock step, the first microbatch draws for the whole batch, and the others take their part of it
+(:class:`BatchDraws`). Numbers without a batch dimension (mixup's lambda) are the same for all microbatches.
 
-What the step draws after the model's call, only the last stage draws. With one microbatch it continues the common stream, as on
-one device, and the other ranks are told the state that it leaves. With several, the stream must go on with the next
-microbatch's prelude, so the rest of the step gets numbers of its own.
+With one microbatch the generator's state travels with the boundary tensors from stage to stage, so that dropout, too, is that
+of one device. With several, stages work on different microbatches at once, and each draws numbers of its own, seeded by the
+run's seed, the batch, the microbatch and the stage: two stages do not repeat each other, and a resumed run repeats itself.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_fxpipe._compat import isolated_rng
+from lightning_fxpipe._compat import isolated_rng, rng_state
 
 
 @contextmanager
@@ -35,3 +38,217 @@ def own_random_numbers(*key: int | str) -> Iterator[None]:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         yield
+
+
+def set_generator_state(state: Tensor) -> None:
+    """Inverse of :func:`generator_state`, for the current device."""
+    (torch.cuda.set_rng_state if state.is_cuda else torch.set_rng_state)(state.cpu())
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """State of the device's default generator, on the device."""
+    return torch.cuda.get_rng_state(device).to(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def continued_random_numbers(state: Tensor | None, *key: int | str) -> Iterator[None]:
+    """Runs the block with the default generator of the state's device at ``state``, or where it is for None.
+
+    Python's and numpy's generators are seeded from ``key``.
+    """
+    current = torch.get_rng_state()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_cuda = torch.cuda.get_rng_state() if cuda else None
+    with own_random_numbers(*key):
+        if on_cuda is not None:
+            torch.cuda.set_rng_state(on_cuda)
+        torch.set_rng_state(current)
+        if state is not None:
+            set_generator_state(state)
+        yield
+
+
+class BatchRandomness:
+    """What the user's code draws during one batch: by the first microbatch for all.
+
+    Args:
+        key: Identifies the batch within the run.
+        batch_size: Samples in the batch.
+    """
+
+    def __init__(self, key: Sequence[int | str], batch_size: int) -> None:
+        self.draws = BatchDraws(batch_size)
+        self._key = key
+        self._start = rng_state()
+
+    @contextmanager
+    def microbatch(self, index: int, start: int, size: int) -> Iterator[None]:
+        """Runs the block, the step's code for one microbatch of samples ``start`` to ``start + size``.
+
+        Only the first moves the generators on. What a later one draws anew, it draws from numbers of its own, the same on every
+        rank; Python's and numpy's generators give each the same numbers.
+        """
+        self.draws.begin_microbatch(start, size)
+        if index == 0:
+            yield
+            return
+        with own_random_numbers(*self._key, index, "step"):
+            random.setstate(self._start["python"])
+            if "numpy" in self._start:
+                sys.modules["numpy"].random.set_state(self._start["numpy"])
+            yield
+
+
+Shape = tuple[int, ...]
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a random function can be made to draw for a whole batch.
+
+    Attributes:
+        shape: Shape of its result, from its arguments.
+        whole: Draws a tensor of another shape in its way; None where that cannot be done.
+        finish: Makes its result from its part of the draw and its arguments.
+    """
+
+    shape: Callable[[tuple[Any, ...], Arguments], Shape]
+    whole: Callable[[Callable[..., Any], Shape, tuple[Any, ...], Arguments], Tensor] | None = None
+    finish: Callable[[Tensor, tuple[Any, ...], Arguments], Tensor] = lambda part, args, kwargs: part
+
+
+class BatchDraws:
+    """Draws random tensors for a whole batch, and gives each microbatch its part.
+
+    Args:
+        batch_size: Samples in the batch.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._made: list[tuple[Callable[..., Any], Tensor | None]] = []
+        self._position = self._start = 0
+        self._size = batch_size
+
+    def begin_microbatch(self, start: int, size: int) -> None:
+        """Later draws belong to the samples ``start`` to ``start + size``, in the order of those before."""
+        self._position, self._start, self._size = 0, start, size
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        """``function(*args, **kwargs)``; a random one draws for the whole batch."""
+        kind = _RANDOM.get(function)
+        if kind is None or self._size == self._batch_size or "out" in kwargs:
+            return function(*args, **kwargs)
+        position, self._position = self._position, self._position + 1
+        if position == len(self._made):
+            self._made.append((function, self._draw(kind, function, args, kwargs)))
+        known, drawn = self._made[position]
+        if known is not function or drawn is None:
+            return function(*args, **kwargs)
+        shape = kind.shape(args, kwargs)
+        part = drawn[self._start : self._start + self._size] if shape and shape[0] == self._size else drawn
+        if tuple(part.shape) != shape:
+            return function(*args, **kwargs)
+        return kind.finish(part.clone(), args, kwargs)
+
+    def _draw(self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+        """The draw for the whole batch; None where each microbatch must make its own."""
+        shape = kind.shape(args, kwargs)
+        if not shape or shape[0] != self._size:
+            drawn: Tensor = function(*args, **kwargs)  # nothing of the batch: all microbatches share it
+            return drawn.clone()
+        if kind.whole is None:
+            return None
+        return kind.whole(function, (self._batch_size, *shape[1:]), args, kwargs)
+
+
+def _size_argument(skip: int) -> Callable[[tuple[Any, ...], Arguments], Shape]:
+    """Shape of a factory whose size follows ``skip`` other arguments, as numbers or as one sequence."""
+
+    def shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+        size = kwargs.get("size", args[skip] if len(args) == skip + 1 else args[skip:])
+        return (size,) if isinstance(size, int) else tuple(size)
+
+    return shape
+
+
+def _randint_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    return tuple(kwargs.get("size", args[-1] if args else ()))
+
+
+def _other_size(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """A factory with another size."""
+    others = () if function is not torch.randint else tuple(arg for arg in args if not isinstance(arg, (tuple, list)))
+    result: Tensor = function(*others, size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
+    return result
+
+
+def _like_other(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """A ``*_like`` function of a tensor of another size."""
+    result: Tensor = function(args[0].new_empty(shape), *args[1:], **kwargs)
+    return result
+
+
+def _first_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    return tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
+
+
+def _written(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    with torch.no_grad():
+        args[0].copy_(part)
+    target: Tensor = args[0]
+    return target
+
+
+def _normal_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+    if shapes:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return tuple(kwargs.get("size", args[-1] if args else ()))
+
+
+def _normal_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """As torch does it: standard normal numbers first, then the tensors that scale and shift them."""
+    tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if tensor is None:
+        return torch.normal(args[0], args[1], size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
+    return tensor.new_empty(shape).normal_(generator=kwargs.get("generator"))
+
+
+def _normal_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    if not any(isinstance(arg, Tensor) for arg in args):
+        return part
+    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    return part.mul_(std).add_(args[0])
+
+
+_LIKE = _Kind(_first_shape, _like_other)
+_IN_PLACE = _Kind(_first_shape, _like_other, _written)
+_UNDIVIDED = _Kind(_first_shape)
+
+# Functions that draw. Those that are missing here draw for each microbatch, from its own numbers.
+_RANDOM: dict[Callable[..., Any], _Kind] = {
+    torch.rand: _Kind(_size_argument(0), _other_size),
+    torch.randn: _Kind(_size_argument(0), _other_size),
+    torch.randint: _Kind(_randint_shape, _other_size),
+    torch.normal: _Kind(_normal_shape, _normal_whole, _normal_finish),
+    torch.rand_like: _LIKE,
+    torch.randn_like: _LIKE,
+    torch.randint_like: _LIKE,
+    Tensor.normal_: _IN_PLACE,
+    Tensor.uniform_: _IN_PLACE,
+    Tensor.random_: _IN_PLACE,
+    Tensor.exponential_: _IN_PLACE,
+    Tensor.log_normal_: _IN_PLACE,
+    Tensor.cauchy_: _IN_PLACE,
+    Tensor.geometric_: _IN_PLACE,
+    torch.bernoulli: _UNDIVIDED,
+    torch.poisson: _UNDIVIDED,
+    torch.randperm: _Kind(lambda args, kwargs: (int(args[0]),)),
+    **{
+        function: _UNDIVIDED
+        for name in ("_standard_gamma", "_sample_dirichlet")  # what torch.distributions calls for Gamma and Beta
+        if (function := getattr(torch, name, None)) is not None
+    },
+}

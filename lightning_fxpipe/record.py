@@ -18,7 +18,7 @@ import builtins
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from lightning_fxpipe._compat import (
     version_of,
 )
 from lightning_fxpipe.calls import calls_through, is_query, raising_source, user_source
+from lightning_fxpipe.exchange import Attributes, assigned_tensors
 from lightning_fxpipe.probe import ProbeFailed, probe_result
 from lightning_fxpipe.sizes import as_size
 
@@ -56,6 +57,10 @@ class RecordError(BaseException):
         super().__init__(reason)
         self.reason = reason
         self.source = user_source()
+
+
+class HiddenTensor(RecordError):
+    """A tensor is used that no recorded call has made."""
 
 
 class MustStayWhole(BaseException):
@@ -84,32 +89,40 @@ class CallContext(NamedTuple):
             yield
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecorderSettings:
+    """What a recorder must know of the module.
+
+    Attributes:
+        module_paths: Path of each module, by ``id``.
+        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
+        is_whole: Whether a module, given its path and itself, stays whole.
+        device_type: Device whose autocast state is part of a node's context.
+    """
+
+    module_paths: Mapping[int, str]
+    tensor_fqns: Mapping[int, str]
+    is_whole: Callable[[str, nn.Module], bool]
+    device_type: str
+
+
 class Recorder(TorchFunctionMode):
     """The mode that writes the graph.
 
     Args:
-        module_paths: Path of each module, by ``id``.
-        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
-        is_whole: Whether a module, given its path and itself, stays whole.
+        settings: What it must know of the module.
         region_path: Path of the module whose forward is recorded.
-        device_type: Device whose autocast state is part of a node's context.
     """
 
-    def __init__(
-        self,
-        module_paths: Mapping[int, str],
-        tensor_fqns: Mapping[int, str],
-        is_whole: Callable[[str, nn.Module], bool],
-        region_path: str,
-        device_type: str,
-    ) -> None:
+    def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         super().__init__()
+        self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
-        self._module_paths = module_paths
-        self._tensor_fqns = tensor_fqns
-        self._is_whole = is_whole
-        self._device_type = device_type
+        self._module_paths = settings.module_paths
+        self._tensor_fqns = settings.tensor_fqns
+        self._is_whole = settings.is_whole
+        self._device_type = settings.device_type
         self._nodes: dict[int, fx.Node] = {}
         self._constant_names: dict[int, str] = {}
         self._alive: list[Any] = []  # a freed tensor's id would be given to another
@@ -161,7 +174,7 @@ class Recorder(TorchFunctionMode):
         fqn = self._tensor_fqns.get(id(tensor))
         if fqn is None:
             if isinstance(tensor, FakeTensor):
-                raise RecordError("a tensor computed out of the recorder's sight is used, such as a cached value")
+                raise HiddenTensor("a tensor computed out of the recorder's sight is used, such as a cached value")
             fqn = self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
             self.constants[fqn] = tensor
             self._alive.append(tensor)
@@ -262,11 +275,16 @@ class Recorder(TorchFunctionMode):
         if self._is_whole(path, module):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
-        before = python_rng()
+        before, attributes = python_rng(), Attributes(module)
         try:
             result = original_call(module, *args, **kwargs)
             if before != python_rng():
                 raise RecordError("its Python draws random numbers")
+            left = assigned_tensors({path: attributes}) if self._may_leave_tensors() else {}
+            others = set(attributes.changed()) - {name for _, name in left}
+            if others:
+                raise RecordError(f"its forward assigns self.{sorted(others)[0]}")
+            self.sides.update(left)
             return result
         except RecordError as error:
             raise MustStayWhole(path, error.reason, error.source) from error
@@ -274,6 +292,10 @@ class Recorder(TorchFunctionMode):
             raise MustStayWhole(path, f"{type(error).__name__}: {_first_line(error)}", raising_source(error)) from error
         finally:
             self._module_stack.pop()
+
+    def _may_leave_tensors(self) -> bool:
+        """Whether the opened module that runs may set tensors on itself: where somebody sets them in every run."""
+        return False
 
     def _record_whole_module(
         self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
@@ -284,20 +306,38 @@ class Recorder(TorchFunctionMode):
         own = [*module.parameters(), *module.buffers()]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
         with self.paused(), isolated_rng(), _watch_mutation([*touched, *own]) as mutated:
-            result = self._result_without_data(original_call, path, module, args, kwargs)
+            result, sides = self._result_without_data(original_call, path, module, args, kwargs)
         mutated |= _running_statistics(module)
-        node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
+        returned = (result, tuple(sides.values())) if sides else result
+        node = self._append("call_module", path, node_args, node_kwargs, path, mutated, returned)
+        if sides:
+            node.meta["sides"] = tuple(sides)
+            self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
         node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
         return result
 
     @staticmethod
-    def _result_without_data(original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs a whole module on fakes or, where it looks at values, on made-up data."""
+    def _result_without_data(
+        original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, dict[tuple[str, str], Tensor]]:
+        """Runs a whole module on fakes or, where it looks at values, on made-up data.
+
+        Returns what it returns and the tensors that it leaves on itself and its submodules, by relative path and attribute.
+        """
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            before = {inner: Attributes(child) for inner, child in module.named_modules()}
+            return original_call(module, *args, **kwargs), assigned_tensors(before)
+
         try:
-            return original_call(module, *args, **kwargs)
+            result: tuple[Any, dict[tuple[str, str], Tensor]] = call(module, *args, **kwargs)
+            return result
         except Exception as error:
             try:
-                return probe_result(original_call, module, args, kwargs)
+                result = probe_result(call, module, args, kwargs)
+                for (inner, name), tensor in result[1].items():
+                    setattr(module.get_submodule(inner), name, tensor)
+                return result
             except ProbeFailed as failure:
                 reason = f"{type(error).__name__}: {_first_line(error)}"
                 raise RecordError(f"{path} cannot run without data ({reason}), nor {failure}") from error

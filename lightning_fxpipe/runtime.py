@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat import tree_flatten
 from lightning_fxpipe.agreement import check_agreement, digest
-from lightning_fxpipe.errors import BatchError, TraceError
+from lightning_fxpipe.errors import BatchError, FxPipeError, TraceError
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import follow_plan
+from lightning_fxpipe.randomness import BatchRandomness, generator_state
 from lightning_fxpipe.region import StepCall, find_region, trains
+from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
-from lightning_fxpipe.split import Stage, boundary_specs, build_stage
-from lightning_fxpipe.step import BatchRun, StageSetup, Step
+from lightning_fxpipe.span import Span, StepRegion, locate_region
+from lightning_fxpipe.split import Stage, TensorSpec, boundary_specs, build_stage
+from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import RegionCall, TracedRegion, sign, trace_region
+from lightning_fxpipe.trace import Recordable, TracedRegion, sign, trace_region
 
 # A schedule keeps receive buffers for all its microbatches, so few are kept; a trace costs a fraction of a second to make.
 _MAX_PIPELINES = 8
@@ -49,8 +52,10 @@ class _Cache(Generic[Value]):
 
 @dataclass(frozen=True, kw_only=True)
 class _StageTrace:
-    """A trace and this rank's stage of it."""
+    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make."""
 
+    kind: StepKind
+    span: Span | None
     traced: TracedRegion
     stage: Stage
 
@@ -120,6 +125,7 @@ class PipelineRuntime:
             step=step,
             microbatches=split_batch(batch, passes),
             sizes=[part.size for part in passes for _ in range(part.count)],
+            randomness=BatchRandomness(step.random_key, num_samples),
             log=log,
             device=self._topology.device,
         )
@@ -150,6 +156,7 @@ class PipelineRuntime:
         key = (
             step.kind,
             part.count,
+            self._run is not None and len(self._run.sizes) == 1,
             structure,
             tuple(
                 (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), _hashable(leaf))
@@ -172,20 +179,20 @@ class PipelineRuntime:
         )
         call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
         with step.context():
-            region = find_region(
-                self._root, call, batch_size=part.size, is_region=trains if step.is_training else self._is_staged
-            )
-            stage_trace = self._stage_trace(region)
-        _, shapes = sign(self._root, region)
-        sizes = stage_trace.traced.bind_sizes(shapes)
+            stage_trace, shapes = self._stage_trace(step.kind, call, part.size)
+        traced, stage = stage_trace.traced, stage_trace.stage
+        sizes = traced.bind_sizes(shapes)
         assert sizes is not None
-        stage = stage_trace.stage
+        # With one microbatch the random numbers run through the stages as on one device.
+        carried = random_state_specs(self._topology.device) if self._run is not None and len(self._run.sizes) == 1 else ()
         setup = StageSetup(
-            traced=stage_trace.traced,
+            traced=traced,
             stage=stage,
-            input_shapes=shapes,
-            received=boundary_specs(stage.boundary_in, sizes),
-            sent=boundary_specs(stage.boundary_out, sizes),
+            input_shapes=tuple(spec.shape for spec in boundary_specs(traced.input_nodes, sizes)),
+            received=boundary_specs(stage.boundary_in, sizes) + (carried if stage.index else ()),
+            sent=boundary_specs(stage.boundary_out, sizes) + (() if stage.is_last else carried),
+            replayer=None if traced.record is None else Replayer(self._root, traced.record, sizes),
+            carries_random_state=bool(carried),
         )
         return Pipeline(
             lambda index, received: self._run_microbatch(index, setup, received),
@@ -207,10 +214,28 @@ class PipelineRuntime:
     def _is_staged(self, module: nn.Module) -> bool:
         return any(id(parameter) in self._staged for parameter in module.parameters())
 
-    def _stage_trace(self, region: RegionCall) -> _StageTrace:
+    def _stage_trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[_StageTrace, tuple[tuple[int, ...], ...]]:
+        """A trace that covers the step's calls of the model, and the shapes that they get."""
+        is_region = trains if kind is StepKind.TRAIN else self._is_staged
         for known in self._traces:
-            if known.traced.covers(region):
-                return known
+            if known.kind is kind or known.span is None:
+                region = self._region_as(known, call, size)
+                if region is not None and known.traced.covers(region):
+                    return known, sign(self._root, region)[1]
+        region = locate_region(self._root, call, batch_size=size, device=self._topology.device, fallback=is_region)
+        made = self._make_stage_trace(kind, region)
+        return made, sign(self._root, region)[1]
+
+    def _region_as(self, known: _StageTrace, call: StepCall, size: int) -> Recordable | None:
+        """The region of a step if it makes the calls of a known trace."""
+        if known.span is not None:
+            return StepRegion(step=call, span=known.span, batch_size=size)
+        try:
+            return find_region(self._root, call, batch_size=size, is_region=self._is_staged)
+        except FxPipeError:
+            return None
+
+    def _make_stage_trace(self, kind: StepKind, region: Recordable) -> _StageTrace:
         traced = trace_region(self._root, region, opened=self._plan.opened, device=self._topology.device)
         assignment = follow_plan(self._plan, traced)
         check_agreement(
@@ -222,9 +247,16 @@ class PipelineRuntime:
                 todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
             ),
         )
-        made = _StageTrace(traced=traced, stage=build_stage(assignment, self._topology.stage_index))
+        span = region.span if isinstance(region, StepRegion) else None
+        made = _StageTrace(kind=kind, span=span, traced=traced, stage=build_stage(assignment, self._topology.stage_index))
         self._traces = [*self._traces[-(_MAX_TRACES - 1) :], made]
         return made
+
+
+def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
+    """What carries the state of a device's random numbers over a boundary."""
+    state = generator_state(device)
+    return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)
 
 
 def _hashable(value: Any) -> Hashable:

@@ -94,7 +94,7 @@ class Session:
             result = self._runtime.run(step, batch)
             loss, entries, rng = self._channel.share(result.loss, result.entries, result.rng)
         if rng is not None and not self._topology.is_last:
-            set_rng_state({key: value for key, value in rng.items() if key != "cuda"})
+            set_rng_state(rng)
         replay(self.module, entries, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -175,9 +176,10 @@ class _StageBuilder:
         context: CallContext | None = node.meta.get("context")
         if operation == "call_module":
             module = self._traced.root.get_submodule(str(target))
-            if context is not None:
+            sides = node.meta.get("sides")
+            if context is not None or sides:
                 self._called_under_context[_free_name(str(target))] = module
-                module, target = _ModuleUnder(module, context), f"_fxpipe_under_{len(self._owners)}"
+                module, target = _ModuleUnder(module, context, sides), f"_fxpipe_under_{len(self._owners)}"
             target = _free_name(str(target))
             self._owners[target] = module
         elif context is not None:
@@ -261,17 +263,23 @@ def _attribute(root: nn.Module, fqn: str) -> Any:
 
 
 class _ModuleUnder(nn.Module):
-    """Calls a module under the grad and autocast modes that the model called it under."""
+    """Calls a module under the grad and autocast modes that the model called it under, and returns with its result the
+    tensors that it leaves on itself and its submodules."""
 
-    def __init__(self, module: nn.Module, context: CallContext) -> None:
+    def __init__(self, module: nn.Module, context: CallContext | None, sides: tuple[tuple[str, str], ...] | None) -> None:
         super().__init__()
         # Not a registered child: the module keeps its own name and mode in the user's model.
         self.__dict__["_call"] = module
         self._context = context
+        self._sides = sides
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._context.active():
-            return self.__dict__["_call"](*args, **kwargs)
+        module = self.__dict__["_call"]
+        with self._context.active() if self._context is not None else nullcontext():
+            result = module(*args, **kwargs)
+        if not self._sides:
+            return result
+        return result, tuple(getattr(module.get_submodule(path), name) for path, name in self._sides)
 
 
 def _function_under(target: str | Callable[..., Any], context: CallContext) -> Callable[..., Any]:

@@ -7,8 +7,8 @@ returns the model's output and the step goes on to its loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,8 +19,15 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import rng_state, same_rng, tree_flatten, tree_unflatten
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
-from lightning_fxpipe.randomness import own_random_numbers
+from lightning_fxpipe.randomness import (
+    BatchRandomness,
+    continued_random_numbers,
+    generator_state,
+    own_random_numbers,
+    set_generator_state,
+)
 from lightning_fxpipe.region import StageExit, replaced_region
+from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.split import Stage, TensorSpec
 from lightning_fxpipe.trace import TensorAt, TracedRegion
 
@@ -70,6 +77,8 @@ class StageSetup:
         input_shapes: Shapes of the region's input tensors.
         received: Specs of the tensors from the previous stage.
         sent: Specs of the tensors to the next stage.
+        replayer: Leads the step through a region of several calls; None for one of a single call.
+        carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
     """
 
     traced: TracedRegion
@@ -77,6 +86,8 @@ class StageSetup:
     input_shapes: tuple[tuple[int, ...], ...]
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
+    replayer: Replayer | None
+    carries_random_state: bool
 
 
 @dataclass(kw_only=True)
@@ -88,6 +99,7 @@ class BatchRun:
         step: The step.
         microbatches: The batch, split.
         sizes: Samples in each microbatch.
+        randomness: Makes what the step draws.
         log: Collects what the step logs.
         device: This rank's device.
         outputs: On the last stage, what the step returned for each microbatch.
@@ -98,16 +110,17 @@ class BatchRun:
     step: Step
     microbatches: list[Any]
     sizes: list[int]
+    randomness: BatchRandomness
     log: StepLog
     device: torch.device
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    _rng_after_region: dict[str, Any] | None = None
+    _rng_before_region: dict[str, Any] | None = None
 
     def changed_rng(self) -> dict[str, Any] | None:
         """State of the generators, where the step drew numbers that the other ranks did not."""
         now = rng_state()
-        before = self._rng_after_region
+        before = self._rng_before_region
         return None if before is None or same_rng(before, now) else now
 
     def run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
@@ -123,24 +136,18 @@ class BatchRun:
         """
         stage, traced = setup.stage, setup.traced
         self.log.begin_microbatch(self.sizes[index])
-
-        def run_region(*args: Any, **kwargs: Any) -> Any:
-            inputs = self._checked_inputs(args, kwargs, setup)
-            with own_random_numbers(*self.step.random_key, index, stage.index):
-                outputs = stage.module(*received, *(inputs[i] for i in stage.region_inputs))
-            if not stage.is_last:
-                raise StageExit(self._checked_outputs(outputs, setup))
-            if len(self.microbatches) > 1:
-                after_region.enter_context(own_random_numbers(*self.step.random_key, index, "after"))
-            else:
-                self._rng_after_region = rng_state()
-            return _region_result(traced, outputs, received)
-
-        with ExitStack() as after_region, self.step.context(), replaced_region(self.root, traced.signature.path, run_region):
-            try:
-                result = self.step.function(self.microbatches[index], *self.step.rest)
-            except StageExit as leaving:
-                return leaving.outputs
+        draws = self.randomness.draws
+        try:
+            with self.step.context(), self.randomness.microbatch(index, sum(self.sizes[:index]), self.sizes[index]):
+                if setup.replayer is not None:
+                    example = self.microbatches[index], self.step.rest[1:]
+                    around = setup.replayer.lead(example, draws, lambda inputs: self._run_stage(index, setup, inputs, received))
+                else:
+                    around = self._single_call(index, setup, received)
+                with around:
+                    result = self.step.function(self.microbatches[index], *self.step.rest)
+        except StageExit as leaving:
+            return leaving.outputs
         if not stage.is_last:
             raise self._never_called(traced)
         self.outputs.append(result)
@@ -148,23 +155,68 @@ class BatchRun:
             return torch.zeros((), device=self.device)
         return self._weighted_loss(result, index)
 
+    @contextmanager
+    def _single_call(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Iterator[None]:
+        """In the block, the region's only call runs the stage."""
+        traced = setup.traced
+
+        def run_region(*args: Any, **kwargs: Any) -> Any:
+            inputs = self._checked_inputs(args, kwargs, setup)
+            with mode.in_stage():
+                outputs = self._run_stage(index, setup, inputs, received)
+            leaves = [outputs[leaf.index] if isinstance(leaf, TensorAt) else leaf for leaf in traced.output_leaves]
+            return tree_unflatten(leaves, traced.output_structure)
+
+        path = traced.signature.path
+        assert path is not None
+        with watched_step(self.randomness.draws) as mode, replaced_region(self.root, path, run_region):
+            yield
+
+    def _run_stage(self, index: int, setup: StageSetup, inputs: list[Tensor], received: tuple[Tensor, ...]) -> list[Tensor]:
+        """This rank's stage on the region's inputs; returns the region's outputs.
+
+        Raises:
+            StageExit: The stage is not the last.
+        """
+        self._check_shapes(inputs, setup)
+        stage = setup.stage
+        state: Tensor | None = None
+        if setup.carries_random_state and stage.index:
+            *tensors, state = received
+            received = tuple(tensors)
+        if index == 0:
+            self._rng_before_region = rng_state()
+        key = (*self.step.random_key, index, stage.index)
+        with continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key):
+            outputs = stage.module(*received, *(inputs[i] for i in stage.region_inputs))
+            state = generator_state(self.device) if setup.carries_random_state else None
+        if not stage.is_last:
+            sent = self._checked_outputs(outputs, setup)
+            raise StageExit(sent if state is None else (*sent, state))
+        if state is not None:
+            set_generator_state(state)
+        return _kept_from(outputs, received)
+
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:
         """The region's input tensors, if they are what the pass was set up for; all ranks have already agreed on that."""
-        traced, shapes = setup.traced, setup.input_shapes
+        traced = setup.traced
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
         expected = [leaf for leaf in traced.signature.leaves if len(leaf) == 2]
         if structure != traced.signature.structure or constants != expected:
             raise self._varying("other arguments", str(constants), str(expected), traced)
-        actual = tuple(tuple(tensor.shape) for tensor in tensors)
-        if actual != shapes:
-            raise self._varying("inputs of other shapes", str(actual), str(shapes), traced)
         return tensors
+
+    def _check_shapes(self, inputs: list[Tensor], setup: StageSetup) -> None:
+        actual = tuple(tuple(tensor.shape) for tensor in inputs)
+        if actual != setup.input_shapes:
+            raise self._varying("inputs of other shapes", str(actual), str(setup.input_shapes), setup.traced)
 
     def _checked_outputs(self, outputs: tuple[Tensor, ...], setup: StageSetup) -> tuple[Tensor, ...]:
         """What the stage sends, if it is what the next stage expects: a transport does not compare shapes or dtypes."""
-        for output, spec, node in zip(outputs, setup.sent, setup.stage.boundary_out, strict=True):
+        specs = setup.sent[:-1] if setup.carries_random_state else setup.sent
+        for output, spec, node in zip(outputs, specs, setup.stage.boundary_out, strict=True):
             loses_gradient = self.step.is_training and output.requires_grad and not spec.requires_grad
             if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
                 raise UnsupportedError(
@@ -179,7 +231,7 @@ class BatchRun:
 
     def _varying(self, what: str, observed: str, expected: str, traced: TracedRegion) -> UnsupportedError:
         return UnsupportedError(
-            f"The {self.step.kind.value} calls {traced.signature.path or 'the module'} with {what} in different microbatches "
+            f"The {self.step.kind.value} calls {traced.signature.label} with {what} in different microbatches "
             "or in batches of the same shape.",
             observed=observed,
             expected=expected,
@@ -188,7 +240,7 @@ class BatchRun:
 
     def _never_called(self, traced: TracedRegion) -> UnsupportedError:
         return UnsupportedError(
-            f"The {self.step.kind.value} did not call {traced.signature.path or 'the module'} for this microbatch.",
+            f"The {self.step.kind.value} did not call {traced.signature.label} for this microbatch.",
             observed="the step returned without the call that it made on the first batch",
             expected="the same call for every microbatch",
             todo="Call the model for every batch; a step that skips batches cannot be pipelined.",
@@ -209,9 +261,7 @@ class BatchRun:
         return loss.reshape(()) * weight
 
 
-def _region_result(traced: TracedRegion, outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> Any:
-    """The region's result in the structure that the model returns, safe from the next step's receives."""
+def _kept_from(outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> list[Tensor]:
+    """The region's outputs, safe from the next step's receives."""
     buffers = {tensor.untyped_storage().data_ptr() for tensor in received}
-    safe = [output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs]
-    leaves = [safe[leaf.index] if isinstance(leaf, TensorAt) else leaf for leaf in traced.output_leaves]
-    return tree_unflatten(leaves, traced.output_structure)
+    return [output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs]

@@ -36,9 +36,10 @@ from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, fi
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
-from lightning_fxpipe.region import StepCall, find_region, holds_any, trains
+from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
+from lightning_fxpipe.span import locate_region
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer
 from lightning_fxpipe.topology import Topology, make_topology
@@ -259,7 +260,9 @@ class FxPipeStrategy(ParallelStrategy):
         training = kind is StepKind.TRAIN
         with self._context(kind), torch.set_grad_enabled(training):
             call = StepCall.of_step(getattr(self.module, kind.value), microbatch)
-            region = find_region(self.module, call, batch_size=size, is_region=trains if training else holds_any)
+            region = locate_region(
+                self.module, call, batch_size=size, device=self.root_device, fallback=trains if training else holds_any
+            )
             plan = plan_region(self.module, region, num_stages=num_stages, device=self.root_device)
         # Rank 0's plan holds for all: ranks that cut differently would never find each other.
         return self.broadcast(plan)

@@ -8,12 +8,12 @@ satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import sympy
 import torch
@@ -30,12 +30,14 @@ from lightning_fxpipe._compat import (
     symbolic_expression,
     tracing_friendly_torch,
     tree_flatten,
+    tree_leaves,
     tree_unflatten,
 )
 from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
-from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, recording
+from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, RecorderSettings, recording
+from lightning_fxpipe.steprecord import StepRecord
 
 INPUT_PREFIX = "region_input_"
 
@@ -59,12 +61,74 @@ class RegionCall:
     batch_size: int
     prelude_paths: tuple[str, ...] = ()
 
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return self.path or "the module"
+
+    @property
+    def opened_path(self) -> str | None:
+        """Module that is always opened, because its own forward is what is recorded."""
+        return self.path
+
+    def example(self) -> Any:
+        """What it gets, as a tree of tensors and constants."""
+        return self.args, dict(self.kwargs)
+
+    def source(self, root: nn.Module) -> str:
+        """``file:line`` of the recorded code."""
+        code = getattr(inspect.unwrap(type(root.get_submodule(self.path)).forward), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+
+    def make_recorder(self, settings: RecorderSettings) -> Recorder:
+        """A recorder for it."""
+        return Recorder(settings, region_path=self.path)
+
+    def run(self, root: nn.Module, recorder: Recorder, example: Any) -> Any:
+        """Makes the call on fakes of :meth:`example`, under the recorder; returns what later code may use."""
+        for index, tensor in enumerate(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)):
+            recorder.add_input(f"{INPUT_PREFIX}{index}", tensor)
+        args, kwargs = example
+        return root.get_submodule(self.path).forward(*args, **kwargs)
+
+    def record_of(self, recorder: Recorder) -> StepRecord | None:
+        """What is needed to repeat the step's other calls: nothing, with a single one."""
+        return None
+
+
+class Recordable(Protocol):
+    """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step
+    (:class:`lightning_fxpipe.span.StepRegion`). The members are explained at :class:`RegionCall`."""
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def prelude_paths(self) -> tuple[str, ...]: ...
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def opened_path(self) -> str | None: ...
+
+    def example(self) -> Any: ...
+
+    def source(self, root: nn.Module) -> str: ...
+
+    def make_recorder(self, settings: RecorderSettings) -> Recorder: ...
+
+    def run(self, root: nn.Module, recorder: Any, example: Any) -> Any: ...
+
+    def record_of(self, recorder: Any) -> StepRecord | None: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
     """All that must be equal for a trace to be used again, but for the sizes of the tensors."""
 
-    path: str
+    label: str
+    path: str | None  # of the module whose forward was recorded; None where a step's own code was
     structure: TreeSpec
     leaves: tuple[Any, ...]  # constants, and (rank, dtype, device, requires_grad) of tensors
     training: tuple[bool, ...]
@@ -87,13 +151,14 @@ class TracedRegion:
     root: nn.Module = field(repr=False)
     signature: Signature = field(repr=False)
     batch_size: int
-    input_shapes: tuple[tuple[Any, ...], ...]  # of each placeholder: ints and sympy symbols
+    input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
     output_structure: TreeSpec = field(repr=False)
     output_leaves: tuple[Any, ...]  # an index into the output node's list for tensors (as TensorAt), else the constant
     constants: Mapping[str, Tensor] = field(repr=False)
     world: FakeWorld = field(repr=False)
     opened: tuple[str, ...]
     kept_whole: Mapping[str, str]
+    record: StepRecord | None = field(default=None, repr=False)
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
@@ -126,7 +191,7 @@ class TracedRegion:
             return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
         return sizes
 
-    def covers(self, call: RegionCall) -> bool:
+    def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
         signature, shapes = sign(self.root, call)
         return signature == self.signature and self.bind_sizes(shapes) is not None
@@ -139,13 +204,13 @@ class TensorAt:
     index: int
 
 
-def sign(root: nn.Module, call: RegionCall) -> tuple[Signature, tuple[tuple[int, ...], ...]]:
+def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int, ...], ...]]:
     """The signature of a call and the shapes of its tensors.
 
     Raises:
         TraceError: An argument is neither a tensor nor a plain constant.
     """
-    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
+    leaves, structure = tree_flatten(call.example())
     described: list[Any] = []
     shapes: list[tuple[int, ...]] = []
     for leaf in leaves:
@@ -156,15 +221,16 @@ def sign(root: nn.Module, call: RegionCall) -> tuple[Signature, tuple[tuple[int,
             described.append((type(leaf), leaf))
         else:
             raise TraceError(
-                f"The call of {call.path or 'the module'} has an argument that cannot be recorded.",
+                f"The call of {call.label} has an argument that cannot be recorded.",
                 observed=f"an object of type {type(leaf).__name__}",
                 expected="tensors and plain values, in dicts, lists, tuples or types registered as pytrees",
                 todo="Pass the object's tensors instead, or register its type with torch.utils._pytree.",
             )
     device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
-    region = root.get_submodule(call.path)
+    region = root.get_submodule(call.opened_path or "")
     signature = Signature(
-        path=call.path,
+        label=call.label,
+        path=call.opened_path,
         structure=structure,
         leaves=tuple(described),
         training=tuple(module.training for module in region.modules()),
@@ -182,7 +248,7 @@ def is_torch_leaf(path: str, module: nn.Module) -> bool:
 
 def trace_region(
     root: nn.Module,
-    call: RegionCall,
+    call: Recordable,
     *,
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
@@ -212,7 +278,7 @@ def trace_region(
                 drew = before != python_rng()
                 again = _record(root, call, signature, opened, kept_whole, device)
         except MustStayWhole as stop:
-            if stop.path == call.path or stop.path in kept_whole:
+            if stop.path in ("", call.opened_path) or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
             kept_whole[stop.path] = stop.reason
         except RecordError as error:
@@ -224,54 +290,35 @@ def trace_region(
 
 def _record(
     root: nn.Module,
-    call: RegionCall,
+    call: Recordable,
     signature: Signature,
     opened: Collection[str] | None,
     kept_whole: dict[str, str],
     device: torch.device | None,
 ) -> TracedRegion:
-    world = FakeWorld()
-    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
-    device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
-    actually_opened: dict[str, None] = {call.path: None}
+    actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
         wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened
         if not wanted_whole and path not in kept_whole and has_hooks(module):
             kept_whole[path] = "hooks run around its forward"
-        whole = wanted_whole or path in kept_whole
+        whole = (wanted_whole or path in kept_whole) and path != ""
         if not whole:
             actually_opened[path] = None
         return whole
 
-    with (
-        _fake_parameters(root, world, device) as state,
-        torch.inference_mode(False),
-        torch.set_grad_enabled(signature.grad_enabled),
-    ):
-        recorder = Recorder(paths, state.fqns, is_whole, call.path, device.type)
-        fakes = [
-            world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ]
-        tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
-        for index, fake in enumerate(tensors):
-            recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
-        args, kwargs = tree_unflatten(fakes, structure)
-        region = root.get_submodule(call.path)
-        with tracing_friendly_torch(), world.active(), recording(recorder):
-            try:
-                result = region.forward(*args, **kwargs)
-            except Exception as error:
-                reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
-                raise _untraceable(root, call, reason, source) from error
-            for path in actually_opened:
-                _check_unchanged(path, state.attributes[path])
-            output_leaves, output_structure = tree_flatten(result)
-            output_nodes, described = _describe_output(recorder, output_leaves)
+    with fake_run(root, call, is_whole, device) as run:
+        recorder = run.recorder
+        try:
+            result = call.run(root, recorder, run.example)
+        except Exception as error:
+            reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
+            raise _untraceable(root, call, reason, source) from error
+        for path in actually_opened:
+            if path or call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
+                _check_unchanged(path, run.attributes[path], recorder)
+        output_leaves, output_structure = tree_flatten(result)
+        output_nodes, described = _describe_output(recorder, output_leaves)
         recorder.graph.output(output_nodes)
     _erase_unused(recorder.graph)
     return TracedRegion(
@@ -279,13 +326,14 @@ def _record(
         root=root,
         signature=signature,
         batch_size=call.batch_size,
-        input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in tensors),
+        input_shapes=run.input_shapes,
         output_structure=output_structure,
         output_leaves=described,
         constants=recorder.constants,
-        world=world,
-        opened=tuple(path for path in actually_opened if path != call.path),
+        world=run.world,
+        opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(kept_whole),
+        record=call.record_of(recorder),
     )
 
 
@@ -307,22 +355,35 @@ def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
     return (0,) if batch_size > 1 and tensor.dim() > 0 and tensor.shape[0] == batch_size else ()
 
 
-@dataclass(frozen=True)
-class _FakeState:
-    """The module while its parameters are fakes.
+@dataclass(frozen=True, kw_only=True)
+class FakeRun:
+    """The module while its tensors are fakes and a recorder watches.
 
     Attributes:
-        fqns: FQN of each fake parameter, buffer and plain tensor attribute, by ``id``.
+        world: The fakes' world.
+        recorder: The recorder, active.
+        example: The region's example with fakes for its tensors.
+        input_shapes: Shapes of those.
         attributes: What each module has, by path, before it runs.
     """
 
-    fqns: dict[int, str]
+    world: FakeWorld
+    recorder: Recorder
+    example: Any
+    input_shapes: tuple[tuple[Any, ...], ...]
     attributes: dict[str, Attributes]
 
 
 @contextmanager
-def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) -> Iterator[_FakeState]:
-    """Exchanges all tensors of the module for fakes."""
+def fake_run(
+    root: nn.Module, call: Recordable, is_whole: Callable[[str, nn.Module], bool], device: torch.device | None
+) -> Iterator[FakeRun]:
+    """Exchanges all tensors of the module for fakes, and records what the block runs."""
+    world = FakeWorld()
+    leaves, structure = tree_flatten(call.example())
+    grad_enabled = torch.is_grad_enabled()
+    device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
     fqns: dict[int, str] = {}
 
     def fake_of(tensor: Tensor, fqn: str) -> Tensor:
@@ -330,18 +391,40 @@ def _fake_parameters(root: nn.Module, world: FakeWorld, device: torch.device) ->
         fqns[id(fake)] = fqn
         return fake
 
-    with exchanged_tensors(root, fake_of):
-        yield _FakeState(fqns=fqns, attributes={path: Attributes(module) for path, module in root.named_modules()})
+    def fake_input(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
+
+    with (
+        exchanged_tensors(root, fake_of),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad_enabled),
+    ):
+        attributes = {path: Attributes(module) for path, module in root.named_modules()}
+        settings = RecorderSettings(module_paths=paths, tensor_fqns=fqns, is_whole=is_whole, device_type=device.type)
+        recorder = call.make_recorder(settings)
+        fakes = [fake_input(leaf) for leaf in leaves]
+        shapes = (fake.shape for fake in fakes if isinstance(fake, Tensor))
+        with tracing_friendly_torch(), world.active(), recording(recorder):
+            yield FakeRun(
+                world=world,
+                recorder=recorder,
+                example=tree_unflatten(fakes, structure),
+                input_shapes=tuple(tuple(symbolic_expression(size) for size in shape) for shape in shapes),
+                attributes=attributes,
+            )
 
 
-def _check_unchanged(path: str, before: Attributes) -> None:
-    """What an opened module sets on itself would happen in the trace only, so such a module stays whole."""
-    changed = before.changed()
+def _check_unchanged(path: str, before: Attributes, recorder: Recorder) -> None:
+    """What an opened module sets on itself would happen in the trace only, so such a module stays whole; but for tensors,
+    which the recorder knows."""
+    changed = [name for name in before.changed() if (path, name) not in recorder.sides]
     if changed:
         raise MustStayWhole(path, f"its forward assigns self.{sorted(changed)[0]}", None)
 
 
-def _check_deterministic(root: nn.Module, call: RegionCall, first: fx.Graph, second: fx.Graph, drew: bool) -> None:
+def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, second: fx.Graph, drew: bool) -> None:
     """A graph that depends on random numbers, as with layer drop, would freeze one of the outcomes."""
 
     def described(graph: fx.Graph) -> list[tuple[str, str, str]]:
@@ -351,8 +434,8 @@ def _check_deterministic(root: nn.Module, call: RegionCall, first: fx.Graph, sec
     if not differing and not drew:
         return
     raise TraceError(
-        f"The forward of {type(root.get_submodule(call.path)).__name__} may take another path each time it runs.",
-        where=f"{call.path or 'the module itself'}, {_forward_source(root.get_submodule(call.path))}",
+        f"The code of {_name(root, call)} may take another path each time it runs.",
+        where=f"{call.label}, {call.source(root)}",
         observed=f"{differing[0]} one time only"
         if differing
         else "its Python draws random numbers while the graph is recorded",
@@ -361,10 +444,8 @@ def _check_deterministic(root: nn.Module, call: RegionCall, first: fx.Graph, sec
     )
 
 
-def _forward_source(module: nn.Module) -> str:
-    """``file:line`` of the module's forward."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+def _name(root: nn.Module, call: Recordable) -> str:
+    return call.label if call.opened_path is None else type(root.get_submodule(call.opened_path)).__name__
 
 
 def _erase_unused(graph: fx.Graph) -> None:
@@ -385,11 +466,10 @@ def _holds(condition: sympy.Basic, sizes: Mapping[Any, int]) -> bool:
     return bool(value.free_symbols) or bool(value)
 
 
-def _untraceable(root: nn.Module, call: RegionCall, reason: str, source: str | None) -> TraceError:
-    name = type(root.get_submodule(call.path)).__name__
+def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | None) -> TraceError:
     return TraceError(
-        f"The forward of {name} cannot be recorded as a graph.",
-        where=f"{call.path or 'the module itself'}, {source or 'source unknown'}",
+        f"The forward of {_name(root, call)} cannot be recorded as a graph.",
+        where=f"{call.label}, {source or 'source unknown'}",
         observed=reason,
         expected="code at this level that does not look at tensor values",
         todo="Move the code into a submodule: modules below this one that cannot be recorded are kept whole.",

@@ -28,14 +28,16 @@ ORDER = [
         "structure",
         "calls",
         "record",
+        "steprecord",
         "trace",
         "cost",
         "partition",
         "microbatch",
         "region",
+        "span",
         "planning",
     ),
-    *("split", "schedule", "randomness", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
+    *("split", "schedule", "randomness", "replay", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
     *("failure", "optimizers", "checkpoint", "support", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.

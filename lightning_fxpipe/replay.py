@@ -1,0 +1,252 @@
+"""Walks through a step's own Python at run time: watches what it draws, and leads a region of several calls.
+
+Before the region the calls are made as they stand, and what the region needs of them is kept. At its first call this rank's
+stage runs; a stage that is not the last leaves the step there. On the last stage the Python between the region's calls runs on,
+but its calls compute nothing: each returns the region's real output where it is one, and elsewhere a stand-in without data. A
+sequence of calls that differs from the recorded one is an error. After the region's last call all is ordinary Python again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed, tree_flatten
+from lightning_fxpipe.calls import call_name, calls_through, is_query, user_source
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.randomness import BatchDraws
+from lightning_fxpipe.sizes import SymbolicSize, as_number
+from lightning_fxpipe.split import concrete_size
+from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
+from lightning_fxpipe.structure import Template
+
+RunRegion = Callable[[list[Tensor]], "list[Tensor]"]
+
+_COMPARED = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+class StepMode(TorchFunctionMode):
+    """Watches a step that is not being recorded.
+
+    Args:
+        draws: Makes the random tensors.
+    """
+
+    def __init__(self, draws: BatchDraws) -> None:
+        super().__init__()
+        self._draws = draws
+        self._in_stage = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._in_stage:
+            return func(*args, **(kwargs or {}))
+        return self._draws.call(func, args, kwargs or {})
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module."""
+        return original_call(module, *args, **kwargs)
+
+    @contextmanager
+    def in_stage(self) -> Iterator[None]:
+        """Does not watch during the block."""
+        self._in_stage = True
+        try:
+            with function_mode_removed(self):
+                yield
+        finally:
+            self._in_stage = False
+
+
+@contextmanager
+def watched_step(draws: BatchDraws) -> Iterator[StepMode]:
+    """Runs the block, the step's code, with its random tensors made by ``draws``."""
+    mode = StepMode(draws)
+    with mode:
+        yield mode
+
+
+class Replayer:
+    """Leads the steps of one shape through a region of several calls.
+
+    Args:
+        root: The LightningModule.
+        record: The calls that were recorded.
+        sizes: Values of the symbols in it.
+    """
+
+    def __init__(self, root: nn.Module, record: StepRecord, sizes: Mapping[Any, int]) -> None:
+        self.root = root
+        self.record = record
+        self.module_paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+        self._sizes = sizes
+        self._stand_ins = StandIns()
+        self._made: dict[TensorKey, Tensor] = {}
+
+    @contextmanager
+    def lead(self, batch: Any, draws: BatchDraws, run: RunRegion) -> Iterator[None]:
+        """Runs the block, the step's code for ``batch``; in it ``run`` computes the region's outputs from its inputs.
+
+        Raises:
+            UnsupportedError: The step takes another path than the one recorded.
+        """
+        mode = _Replay(self, batch, draws, run)
+        with calls_through(mode):
+            yield
+        if mode.count <= self.record.last:
+            raise UnsupportedError(
+                "The step ended before it had made all calls of the model.",
+                observed=f"{mode.count} calls",
+                expected=f"at least {self.record.last + 1}, up to {self.record.calls[-1].name}, {self.record.calls[-1].source}",
+                todo="Make the same calls for every batch; a step that skips some of them cannot be pipelined.",
+            )
+
+    def stand_in(self, key: TensorKey, recorded: Tensor) -> Tensor:
+        """A tensor without data in place of a result that no later code needs."""
+        if key not in self._made:
+            shape = tuple(concrete_size(size, self._sizes) for size in recorded.shape)
+            self._made[key] = self._stand_ins.make(shape, recorded.dtype, recorded.device, recorded.requires_grad)
+        return self._made[key]
+
+    def constant(self, recorded: Any) -> Any:
+        """A recorded constant as it is at these sizes."""
+        if isinstance(recorded, SymbolicSize):
+            return as_number(recorded.expression.subs(dict(self._sizes)))
+        return recorded
+
+
+class _Replay(StepMode):
+    """One run of the step; see :meth:`Replayer.lead`."""
+
+    def __init__(self, replayer: Replayer, batch: Any, draws: BatchDraws, run: RunRegion) -> None:
+        super().__init__(draws)
+        self.count = 0
+        self._replayer = replayer
+        self._record = replayer.record
+        self._run = run
+        self._is_inside = False
+        self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
+        self._keys: dict[int, TensorKey] = {}
+        for position, tensor in enumerate(Template.of(batch).tensors):
+            self._remember(tensor, TensorKey(-1, position))
+
+    # ------------------------------------------------------------------ numbering, as in span.SpanRecorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        execute = partial(super().__torch_function__, func, types)
+        kwargs = kwargs or {}
+        if self._in_stage or self._is_inside or is_query(func):
+            return execute(args, kwargs)
+        return self._number(call_name(func), execute, args, kwargs)
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self._replayer.module_paths.get(id(module))
+        if self._in_stage or self._is_inside or path is None:
+            return original_call(module, *args, **kwargs)
+        return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
+
+    def _number(
+        self,
+        name: str,
+        execute: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        number, self.count = self.count, self.count + 1
+        if number > self._record.last:
+            self._check_has_data(name, args, kwargs)
+        if self._record.first <= number <= self._record.last:
+            call = self._record.calls[number - self._record.first]
+            self._check_same(call, name, args, kwargs)
+            if number == self._record.first:
+                self._run_region()
+            if call.result is not None:
+                return self._replay(call)
+        self._is_inside = True
+        try:
+            result = execute(args, kwargs)
+        finally:
+            self._is_inside = False
+        if number < self._record.first:
+            for position, tensor in enumerate(Template.of(result).tensors):
+                self._remember(tensor, TensorKey(number, position))
+        return result
+
+    # ------------------------------------------------------------------ the region
+
+    def _run_region(self) -> None:
+        inputs = [self._tensors[key] for key in self._record.inputs]
+        with self.in_stage():
+            outputs = self._run(inputs)
+        for key, output in zip(self._record.outputs, outputs, strict=True):
+            self._remember(output, key)
+
+    def _replay(self, call: RecordedCall) -> Any:
+        assert call.result is not None
+        tensors = []
+        for key, recorded in zip(call.keys, call.result.tensors, strict=True):
+            tensor = self._tensors.get(key)
+            if tensor is None:
+                with self.in_stage():
+                    tensor = self._replayer.stand_in(key, recorded)
+                self._remember(tensor, key)
+            tensors.append(tensor)
+        for path, attribute, key in call.sides:
+            if key in self._tensors:
+                setattr(self._replayer.root.get_submodule(path), attribute, self._tensors[key])
+        return call.result.fill(tensors)
+
+    def _remember(self, tensor: Tensor, key: TensorKey) -> None:
+        """The first identity of a tensor is its own, as when the step was recorded."""
+        key = self._keys.setdefault(id(tensor), key)
+        self._tensors[key] = tensor
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_same(self, call: RecordedCall, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, structure = tree_flatten((args, kwargs))
+        same = name == call.name and structure == call.structure
+        same = same and all(self._is_same(a, b) for a, b in zip(call.arguments, leaves, strict=True))
+        if not same:
+            raise UnsupportedError(
+                "The step takes another path between its calls of the model than it took when it was recorded.",
+                where=user_source(),
+                observed=f"{name}({', '.join(_described(leaf) for leaf in leaves)})",
+                expected=f"{call.name} with the arguments of {call.source}: "
+                + ", ".join(str(self._replayer.constant(argument)) for argument in call.arguments),
+                todo="Move what changes from batch to batch before the first call of the model or after the last, or into "
+                "a module's forward.",
+            )
+
+    def _is_same(self, recorded: Any, actual: Any) -> bool:
+        if not isinstance(recorded, TensorKey):
+            recorded = self._replayer.constant(recorded)
+            return bool(recorded == actual) if isinstance(recorded, _COMPARED) else type(recorded) is type(actual)
+        if not isinstance(actual, Tensor):
+            return False
+        if recorded.call < 0 and recorded.name:
+            return id(actual) not in self._keys  # a parameter, a buffer or a constant
+        return self._keys.get(id(actual)) == recorded
+
+    def _check_has_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                "The step uses a value of the pipelined calls that it did not use when it was recorded.",
+                where=user_source(),
+                observed=f"an argument of {name} that only the stages had",
+                expected="the same use of the model's results for every batch",
+                todo="Use the value in every step, for instance in a term with weight zero.",
+            )
+
+
+def _described(leaf: Any) -> str:
+    return f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
