@@ -18,12 +18,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat import isolated_rng, rng_state
+from lightning_fxpipe._compat import isolated_rng, rng_state, tree_map
+from lightning_fxpipe.sizes import SymbolicSize
 
 
 @contextmanager
@@ -98,6 +100,57 @@ class BatchRandomness:
                 sys.modules["numpy"].random.set_state(self._start["numpy"])
             yield
 
+
+@dataclass(frozen=True, kw_only=True)
+class LikeTensor:
+    """A tensor of which a draw uses only shape, dtype and device; sizes may be symbolic."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A random tensor that the region's own Python draws.
+
+    With several microbatches, every rank draws it before the region, so that the generators stay in lock step and the first
+    microbatch can draw for all.
+
+    Attributes:
+        function: One of :data:`DRAWN_AHEAD`.
+        args, kwargs: Its arguments, with :class:`LikeTensor` for tensors and symbolic sizes.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def make(self, draws: BatchDraws, sizes: Mapping[Any, int]) -> Tensor:
+        """Draws it for given values of the symbols."""
+
+        def concrete(leaf: Any) -> Any:
+            if isinstance(leaf, LikeTensor):
+                return torch.empty(tree_map(concrete, leaf.shape), dtype=leaf.dtype, device=leaf.device)
+            return leaf.value(sizes) if isinstance(leaf, SymbolicSize) else leaf
+
+        tensor: Tensor = draws.call(self.function, tree_map(concrete, self.args), tree_map(concrete, dict(self.kwargs)))
+        return tensor
+
+
+@cache
+def drawn_now_or_ahead(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with one more argument in front: the tensor that was drawn before, or None to draw it here and now."""
+
+    def drawn(ahead: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if ahead is None else ahead
+
+    drawn.__name__ = f"drawn_{function.__name__}"
+    return drawn
+
+
+# Whose result follows from sizes and the generator alone.
+DRAWN_AHEAD = frozenset({torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like})
 
 Shape = tuple[int, ...]
 Arguments = Mapping[str, Any]

@@ -34,14 +34,17 @@ from lightning_fxpipe._compat import (
     python_rng,
     storage_key,
     tree_leaves,
+    tree_map,
     version_of,
 )
 from lightning_fxpipe.calls import calls_through, is_query, raising_source, user_source
 from lightning_fxpipe.exchange import Attributes, assigned_tensors
 from lightning_fxpipe.probe import ProbeFailed, probe_result
+from lightning_fxpipe.randomness import DRAWN_AHEAD, Draw, LikeTensor, drawn_now_or_ahead
 from lightning_fxpipe.sizes import as_size
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
+DRAW_PREFIX = "region_draw_"
 
 # torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
 _NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
@@ -78,6 +81,13 @@ class CallContext(NamedTuple):
     device_type: str
     autocast_enabled: bool
     autocast_dtype: torch.dtype | None
+
+    @classmethod
+    def current(cls, device_type: str) -> CallContext:
+        """The modes of this moment."""
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        return cls(torch.is_grad_enabled(), device_type, autocast, dtype)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -117,6 +127,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         super().__init__()
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
+        self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self._module_paths = settings.module_paths
@@ -128,13 +139,20 @@ class Recorder(TorchFunctionMode):
         self._alive: list[Any] = []  # a freed tensor's id would be given to another
         self._module_stack = [region_path]
         self._paused = False
-        self._ambient = self._context()
+        self._whole_path: str | None = None
+        self._last_input: fx.Node | None = None
+        self._ambient = CallContext.current(self._device_type)
 
     # ------------------------------------------------------------------ tensors to nodes and back
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         """Makes a tensor one of the graph's inputs."""
-        node = self.graph.placeholder(name)
+        if self._last_input is not None:
+            place: Any = self.graph.inserting_after(self._last_input)
+        else:
+            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        with place:
+            node = self._last_input = self.graph.placeholder(name)
         node.meta["module_path"] = ""
         self._bind_tensor(tensor, node)
         return node
@@ -217,11 +235,14 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._paused or is_query(func):
+            if self._whole_path is not None and func in DRAWN_AHEAD:
+                self.drawing.add(self._whole_path)
             return func(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operation, target, extra = _target_of(func)
+        ahead: tuple[fx.Node, ...] = ()
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), _watch_mutation(touched) as mutated:
             result = func(*args, **kwargs)
@@ -236,7 +257,9 @@ class Recorder(TorchFunctionMode):
             if touched and (not leaves or not all(isinstance(leaf, known) for leaf in leaves)):
                 raise RecordError(f"{target} has an effect that a graph cannot hold")
             return result
-        node_args = (*(self.argument(arg) for arg in args), *extra)
+        if func in DRAWN_AHEAD and isinstance(result, Tensor) and "out" not in kwargs:
+            target, ahead = drawn_now_or_ahead(func), (self._add_draw(func, args, kwargs, result),)
+        node_args = (*ahead, *(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
         for tensor in self._alive if mutated else ():
@@ -245,6 +268,13 @@ class Recorder(TorchFunctionMode):
             if node is not None and tensor.requires_grad and storage_key(tensor) in mutated:
                 node.meta["val"].requires_grad_(True)
         return result
+
+    def _add_draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> fx.Node:
+        """An input for a tensor that may be drawn before the region runs, see :mod:`lightning_fxpipe.randomness`."""
+        with self.paused():
+            node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", torch.empty_like(result))
+        node.meta["draw"] = Draw(function=func, args=_without_data(args), kwargs=_without_data(kwargs))
+        return node
 
     def _append(
         self,
@@ -258,7 +288,7 @@ class Recorder(TorchFunctionMode):
     ) -> fx.Node:
         node = self.graph.create_node(operation, target, args, kwargs)
         node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated)
-        context = self._context()
+        context = CallContext.current(self._device_type)
         if context != self._ambient:
             # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
             node.meta["context"] = context
@@ -305,8 +335,10 @@ class Recorder(TorchFunctionMode):
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [*module.parameters(), *module.buffers()]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
+        self._whole_path = path
         with self.paused(), isolated_rng(), _watch_mutation([*touched, *own]) as mutated:
             result, sides = self._result_without_data(original_call, path, module, args, kwargs)
+        self._whole_path = None
         mutated |= _running_statistics(module)
         returned = (result, tuple(sides.values())) if sides else result
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, returned)
@@ -348,11 +380,6 @@ class Recorder(TorchFunctionMode):
     def _current_path(self) -> str:
         return self._module_stack[-1]
 
-    def _context(self) -> CallContext:
-        autocast = torch.is_autocast_enabled(self._device_type)
-        dtype = torch.get_autocast_dtype(self._device_type) if autocast else None
-        return CallContext(torch.is_grad_enabled(), self._device_type, autocast, dtype)
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Records nothing during the block."""
@@ -361,6 +388,17 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._paused = before
+
+
+def _without_data(value: Any) -> Any:
+    """Arguments of a draw: sizes stay symbolic, of tensors the shape, dtype and device are kept."""
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return LikeTensor(shape=tuple(as_size(size) for size in leaf.shape), dtype=leaf.dtype, device=leaf.device)
+        return as_size(leaf) if isinstance(leaf, SYMBOLIC_TYPES) else leaf
+
+    return tree_map(described, tuple(value) if isinstance(value, torch.Size) else value)
 
 
 @contextmanager

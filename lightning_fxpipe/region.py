@@ -20,6 +20,7 @@ from lightning_fxpipe._compat import isolated_rng, patched_attributes, tree_leav
 from lightning_fxpipe.calls import user_source
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.exchange import Attributes
+from lightning_fxpipe.record import CallContext
 from lightning_fxpipe.trace import RegionCall
 
 IsRegion = Callable[[nn.Module], bool]
@@ -71,6 +72,8 @@ class _RegionReached(BaseException):
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.args_, self.kwargs_ = module, args, kwargs
+        tensor = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        self.context = CallContext.current(tensor.device.type if tensor is not None else "cpu")
 
 
 def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: IsRegion = trains) -> RegionCall:
@@ -110,6 +113,7 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
                 kwargs=reached.kwargs_,
                 batch_size=batch_size,
                 prelude_paths=tuple(prelude),
+                context=reached.context,
             )
         else:
             raise _no_region(step.function)

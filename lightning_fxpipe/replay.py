@@ -21,7 +21,8 @@ from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed
 from lightning_fxpipe.calls import call_name, calls_through, is_query, user_source
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.randomness import BatchDraws
-from lightning_fxpipe.sizes import SymbolicSize, as_number
+from lightning_fxpipe.record import CallContext
+from lightning_fxpipe.sizes import SymbolicSize
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
@@ -80,12 +81,14 @@ class Replayer:
         root: The LightningModule.
         record: The calls that were recorded.
         sizes: Values of the symbols in it.
+        device_type: Of this rank's device.
     """
 
-    def __init__(self, root: nn.Module, record: StepRecord, sizes: Mapping[Any, int]) -> None:
+    def __init__(self, root: nn.Module, record: StepRecord, sizes: Mapping[Any, int], device_type: str) -> None:
         self.root = root
         self.record = record
         self.module_paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+        self.device_type = device_type
         self._sizes = sizes
         self._stand_ins = StandIns()
         self._made: dict[TensorKey, Tensor] = {}
@@ -118,7 +121,7 @@ class Replayer:
     def constant(self, recorded: Any) -> Any:
         """A recorded constant as it is at these sizes."""
         if isinstance(recorded, SymbolicSize):
-            return as_number(recorded.expression.subs(dict(self._sizes)))
+            return recorded.value(self._sizes)
         return recorded
 
 
@@ -131,6 +134,8 @@ class _Replay(StepMode):
         self._replayer = replayer
         self._record = replayer.record
         self._run = run
+        # The region's first call may stand in a block without gradients, which is none of the others' business.
+        self._ambient = CallContext.current(replayer.device_type)
         self._is_inside = False
         self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
         self._keys: dict[int, TensorKey] = {}
@@ -185,7 +190,7 @@ class _Replay(StepMode):
 
     def _run_region(self) -> None:
         inputs = [self._tensors[key] for key in self._record.inputs]
-        with self.in_stage():
+        with self.in_stage(), self._ambient.active():
             outputs = self._run(inputs)
         for key, output in zip(self._record.outputs, outputs, strict=True):
             self._remember(output, key)

@@ -180,7 +180,7 @@ class PipelineRuntime:
         call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
         with step.context():
             stage_trace, shapes = self._stage_trace(step.kind, call, part.size)
-        traced, stage = stage_trace.traced, stage_trace.stage
+        traced, stage, device = stage_trace.traced, stage_trace.stage, self._topology.device
         sizes = traced.bind_sizes(shapes)
         assert sizes is not None
         # With one microbatch the random numbers run through the stages as on one device.
@@ -191,7 +191,9 @@ class PipelineRuntime:
             input_shapes=tuple(spec.shape for spec in boundary_specs(traced.input_nodes, sizes)),
             received=boundary_specs(stage.boundary_in, sizes) + (carried if stage.index else ()),
             sent=boundary_specs(stage.boundary_out, sizes) + (() if stage.is_last else carried),
-            replayer=None if traced.record is None else Replayer(self._root, traced.record, sizes),
+            replayer=None if traced.record is None else Replayer(self._root, traced.record, sizes, device.type),
+            draws=tuple(node.meta["draw"] for node in traced.draw_nodes),
+            sizes=sizes,
             carries_random_state=bool(carried),
         )
         return Pipeline(

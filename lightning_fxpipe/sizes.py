@@ -19,6 +19,10 @@ class SymbolicSize:
 
     expression: Any  # sympy
 
+    def value(self, sizes: Mapping[Any, int]) -> int | float | bool:
+        """The number for given values of the symbols."""
+        return as_number(self.expression.subs(dict(sizes)))
+
 
 def as_size(value: Any) -> Any:
     """A plain number where a symbolic one has a fixed value, else a :class:`SymbolicSize`."""

@@ -32,7 +32,7 @@ from lightning_fxpipe._compat import (
 )
 from lightning_fxpipe.calls import call_name, is_query, user_source
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.record import HiddenTensor, MustStayWhole, Recorder, RecordError, RecorderSettings
+from lightning_fxpipe.record import CallContext, HiddenTensor, MustStayWhole, Recorder, RecordError, RecorderSettings
 from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
@@ -66,6 +66,7 @@ class StepRegion:
 
     prelude_paths: tuple[str, ...] = ()
     opened_path: str | None = None
+    context: CallContext | None = None
 
     @property
     def label(self) -> str:
@@ -124,7 +125,6 @@ class SpanRecorder(Recorder):
         self._span = span
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
-        self._last_input: fx.Node | None = None
 
     def add_batch(self, tensors: tuple[Tensor, ...]) -> None:
         """Makes the batch's tensors inputs of the graph; each stage takes those that it uses."""
@@ -245,15 +245,9 @@ class SpanRecorder(Recorder):
         return super()._tensor_argument(tensor)
 
     def _add_span_input(self, tensor: Tensor, key: TensorKey) -> fx.Node:
-        first = next(iter(self.graph.nodes), None)
-        if self._last_input is not None:
-            place: Any = self.graph.inserting_after(self._last_input)
-        else:
-            place = self.graph.inserting_before(first)
-        with place:
-            self._last_input = self.add_input(f"{INPUT_PREFIX}{len(self.inputs)}", tensor)
+        node = self.add_input(f"{INPUT_PREFIX}{len(self.inputs)}", tensor)
         self.inputs.append(key)
-        return self._last_input
+        return node
 
 
 def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., None]) -> Any:

@@ -45,7 +45,7 @@ class Stage:
     Attributes:
         index: Position in the pipeline.
         module: ``module(*boundary, *[inputs[i] for i in region_inputs])`` returns a tuple.
-        region_inputs: Which of the region's input tensors the module takes.
+        region_inputs: Which of the region's input tensors, and of the draws after them, the module takes.
         boundary_in: Nodes received from the previous stage.
         boundary_out: Nodes sent to the next stage; empty for the last.
         is_last: Whether the outputs are the region's own.
@@ -143,7 +143,8 @@ class _StageBuilder:
         for _, node, placeholder in inputs:
             self._values[node] = placeholder
         for node in (*(node for node, _ in received), *(node for _, node, _ in inputs)):
-            self._offer_sizes(node)
+            if "draw" not in node.meta:  # there may be none
+                self._offer_sizes(node)
         return tuple(i for i, _, _ in inputs)
 
     def _used_inputs(self) -> list[tuple[int, fx.Node]]:
@@ -154,8 +155,8 @@ class _StageBuilder:
         symbols = {symbol for node in self._nodes for symbol in size_symbols((node.args, node.kwargs))}
         symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
         used = []
-        for i, node in enumerate(self._traced.input_nodes):
-            if node in operands or symbols & _own_symbols(node):
+        for i, node in enumerate((*self._traced.input_nodes, *self._traced.draw_nodes)):
+            if node in operands or ("draw" not in node.meta and symbols & _own_symbols(node)):
                 used.append((i, node))
                 symbols -= _own_symbols(node)
         return used

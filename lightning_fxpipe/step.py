@@ -7,7 +7,7 @@ returns the model's output and the step goes on to its loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +21,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import (
     BatchRandomness,
+    Draw,
     continued_random_numbers,
     generator_state,
     own_random_numbers,
@@ -77,6 +78,8 @@ class StageSetup:
         input_shapes: Shapes of the region's input tensors.
         received: Specs of the tensors from the previous stage.
         sent: Specs of the tensors to the next stage.
+        draws: Random tensors that the region's own Python draws.
+        sizes: Values of the symbols in the graph.
         replayer: Leads the step through a region of several calls; None for one of a single call.
         carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
     """
@@ -86,6 +89,8 @@ class StageSetup:
     input_shapes: tuple[tuple[int, ...], ...]
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
+    draws: tuple[Draw, ...]
+    sizes: Mapping[Any, int]
     replayer: Replayer | None
     carries_random_state: bool
 
@@ -187,8 +192,11 @@ class BatchRun:
         if index == 0:
             self._rng_before_region = rng_state()
         key = (*self.step.random_key, index, stage.index)
+        # With one microbatch they are drawn where they stand.
+        ahead = [d.make(self.randomness.draws, setup.sizes) if len(self.sizes) > 1 else None for d in setup.draws]
+        values = [*inputs, *ahead]
         with continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key):
-            outputs = stage.module(*received, *(inputs[i] for i in stage.region_inputs))
+            outputs = stage.module(*received, *(values[i] for i in stage.region_inputs))
             state = generator_state(self.device) if setup.carries_random_state else None
         if not stage.is_last:
             sent = self._checked_outputs(outputs, setup)

@@ -36,7 +36,7 @@ from lightning_fxpipe._compat import (
 from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
-from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, RecorderSettings, recording
+from lightning_fxpipe.record import CallContext, MustStayWhole, Recorder, RecordError, RecorderSettings, recording
 from lightning_fxpipe.steprecord import StepRecord
 
 INPUT_PREFIX = "region_input_"
@@ -53,6 +53,7 @@ class RegionCall:
         args, kwargs: Its arguments, with real tensors.
         batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
         prelude_paths: Modules with parameters that the step called before, without training them.
+        context: Modes that the step makes it under; None stands for those of the moment.
     """
 
     path: str
@@ -60,6 +61,7 @@ class RegionCall:
     kwargs: Mapping[str, Any]
     batch_size: int
     prelude_paths: tuple[str, ...] = ()
+    context: CallContext | None = None
 
     @property
     def label(self) -> str:
@@ -107,6 +109,9 @@ class Recordable(Protocol):
     def prelude_paths(self) -> tuple[str, ...]: ...
 
     @property
+    def context(self) -> CallContext | None: ...
+
+    @property
     def label(self) -> str: ...
 
     @property
@@ -133,8 +138,7 @@ class Signature:
     leaves: tuple[Any, ...]  # constants, and (rank, dtype, device, requires_grad) of tensors
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
-    grad_enabled: bool
-    autocast_dtype: torch.dtype | None
+    context: CallContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,11 +163,17 @@ class TracedRegion:
     opened: tuple[str, ...]
     kept_whole: Mapping[str, str]
     record: StepRecord | None = field(default=None, repr=False)
+    drawing: frozenset[str] = frozenset()
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
         """Placeholders of the input tensors."""
-        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder" and "draw" not in node.meta)
+
+    @cached_property
+    def draw_nodes(self) -> tuple[fx.Node, ...]:
+        """Placeholders of the random tensors that may be drawn before the region runs; None where they are not."""
+        return tuple(node for node in self.graph.nodes if "draw" in node.meta)
 
     @cached_property
     def output_node(self) -> fx.Node:
@@ -210,6 +220,7 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
     Raises:
         TraceError: An argument is neither a tensor nor a plain constant.
     """
+    context = call.context or CallContext.current(_device_type(call))
     leaves, structure = tree_flatten(call.example())
     described: list[Any] = []
     shapes: list[tuple[int, ...]] = []
@@ -226,7 +237,6 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
                 expected="tensors and plain values, in dicts, lists, tuples or types registered as pytrees",
                 todo="Pass the object's tensors instead, or register its type with torch.utils._pytree.",
             )
-    device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
     region = root.get_submodule(call.opened_path or "")
     signature = Signature(
         label=call.label,
@@ -235,10 +245,13 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
         leaves=tuple(described),
         training=tuple(module.training for module in region.modules()),
         trainable=tuple(parameter.requires_grad for parameter in region.parameters()),
-        grad_enabled=torch.is_grad_enabled(),
-        autocast_dtype=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        context=context,
     )
     return signature, tuple(shapes)
+
+
+def _device_type(call: Recordable) -> str:
+    return next((leaf.device.type for leaf in tree_leaves(call.example()) if isinstance(leaf, Tensor)), "cpu")
 
 
 def is_torch_leaf(path: str, module: nn.Module) -> bool:
@@ -285,7 +298,10 @@ def trace_region(
             raise _untraceable(root, call, error.reason, error.source) from error
         else:
             _check_deterministic(root, call, traced.graph, again.graph, drew)
-            return traced
+            drawing = traced.drawing - set(kept_whole)
+            if opened is None or not drawing:
+                return traced
+            opened = {*opened, *drawing}
 
 
 def _record(
@@ -334,6 +350,8 @@ def _record(
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(kept_whole),
         record=call.record_of(recorder),
+        # What they draw is that of one device only if the recorder sees it.
+        drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
 
 
@@ -381,7 +399,7 @@ def fake_run(
     """Exchanges all tensors of the module for fakes, and records what the block runs."""
     world = FakeWorld()
     leaves, structure = tree_flatten(call.example())
-    grad_enabled = torch.is_grad_enabled()
+    context = call.context or CallContext.current(_device_type(call))
     device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
     fqns: dict[int, str] = {}
@@ -399,7 +417,7 @@ def fake_run(
     with (
         exchanged_tensors(root, fake_of),
         torch.inference_mode(False),
-        torch.set_grad_enabled(grad_enabled),
+        context.active(),
     ):
         attributes = {path: Attributes(module) for path, module in root.named_modules()}
         settings = RecorderSettings(module_paths=paths, tensor_fqns=fqns, is_whole=is_whole, device_type=device.type)
@@ -456,7 +474,9 @@ def _erase_unused(graph: fx.Graph) -> None:
         value = node.meta.get("val")
         if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
             continue
-        if not any(word in str(node.target).lower() for word in ("rand", "dropout", "bernoulli", "normal", "multinomial")):
+        if not any(
+            word in str(node.target).lower() for word in ("rand", "draw", "dropout", "bernoulli", "normal", "multinomial")
+        ):
             graph.erase_node(node)
 
 

@@ -27,6 +27,7 @@ ORDER = [
         "probe",
         "structure",
         "calls",
+        "randomness",
         "record",
         "steprecord",
         "trace",
@@ -37,7 +38,7 @@ ORDER = [
         "span",
         "planning",
     ),
-    *("split", "schedule", "randomness", "replay", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
+    *("split", "schedule", "replay", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
     *("failure", "optimizers", "checkpoint", "support", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
