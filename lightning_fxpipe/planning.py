@@ -18,9 +18,10 @@ from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.microbatch import first_microbatch
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, StageSpec
+from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.span import locate_region
-from lightning_fxpipe.trace import Recordable, TracedRegion, trace_region
+from lightning_fxpipe.trace import TracedRegion, trace_region
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
 GOOD_ENOUGH = 1.05

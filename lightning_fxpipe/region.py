@@ -21,7 +21,7 @@ from lightning_fxpipe.calls import user_source
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.exchange import Attributes
 from lightning_fxpipe.record import CallContext
-from lightning_fxpipe.trace import RegionCall
+from lightning_fxpipe.recordable import RegionCall
 
 IsRegion = Callable[[nn.Module], bool]
 

@@ -18,6 +18,7 @@ from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.randomness import BatchRandomness, generator_state
+from lightning_fxpipe.recordable import Recordable, sign
 from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
@@ -25,7 +26,7 @@ from lightning_fxpipe.span import Span, StepRegion, locate_region
 from lightning_fxpipe.split import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import Recordable, TracedRegion, sign, trace_region
+from lightning_fxpipe.trace import TracedRegion, trace_region
 
 # A schedule keeps receive buffers for all its microbatches, so few are kept; a trace costs a fraction of a second to make.
 _MAX_PIPELINES = 8

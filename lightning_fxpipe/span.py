@@ -33,11 +33,12 @@ from lightning_fxpipe._compat import (
 from lightning_fxpipe.calls import call_name, is_query, user_source
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.record import CallContext, HiddenTensor, MustStayWhole, Recorder, RecordError, RecorderSettings
+from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
-from lightning_fxpipe.trace import INPUT_PREFIX, Recordable, fake_run
+from lightning_fxpipe.trace import fake_run
 
 _BATCH = -1  # stands for the batch in a TensorKey
 
@@ -58,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRegion:
-    """Several calls of a step, pipelined together; see :class:`lightning_fxpipe.trace.RegionCall` for the members."""
+    """Several calls of a step, pipelined together; see :class:`lightning_fxpipe.recordable.RegionCall` for the members."""
 
     step: StepCall
     span: Span
@@ -146,6 +147,7 @@ class SpanRecorder(Recorder):
         return self._number(call_name(func), func, record, args, kwargs or {}, is_module=False)
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module; gives the call a number if the step makes it."""
         path = self._module_paths.get(id(module))
 
         def record() -> Any:
@@ -301,7 +303,8 @@ def locate_region(
     survey = _survey(root, step, batch_size, device)
     if survey is None or not survey.users:
         return find_region(root, step, batch_size=batch_size, is_region=fallback)
-    if survey.is_single_call():
+    if len(survey.users) == 1 and not survey.leaves_something_behind():
+        # Also where a single function is all that uses parameters: there is no model to pipeline, and this says so.
         return find_region(root, step, batch_size=batch_size, is_region=holds_any)
     first, last = survey.users[0], survey.users[-1]
     return StepRegion(
@@ -392,10 +395,9 @@ class _Survey(SpanRecorder):
         """In place of ``self.log``."""
         self.note_use((args, kwargs))
 
-    def is_single_call(self) -> bool:
-        """Whether one call of one module is all that uses parameters, and it leaves nothing behind but its result."""
-        calls = [call for call in self.calls if call.number in self.users]
-        return len(calls) == 1 and calls[0].is_module and not calls[0].sides
+    def leaves_something_behind(self) -> bool:
+        """Whether a call that uses parameters leaves more than its result."""
+        return any(call.sides for call in self.calls if call.number in self.users)
 
     def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
         """The tensors made within the span that later code uses; all of them where the step did not come to its end."""

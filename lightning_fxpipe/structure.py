@@ -21,6 +21,7 @@ class Template:
 
     @classmethod
     def of(cls, value: Any) -> Template:
+        """The template of a value; :attr:`tensors` are its distinct tensors."""
         leaves, structure = tree_flatten(value)
         return cls(tuple({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values()), tuple(leaves), structure)
 

@@ -7,13 +7,12 @@ satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import sympy
 import torch
@@ -30,115 +29,14 @@ from lightning_fxpipe._compat import (
     symbolic_expression,
     tracing_friendly_torch,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
 )
 from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
 from lightning_fxpipe.record import CallContext, MustStayWhole, Recorder, RecordError, RecorderSettings, recording
+from lightning_fxpipe.recordable import CONSTANT_TYPES, Recordable, Signature, device_type, sign
 from lightning_fxpipe.steprecord import StepRecord
-
-INPUT_PREFIX = "region_input_"
-
-_CONSTANT_TYPES = (type(None), bool, int, float, str, complex, torch.dtype, torch.device, slice, range)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegionCall:
-    """The call that is pipelined, as seen in one run of the user's step.
-
-    Attributes:
-        path: Path of the called module inside the root.
-        args, kwargs: Its arguments, with real tensors.
-        batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
-        prelude_paths: Modules with parameters that the step called before, without training them.
-        context: Modes that the step makes it under; None stands for those of the moment.
-    """
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    batch_size: int
-    prelude_paths: tuple[str, ...] = ()
-    context: CallContext | None = None
-
-    @property
-    def label(self) -> str:
-        """What it is, for messages."""
-        return self.path or "the module"
-
-    @property
-    def opened_path(self) -> str | None:
-        """Module that is always opened, because its own forward is what is recorded."""
-        return self.path
-
-    def example(self) -> Any:
-        """What it gets, as a tree of tensors and constants."""
-        return self.args, dict(self.kwargs)
-
-    def source(self, root: nn.Module) -> str:
-        """``file:line`` of the recorded code."""
-        code = getattr(inspect.unwrap(type(root.get_submodule(self.path)).forward), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
-
-    def make_recorder(self, settings: RecorderSettings) -> Recorder:
-        """A recorder for it."""
-        return Recorder(settings, region_path=self.path)
-
-    def run(self, root: nn.Module, recorder: Recorder, example: Any) -> Any:
-        """Makes the call on fakes of :meth:`example`, under the recorder; returns what later code may use."""
-        for index, tensor in enumerate(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)):
-            recorder.add_input(f"{INPUT_PREFIX}{index}", tensor)
-        args, kwargs = example
-        return root.get_submodule(self.path).forward(*args, **kwargs)
-
-    def record_of(self, recorder: Recorder) -> StepRecord | None:
-        """What is needed to repeat the step's other calls: nothing, with a single one."""
-        return None
-
-
-class Recordable(Protocol):
-    """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step
-    (:class:`lightning_fxpipe.span.StepRegion`). The members are explained at :class:`RegionCall`."""
-
-    @property
-    def batch_size(self) -> int: ...
-
-    @property
-    def prelude_paths(self) -> tuple[str, ...]: ...
-
-    @property
-    def context(self) -> CallContext | None: ...
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def opened_path(self) -> str | None: ...
-
-    def example(self) -> Any: ...
-
-    def source(self, root: nn.Module) -> str: ...
-
-    def make_recorder(self, settings: RecorderSettings) -> Recorder: ...
-
-    def run(self, root: nn.Module, recorder: Any, example: Any) -> Any: ...
-
-    def record_of(self, recorder: Any) -> StepRecord | None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """All that must be equal for a trace to be used again, but for the sizes of the tensors."""
-
-    label: str
-    path: str | None  # of the module whose forward was recorded; None where a step's own code was
-    structure: TreeSpec
-    leaves: tuple[Any, ...]  # constants, and (rank, dtype, device, requires_grad) of tensors
-    training: tuple[bool, ...]
-    trainable: tuple[bool, ...]
-    context: CallContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,46 +110,6 @@ class TensorAt:
     """Stands in a region's result for the tensor at this position of the graph's output."""
 
     index: int
-
-
-def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int, ...], ...]]:
-    """The signature of a call and the shapes of its tensors.
-
-    Raises:
-        TraceError: An argument is neither a tensor nor a plain constant.
-    """
-    context = call.context or CallContext.current(_device_type(call))
-    leaves, structure = tree_flatten(call.example())
-    described: list[Any] = []
-    shapes: list[tuple[int, ...]] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            described.append((leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad))
-            shapes.append(tuple(leaf.shape))
-        elif isinstance(leaf, _CONSTANT_TYPES):
-            described.append((type(leaf), leaf))
-        else:
-            raise TraceError(
-                f"The call of {call.label} has an argument that cannot be recorded.",
-                observed=f"an object of type {type(leaf).__name__}",
-                expected="tensors and plain values, in dicts, lists, tuples or types registered as pytrees",
-                todo="Pass the object's tensors instead, or register its type with torch.utils._pytree.",
-            )
-    region = root.get_submodule(call.opened_path or "")
-    signature = Signature(
-        label=call.label,
-        path=call.opened_path,
-        structure=structure,
-        leaves=tuple(described),
-        training=tuple(module.training for module in region.modules()),
-        trainable=tuple(parameter.requires_grad for parameter in region.parameters()),
-        context=context,
-    )
-    return signature, tuple(shapes)
-
-
-def _device_type(call: Recordable) -> str:
-    return next((leaf.device.type for leaf in tree_leaves(call.example()) if isinstance(leaf, Tensor)), "cpu")
 
 
 def is_torch_leaf(path: str, module: nn.Module) -> bool:
@@ -362,7 +220,7 @@ def _describe_output(recorder: Recorder, leaves: list[Any]) -> tuple[list[fx.Nod
         if isinstance(leaf, Tensor):
             described.append(TensorAt(len(nodes)))
             nodes.append(recorder.argument(leaf))
-        elif isinstance(leaf, _CONSTANT_TYPES):
+        elif isinstance(leaf, CONSTANT_TYPES):
             described.append(leaf)
         else:
             raise RecordError(f"the result has an object of type {type(leaf).__name__}, which cannot be looked into")
@@ -399,7 +257,7 @@ def fake_run(
     """Exchanges all tensors of the module for fakes, and records what the block runs."""
     world = FakeWorld()
     leaves, structure = tree_flatten(call.example())
-    context = call.context or CallContext.current(_device_type(call))
+    context = call.context or CallContext.current(device_type(call))
     device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
     paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
     fqns: dict[int, str] = {}

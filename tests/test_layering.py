@@ -30,6 +30,7 @@ ORDER = [
         "randomness",
         "record",
         "steprecord",
+        "recordable",
         "trace",
         "cost",
         "partition",

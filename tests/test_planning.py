@@ -17,8 +17,10 @@ from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan
-from lightning_fxpipe.planning import GOOD_ENOUGH, Assignment, describe_plan, follow_plan, make_plan, stage_weights
-from lightning_fxpipe.trace import RegionCall, trace_region
+from lightning_fxpipe.planning import GOOD_ENOUGH, Assignment, describe_plan, follow_plan, make_plan, plan_region, stage_weights
+from lightning_fxpipe.recordable import RegionCall
+from lightning_fxpipe.region import StepCall, find_region
+from lightning_fxpipe.trace import trace_region
 from tests.lit import LitModel
 from tests.models import ResNet18, SkipMLP, make_model, make_samples
 
@@ -246,8 +248,14 @@ class Distilled(L.LightningModule):
         return ((self.student(batch) - target) ** 2).mean() * self.temperature.mean()
 
 
+def plan_of_first_call(module: L.LightningModule) -> PartitionPlan:
+    """The plan where only the first call that trains is pipelined: what is left for a step that cannot run on fakes."""
+    call = find_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    return plan_region(module, call, num_stages=2)
+
+
 def test_parameters_before_and_after_the_pipelined_call_have_places_of_their_own() -> None:
-    plan = make_plan(Distilled(), torch.randn(BATCH, 6), num_stages=2)
+    plan = plan_of_first_call(Distilled())
     assert plan.region == "student"
     assert plan.prelude_fqns == ("teacher.weight", "teacher.bias")
     assert plan.outside_fqns == ("temperature", "unused.weight", "unused.bias")
@@ -266,9 +274,21 @@ def test_parameters_after_the_call_weigh_on_the_last_stage() -> None:
             self.student = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
             self.temperature = nn.Parameter(torch.ones(3 * 42))
 
-    plan = make_plan(HeavyLoss(), torch.randn(BATCH, 6), num_stages=2)
+    plan = plan_of_first_call(HeavyLoss())
     # 4 * 42 in the layers and 126 + 12 outside: only with all but the last layer in the first stage is it balanced.
     assert plan.stages[0].num_parameters == 3 * 42
+
+
+def test_all_calls_of_a_step_that_use_parameters_are_planned() -> None:
+    plan = make_plan(Distilled(), torch.randn(BATCH, 6), num_stages=3)
+    assert plan.region == "several calls of training_step"
+    assert plan.prelude_fqns == ()
+    assert plan.outside_fqns == ("unused.weight", "unused.bias")
+    assert [stage.fqns for stage in plan.stages] == [
+        ("teacher.weight", "teacher.bias"),
+        ("student.0.weight", "student.0.bias"),
+        ("temperature", "student.1.weight", "student.1.bias"),
+    ]
 
 
 def test_parameter_that_the_call_returns_is_held_by_the_last_stage() -> None:
@@ -399,7 +419,7 @@ def test_batch_without_batch_dimension_is_an_error() -> None:
 def test_step_that_never_calls_the_model_is_an_error() -> None:
     class NoCall(Distilled):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.temperature.sum()
+            return batch.sum()
 
     with pytest.raises(TraceError, match="never calls a model"):
         make_plan(NoCall(), torch.randn(BATCH, 6), num_stages=2)
@@ -527,7 +547,7 @@ def test_unit_with_a_shared_parameter_may_run_in_any_stage_that_holds_it() -> No
 
 def test_parameters_that_every_rank_keeps_may_be_used_anywhere() -> None:
     model = Distilled()
-    plan = make_plan(model, torch.randn(BATCH, 6), num_stages=2)
+    plan = plan_of_first_call(model)
 
     class Both(nn.Module):
         def __init__(self) -> None:

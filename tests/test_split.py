@@ -25,8 +25,9 @@ from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import Assignment, follow_plan, make_plan
 from lightning_fxpipe.record import CONSTANT_PREFIX
+from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage, build_stages
-from lightning_fxpipe.trace import RegionCall, TensorAt, trace_region
+from lightning_fxpipe.trace import TensorAt, trace_region
 from tests.models import make_model, make_samples
 
 MODELS = ("mlp", "gpt", "resnet", "unet")

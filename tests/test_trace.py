@@ -18,8 +18,9 @@ from lightning_fxpipe._compat import FakeTensor, tree_leaves
 from lightning_fxpipe.cost import build_chain
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.record import CONSTANT_PREFIX
+from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.sizes import SymbolicSize
-from lightning_fxpipe.trace import RegionCall, TensorAt, TracedRegion, trace_region
+from lightning_fxpipe.trace import TensorAt, TracedRegion, trace_region
 from tests.models import BasicBlock, ResNet18, SkipMLP, TiedGPT, make_model, make_samples
 
 BATCH = 4
