@@ -46,11 +46,6 @@ class NeverCalls(TwoLayers):
         return nn.functional.linear(batch[0], self.first.weight).sum()
 
 
-class CallsTwice(TwoLayers):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]) + self(batch[0]), batch[1])
-
-
 class Manual(TwoLayers):
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +96,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxP
 }
 
 PAIR_CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
-    "model called twice": (CallsTwice, UnsupportedError, ["twice", "test_refusals.py:"]),
     "two optimizers": (TwoOptimizers, RuntimeError, ["multiple optimizers"]),  # Lightning's own refusal
     "LBFGS": (Lbfgs, UnsupportedError, ["LBFGS"]),
 }
