@@ -28,6 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
+# Sees the operators below a torch call; the public modes see the call only. torch 2.11-2.15.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten

@@ -27,6 +27,7 @@ ORDER = [
         "probe",
         "record",
         "trace",
+        "recompute",
         "cost",
         "partition",
         "microbatch",

@@ -18,6 +18,7 @@ from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan
 from lightning_fxpipe.planning import GOOD_ENOUGH, Assignment, describe_plan, follow_plan, make_plan, stage_weights
+from lightning_fxpipe.table import human_bytes
 from lightning_fxpipe.trace import RegionCall, trace_region
 from tests.lit import LitModel
 from tests.models import ResNet18, SkipMLP, make_model, make_samples
@@ -152,7 +153,7 @@ def test_module_with_hooks_is_not_opened_and_the_plan_says_why() -> None:
 
 
 class Skipping(nn.Module):
-    """``skip`` goes from the first layer past the second and third to the last."""
+    """``skip`` goes from the first layer past the second and third to the last; so does a value without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,20 +161,20 @@ class Skipping(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         skip = self.a(x)
-        mask = (x > 0).sum(1)
-        return self.d(self.c(self.b(skip)) + skip), mask
+        ranks = x.argsort(dim=1)[:, 0]  # sorting is not cheap
+        return self.d(self.c(self.b(skip)) + skip), ranks
 
 
 def test_boundaries_of_a_hand_computable_model() -> None:
     plan = make_plan(Skipping(), torch.randn(BATCH, 6), num_stages=4)
     assert [(stage.first_module, stage.last_module, stage.fqns) for stage in plan.stages] == [
         ("a", "a", ("a.weight", "a.bias")),
-        ("", "b", ("b.weight", "b.bias")),  # computes the mask first
+        ("", "b", ("b.weight", "b.bias")),  # sorts first
         ("c", "", ("c.weight", "c.bias")),  # and adds the skip last
         ("d", "d", ("d.weight", "d.bias")),
     ]
     sent = [{tensor.name: tensor for tensor in stage.outputs} for stage in plan.stages]
-    assert [list(outputs) for outputs in sent] == [["a"], ["a", "sum_1", "b"], ["sum_1", "add"], []]
+    assert [list(outputs) for outputs in sent] == [["a"], ["a", "getitem", "b"], ["getitem", "add"], []]
     assert sent[0]["a"] == BoundaryTensor(
         name="a",
         module="a",
@@ -185,8 +186,8 @@ def test_boundaries_of_a_hand_computable_model() -> None:
         num_bytes=BATCH * 6 * 4,
     )
     assert sent[1]["a"] == sent[0]["a"]
-    assert sent[1]["sum_1"] == BoundaryTensor(
-        name="sum_1",
+    assert sent[1]["getitem"] == BoundaryTensor(
+        name="getitem",
         module="",
         shape=(BATCH,),
         dtype="int64",
@@ -196,6 +197,7 @@ def test_boundaries_of_a_hand_computable_model() -> None:
         num_bytes=BATCH * 8,
     )
     assert [stage.output_bytes for stage in plan.stages] == [96, 96 + 32 + 96, 32 + 96, 0]
+    assert [stage.relayed_bytes for stage in plan.stages] == [0, 32, 0, 0]
 
 
 def test_tensor_that_a_stage_only_passes_on_is_shown_as_a_relay() -> None:
@@ -204,7 +206,8 @@ def test_tensor_that_a_stage_only_passes_on_is_shown_as_a_relay() -> None:
     assert {tensor.producer_stage for tensor in relays} == {0}
     assert {tensor.consumer_stages for tensor in relays} == {(2,)}
     assert all(tensor in plan.stages[0].outputs for tensor in relays)
-    assert f"({len(relays)} relayed)" in str(plan)
+    assert plan.stages[0].relayed_bytes == sum(tensor.num_bytes for tensor in relays)
+    assert str(plan).splitlines()[4].endswith(human_bytes(plan.stages[0].relayed_bytes))
 
 
 def test_shapes_are_those_of_one_microbatch() -> None:
