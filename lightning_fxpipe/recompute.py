@@ -107,8 +107,13 @@ def find_recomputed(traced: TracedRegion, is_kept_apart: Callable[[fx.Node], boo
         spoiled = {node for node in calls - chosen if _storages(node) & changed}
         kept = {node for node in chosen if not _closure([node], needs) & spoiled}
         if kept == chosen:
-            return Recomputation(nodes=frozenset(chosen), needs=needs, unread=rehearsal.unread)
+            break
         chosen = {node for node in kept if groups[node] <= kept}
+    for node in reversed(traced.graph.nodes):
+        users = {user for member in groups.get(node, ()) for user in member.users} - groups.get(node, frozenset())
+        if users and users <= chosen:
+            chosen |= groups[node]  # nothing else uses it, so it runs where they run
+    return Recomputation(nodes=frozenset(chosen), needs=needs, unread=rehearsal.unread)
 
 
 def _is_cheaper(group: frozenset[fx.Node], needs: Mapping[fx.Node, Iterable[fx.Node]], work: Mapping[fx.Node, int]) -> bool:

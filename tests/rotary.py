@@ -51,8 +51,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryDecoder(nn.Module):
     """Token ids with padding (zeros) to logits."""
 
-    def __init__(self, vocab: int = 40, dim: int = 16, depth: int = 8, heads: int = 2) -> None:
+    def __init__(self, vocab: int = 40, dim: int = 16, depth: int = 8, heads: int = 2, context: int = 16) -> None:
         super().__init__()
+        self.register_buffer("later", torch.ones(context, context).triu(diagonal=1).bool())
         self.embed = nn.Embedding(vocab, dim)
         self.rotary = Rotary(dim // heads)
         self.blocks = nn.ModuleList(RotaryBlock(dim, heads) for _ in range(depth))
@@ -68,10 +69,9 @@ class RotaryDecoder(nn.Module):
             h = block(h, tables, mask)
         return self.head(self.norm(h))
 
-    @staticmethod
-    def _mask(ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is added to attention scores: nothing, or the lowest number for later positions and for padding."""
+    def _mask(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """What is added to attention scores: the lowest number for later positions, a low one for padding."""
         b, t = ids.shape
-        mask = torch.full((t, t), torch.finfo(dtype).min, dtype=dtype)
-        mask = torch.triu(mask, diagonal=1)[None, None].expand(b, 1, t, t).clone()
+        mask = torch.zeros((t, t), dtype=dtype, device=ids.device)
+        mask = mask.masked_fill(self.later[:t, :t], torch.finfo(dtype).min)[None, None].expand(b, 1, t, t).clone()
         return mask.masked_fill_((ids == 0)[:, None, None, :] & (mask == 0), -1e4)

@@ -229,3 +229,15 @@ class Counter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
         return x * self.calls
+
+
+class Double(torch.autograd.Function):
+    """With a gradient that autograd would not find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        return x * factor, x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * -7, None

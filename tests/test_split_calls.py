@@ -14,6 +14,7 @@ from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.split import build_stages
 from tests.staging import (
     WIDTH,
+    Double,
     Layers,
     assert_exact_at_every_cut,
     assert_stages_equal_whole,
@@ -68,18 +69,6 @@ def test_autocast_around_the_whole_call() -> None:
         assert chain.sites[0].crossing[0].meta["val"].dtype == torch.bfloat16
         for position in range(len(chain.units) - 1):
             assert_stages_equal_whole(Assignment(chain=chain, cuts=(position,)), batch(7))
-
-
-class Double(torch.autograd.Function):
-    """With a gradient that autograd would not find."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-        return x * factor, x.sum()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * -7, None
 
 
 def test_custom_autograd_function_with_two_results() -> None:
