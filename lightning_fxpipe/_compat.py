@@ -31,6 +31,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 # The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
+# Sees the operators below a torch call; the public modes see the call only. torch 2.11-2.15.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten

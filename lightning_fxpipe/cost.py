@@ -1,21 +1,23 @@
 """What the nodes of a traced region weigh, and what each cut between them would send.
 
 The graph is seen as a chain of *units*: a call together with the nodes that only take its result apart. A cut may fall between
-two units; its cost is the bytes of the tensors alive across it, and it is illegal where a stage could not be told apart from
-the rest without changing the result.
+two units; its cost is the bytes of the tensors alive across it, but for those that each stage computes for itself
+(:mod:`lightning_fxpipe.recompute`), and it is illegal where a stage could not be told apart from the rest without changing the
+result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import size_hint, storage_key, symbolic_expression
-from lightning_fxpipe.sizes import size_symbols
+from lightning_fxpipe._compat import storage_key, symbolic_expression
+from lightning_fxpipe.recompute import Recomputation, find_recomputed
+from lightning_fxpipe.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -26,14 +28,17 @@ class Unit:
     Attributes:
         nodes: In graph order; the first is the call.
         path: Path of the module that the call came from.
-        tensor_fqns: Canonical FQNs of the parameters and buffers that it uses.
+        tensor_fqns: Canonical FQNs of the parameters and buffers that its stage must have for it: those that it uses, and
+            those that the recomputed values follow from which it takes.
         num_parameters: Elements of the parameters that no earlier unit uses.
+        is_recomputed: Whether each stage that needs its results computes them, so that it belongs to no stage.
     """
 
     nodes: tuple[fx.Node, ...]
     path: str
     tensor_fqns: frozenset[str]
     num_parameters: int
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ class CutSite:
 
     Attributes:
         position: Index of the last unit before the cut; -1 for the place before all units.
-        crossing: Tensors alive across it, in the order in which they are produced.
+        crossing: Tensors that are sent across it, in the order in which they are produced.
         num_bytes: Their size for the example microbatch.
         obstacle: Why no cut may fall here, or None.
     """
@@ -61,7 +66,9 @@ class Chain:
     traced: TracedRegion
     units: tuple[Unit, ...]
     sites: tuple[CutSite, ...]
-    output_fqns: frozenset[str]  # of parameters and buffers that the region returns as they are
+    recomputation: Recomputation
+    output_fqns: frozenset[str]  # of parameters and buffers that the region returns, or that recomputed results follow from
+    changed_fqns: frozenset[str]  # of parameters and buffers that opened code changes in place
 
     def site(self, position: int) -> CutSite:
         """The site after unit ``position``. Nothing crosses at -1: every rank has the region's inputs."""
@@ -91,13 +98,53 @@ def node_fqns(node: fx.Node, root: nn.Module) -> Iterable[str]:
             yield f"{node.target}.{name}" if node.target else name
 
 
-def build_chain(traced: TracedRegion) -> Chain:
-    """Units and cut sites of a traced region."""
+def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = ()) -> Chain:
+    """Units and cut sites of a traced region.
+
+    Args:
+        traced: The region.
+        kept_apart: FQNs of buffers that no value may be recomputed from.
+    """
     names = canonical_fqns(traced.root)
     sizes = {fqn: parameter.numel() for fqn, parameter in traced.root.named_parameters()}
+
+    def fqns_of(nodes: Iterable[fx.Node]) -> frozenset[str]:
+        sources = {s for node in nodes for s in (node, *(op for op in node.all_input_nodes if op.op == "get_attr"))}
+        # A tensor that is a plain attribute or a constant has no name here: every rank has it.
+        return frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root) if fqn in names)
+
+    fixed = sizes.keys() | set(kept_apart)
+    recomputation = find_recomputed(traced, lambda node: not fixed.isdisjoint(fqns_of([node])))
+    groups, position_of = _grouped(traced.graph)
+    units: list[Unit] = []
+    counted: set[str] = set()
+    for group in groups:
+        is_recomputed = group[0] in recomputation.nodes
+        operands = [operand for node in group for operand in node.all_input_nodes]
+        fqns = frozenset() if is_recomputed else fqns_of([*group, *recomputation.calls_for(operands)])
+        weight = sum(sizes.get(fqn, 0) for fqn in fqns - counted)
+        counted |= fqns
+        path = str(group[0].meta["module_path"])
+        unit = Unit(nodes=tuple(group), path=path, tensor_fqns=fqns, num_parameters=weight, is_recomputed=is_recomputed)
+        units.append(unit)
+    results = traced.output_node.all_input_nodes
+    changed = {key for node in traced.graph.nodes for key in node.meta.get("mutated_storages", ())}
+    attributes = [node for node in traced.graph.nodes if node.op == "get_attr"]
+    return Chain(
+        traced=traced,
+        units=tuple(units),
+        sites=_cut_sites(traced, position_of, recomputation.nodes, len(units)),
+        recomputation=recomputation,
+        output_fqns=fqns_of([*(node for node in results if node in attributes), *recomputation.calls_for(results)]),
+        changed_fqns=fqns_of(node for node in attributes if storage_key(node.meta["val"]) in changed),
+    )
+
+
+def _grouped(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+    """The calls of a graph, each with the nodes that take its result apart; and in which group each is."""
     groups: list[list[fx.Node]] = []
     position_of: dict[fx.Node, int] = {}
-    for node in traced.graph.nodes:
+    for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         owner = node.meta.get("part_of")
@@ -106,40 +153,26 @@ def build_chain(traced: TracedRegion) -> Chain:
         else:
             groups.append([node])
         position_of[node] = position_of[owner] if owner is not None else len(groups) - 1
-    units: list[Unit] = []
-    counted: set[str] = set()
-    for group in groups:
-        sources = {*group, *(operand for node in group for operand in node.all_input_nodes if operand.op == "get_attr")}
-        # A tensor that is a plain attribute or a constant has no name here: every rank has it.
-        fqns = frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root) if fqn in names)
-        weight = sum(sizes.get(fqn, 0) for fqn in fqns - counted)
-        counted |= fqns
-        path = str(group[0].meta["module_path"])
-        units.append(Unit(nodes=tuple(group), path=path, tensor_fqns=fqns, num_parameters=weight))
-    sites = _cut_sites(traced, position_of, len(units))
-    attributes = [node for node in traced.output_node.all_input_nodes if node.op == "get_attr"]
-    returned = {fqn for node in attributes for fqn in node_fqns(node, traced.root)}
-    return Chain(
-        traced=traced,
-        units=tuple(units),
-        sites=sites,
-        output_fqns=frozenset(names[fqn] for fqn in returned if fqn in names),
-    )
+    return groups, position_of
 
 
-def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_units: int) -> tuple[CutSite, ...]:
+def _cut_sites(
+    traced: TracedRegion, position_of: Mapping[fx.Node, int], recomputed: Collection[fx.Node], num_units: int
+) -> tuple[CutSite, ...]:
+    # Recomputed values cross no cut, nor does what they alone are computed from.
+    sendable = {node: position for node, position in position_of.items() if node not in recomputed}
     # The output counts as a use after the last unit: with a cut there, what crosses are the outputs.
     last_use = {
-        node: max((position_of.get(user, num_units) for user in node.users), default=position)
-        for node, position in position_of.items()
+        node: max((position_of.get(user, num_units) for user in node.users if user not in recomputed), default=position)
+        for node, position in sendable.items()
     }
     crossing: list[list[fx.Node]] = [[] for _ in range(num_units)]
-    for node, position in position_of.items():
+    for node, position in sendable.items():
         for site in range(position, last_use[node]):
             crossing[site].append(node)
-    obstacles = _aliasing_obstacles(traced, position_of, last_use, num_units)
-    _add_size_obstacles(traced, position_of, obstacles)
-    last_change = max((position for node, position in position_of.items() if _changes_values(node)), default=-1)
+    obstacles = _aliasing_obstacles(traced, sendable, last_use, num_units)
+    _add_size_obstacles(traced, sendable, obstacles)
+    last_change = max((position for node, position in sendable.items() if _changes_values(node)), default=-1)
     sites = []
     for position, nodes in enumerate(crossing):
         obstacle = obstacles[position] or next((why for node in nodes if (why := _cannot_cross(node))), None)
@@ -151,14 +184,6 @@ def _cut_sites(traced: TracedRegion, position_of: Mapping[fx.Node, int], num_uni
         num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
         sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
     return tuple(sites)
-
-
-def tensor_bytes(value: Tensor) -> int:
-    """Bytes of a (fake) tensor at the sizes that it was traced with."""
-    count = 1
-    for size in value.shape:
-        count *= size_hint(size)
-    return count * value.dtype.itemsize
 
 
 def _is_viewed(node: fx.Node, traced: TracedRegion) -> bool:

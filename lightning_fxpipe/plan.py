@@ -15,7 +15,7 @@ from typing import Any
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.table import human_bytes, human_count, render_table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +48,23 @@ class BoundaryTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputedTensor:
+    """A value that follows from the inputs cheaply, such as a mask: each stage that uses it computes it, and none sends it.
+
+    Attributes:
+        name: Name of the graph node that produces it.
+        module: Path of the module that produces it.
+        stages: Stages that use it.
+        num_bytes: Bytes of one microbatch.
+    """
+
+    name: str
+    module: str
+    stages: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
     """One stage of a plan.
 
@@ -72,6 +89,16 @@ class StageSpec:
         """Bytes that leave the stage for each microbatch, forward."""
         return sum(tensor.num_bytes for tensor in self.outputs)
 
+    @property
+    def relayed_bytes(self) -> int:
+        """Those of the bytes that the next stage does not use and only passes on to later ones."""
+        return sum(tensor.num_bytes for tensor in self.outputs if tensor.is_relay_at(self.index + 1))
+
+    @property
+    def adjacent_bytes(self) -> int:
+        """Those of the bytes that the next stage uses."""
+        return self.output_bytes - self.relayed_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionPlan:
@@ -86,6 +113,7 @@ class PartitionPlan:
         prelude_fqns: Parameters that the step uses before the region, without training them; every rank keeps them.
         opened: Modules that were opened so that a cut could fall inside.
         kept_whole: Modules that could not be opened, with the reason.
+        recomputed: What would cross a cut if each stage that uses it did not compute it for itself.
         schema_version: Version of the JSON layout.
     """
 
@@ -97,6 +125,7 @@ class PartitionPlan:
     prelude_fqns: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
     kept_whole: Mapping[str, str] = field(default_factory=dict)
+    recomputed: tuple[RecomputedTensor, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -153,6 +182,7 @@ class PartitionPlan:
                 prelude_fqns=tuple(data["prelude_fqns"]),
                 opened=tuple(data["opened"]),
                 kept_whole=dict(data["kept_whole"]),
+                recomputed=tuple(RecomputedTensor(**{**of, "stages": tuple(of["stages"])}) for of in data["recomputed"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
@@ -193,8 +223,6 @@ def _plan_table(plan: PartitionPlan) -> str:
     total = max(plan.num_parameters, 1)
     rows = []
     for stage in plan.stages:
-        relayed = sum(tensor.is_relay_at(stage.index) for tensor in stage.outputs)
-        tensors = f"{len(stage.outputs)}" + (f" ({relayed} relayed)" if relayed else "") if stage.outputs else "-"
         rows.append(
             (
                 str(stage.index),
@@ -202,24 +230,29 @@ def _plan_table(plan: PartitionPlan) -> str:
                 stage.last_module or "(root)",
                 human_count(stage.num_parameters),
                 f"{100 * stage.num_parameters / total:.1f} %",
-                tensors,
-                human_bytes(stage.output_bytes) if stage.outputs else "-",
+                str(len(stage.outputs)) if stage.outputs else "-",
+                human_bytes(stage.adjacent_bytes) if stage.outputs else "-",
+                human_bytes(stage.relayed_bytes) if stage.outputs else "-",
             )
         )
     caption = f"{human_count(plan.num_parameters)} parameters in {plan.num_stages} stages"
     caption += f"; bytes are for one microbatch of {plan.microbatch_size}"
+    caption += "\nAdjacent: bytes that the next stage uses; relayed: bytes that it passes on to later ones"
     if plan.opened:
         caption += f"\nOpened: {', '.join(path or '(root)' for path in plan.opened)}"
     if plan.kept_whole:
         caption += "\nKept whole: " + ", ".join(f"{path} ({reason})" for path, reason in plan.kept_whole.items())
+    if plan.recomputed:
+        names = tuple(f"{tensor.name} of {tensor.module or '(root)'}" for tensor in plan.recomputed)
+        caption += f"\nComputed by each stage that uses it, not sent: {_shortened(names)}"
     if plan.outside_fqns:
         caption += f"\nOutside the pipelined call, with the last stage: {_shortened(plan.outside_fqns)}"
     if plan.prelude_fqns:
         caption += f"\nUsed before the pipelined call, kept by every rank: {_shortened(plan.prelude_fqns)}"
     return render_table(
         f"Pipeline of {plan.region or 'the module'}",
-        ("Stage", "First module", "Last module", "Parameters", "Share", "Tensors out", "Bytes out"),
+        ("Stage", "First module", "Last module", "Parameters", "Share", "Tensors out", "Adjacent", "Relayed"),
         rows,
-        right_aligned=("Stage", "Parameters", "Share", "Tensors out", "Bytes out"),
+        right_aligned=("Stage", "Parameters", "Share", "Tensors out", "Adjacent", "Relayed"),
         caption=caption,
     )

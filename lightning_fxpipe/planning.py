@@ -13,13 +13,14 @@ import torch
 from torch import fx, nn
 
 from lightning_fxpipe._compat import size_hint
-from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns, tensor_bytes
+from lightning_fxpipe.cost import Chain, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.microbatch import first_microbatch
 from lightning_fxpipe.partition import lightest_maximum, solve
-from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, StageSpec
+from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.sizes import tensor_bytes
 from lightning_fxpipe.span import locate_region
 from lightning_fxpipe.trace import TracedRegion, trace_region
 
@@ -48,10 +49,30 @@ class Assignment:
         """Stage of the unit at ``position``."""
         return sum(cut < position for cut in self.cuts)
 
+    def units(self, stage: int) -> list[Unit]:
+        """The units that run in this stage alone."""
+        return [
+            unit
+            for position, unit in enumerate(self.chain.units)
+            if self.stage_of(position) == stage and not unit.is_recomputed
+        ]
+
     def nodes(self, stage: int) -> list[fx.Node]:
-        """The stage's calls, in graph order."""
-        units = [unit for position, unit in enumerate(self.chain.units) if self.stage_of(position) == stage]
-        return [node for unit in units for node in unit.nodes]
+        """The stage's calls in graph order, those of the recomputed values that it needs included."""
+        own = {node for unit in self.units(stage) for node in unit.nodes}
+        received = self.boundary(stage - 1) if stage else ()
+        again = self.chain.recomputation.calls_for(self.uses(stage), own.union(received))
+        return [node for node in self.chain.traced.graph.nodes if node in own or node in again]
+
+    def uses(self, stage: int) -> set[fx.Node]:
+        """Operands of the stage's own units; in the last stage the region's results, too."""
+        operands = {operand for unit in self.units(stage) for node in unit.nodes for operand in node.all_input_nodes}
+        return operands.union(self.chain.traced.output_node.all_input_nodes if stage == self.num_stages - 1 else ())
+
+    def fqns(self, stage: int) -> frozenset[str]:
+        """Canonical FQNs of the parameters and buffers that the stage must have."""
+        used = frozenset(fqn for unit in self.units(stage) for fqn in unit.tensor_fqns)
+        return used | self.chain.output_fqns if stage == self.num_stages - 1 else used
 
     def boundary(self, stage: int) -> tuple[fx.Node, ...]:
         """What ``stage`` sends to the next one."""
@@ -130,13 +151,11 @@ def open_until_balanced(root: nn.Module, call: Recordable, *, num_stages: int, d
 def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
     """The opened modules that a cut really falls into; the others may as well stay whole."""
 
+    # A value that several stages recompute could no longer be if the module that makes it were whole again.
+    paths = [{str(node.meta["module_path"]) for node in assignment.nodes(stage)} for stage in range(assignment.num_stages)]
+
     def stages_inside(path: str) -> int:
-        inside = (
-            assignment.stage_of(position)
-            for position, unit in enumerate(assignment.chain.units)
-            if unit.path == path or unit.path.startswith(f"{path}.")
-        )
-        return len(set(inside))
+        return sum(any(inside == path or inside.startswith(f"{path}.") for inside in of_stage) for of_stage in paths)
 
     return tuple(path for path in assignment.chain.traced.opened if stages_inside(path) > 1)
 
@@ -201,7 +220,11 @@ def _prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
 
 
 def _cut_costs(chain: Chain) -> list[int | None]:
-    return [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
+    # A cut after a recomputed unit is the cut before it.
+    return [
+        None if site.obstacle or unit.is_recomputed else site.num_bytes
+        for unit, site in zip(chain.units[:-1], chain.sites[:-1], strict=True)
+    ]
 
 
 def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
@@ -211,17 +234,15 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
     stages = []
     for stage in range(assignment.num_stages):
-        units = [unit for position, unit in enumerate(chain.units) if assignment.stage_of(position) == stage]
-        last = stage == assignment.num_stages - 1
-        fqns = {fqn for unit in units for fqn in unit.tensor_fqns}
+        units = assignment.units(stage)
         stages.append(
             StageSpec(
                 index=stage,
                 first_module=units[0].path if units else "",
                 last_module=units[-1].path if units else "",
-                fqns=tuple(sorted(fqns | (chain.output_fqns if last else set()), key=order.__getitem__)),
+                fqns=tuple(sorted(assignment.fqns(stage), key=order.__getitem__)),
                 num_parameters=sum(unit.num_parameters for unit in units),
-                outputs=() if last else _boundary_tensors(assignment, stage),
+                outputs=() if stage == assignment.num_stages - 1 else _boundary_tensors(assignment, stage),
             )
         )
     prelude = _prelude_fqns(root, call)
@@ -235,17 +256,17 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
         prelude_fqns=tuple(fqn for fqn in prelude if fqn in _outside(chain)),
         opened=chain.traced.opened,
         kept_whole=chain.traced.kept_whole,
+        recomputed=_recomputed_tensors(assignment),
     )
 
 
 def _boundary_tensors(assignment: Assignment, stage: int) -> tuple[BoundaryTensor, ...]:
-    chain = assignment.chain
-    stage_of = {node: assignment.stage_of(position) for position, unit in enumerate(chain.units) for node in unit.nodes}
-    last = assignment.num_stages - 1
+    stage_of = _stages_of_nodes(assignment)
+    used = _used_nodes(assignment)
     tensors = []
     for node in assignment.boundary(stage):
         value = node.meta["val"]
-        consumers = {stage_of.get(user, last) for user in node.users}
+        consumers = [of for of, nodes in enumerate(used) if node in nodes and of > stage_of[node]]
         tensors.append(
             BoundaryTensor(
                 name=node.name,
@@ -254,11 +275,43 @@ def _boundary_tensors(assignment: Assignment, stage: int) -> tuple[BoundaryTenso
                 dtype=str(value.dtype).removeprefix("torch."),
                 requires_grad=value.requires_grad,
                 producer_stage=stage_of[node],
-                consumer_stages=tuple(sorted(consumers - {stage_of[node]})),
+                consumer_stages=tuple(consumers),
                 num_bytes=tensor_bytes(value),
             )
         )
     return tuple(tensors)
+
+
+def _recomputed_tensors(assignment: Assignment) -> tuple[RecomputedTensor, ...]:
+    """Those of the recomputed values that would cross a cut if they were not."""
+    used = [assignment.uses(stage) for stage in range(assignment.num_stages)]
+    tensors = []
+    for node, made_in in _stages_of_nodes(assignment).items():
+        stages = tuple(stage for stage, nodes in enumerate(used) if node in nodes)
+        if node in assignment.chain.recomputation.nodes and stages and stages[-1] > made_in:
+            tensors.append(
+                RecomputedTensor(
+                    name=node.name,
+                    module=str(node.meta["module_path"]),
+                    stages=stages,
+                    num_bytes=tensor_bytes(node.meta["val"]),
+                )
+            )
+    return tuple(tensors)
+
+
+def _stages_of_nodes(assignment: Assignment) -> dict[fx.Node, int]:
+    units = enumerate(assignment.chain.units)
+    return {node: assignment.stage_of(position) for position, unit in units for node in unit.nodes}
+
+
+def _used_nodes(assignment: Assignment) -> list[set[fx.Node]]:
+    """What each stage takes operands and results from, for recomputed values too."""
+    unread = assignment.chain.recomputation.unread
+    return [
+        assignment.uses(stage).union(*({*node.all_input_nodes} - unread.get(node, set()) for node in assignment.nodes(stage)))
+        for stage in range(assignment.num_stages)
+    ]
 
 
 def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
@@ -269,8 +322,17 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
     Raises:
         PartitionError: The graph uses the plan's stages in another order than the plan.
     """
-    chain = build_chain(traced)
+    try:
+        return _follow(plan, build_chain(traced))
+    except PartitionError:
+        # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
+        staged = {fqn for stage in plan.stages for fqn in stage.fqns}
+        return _follow(plan, build_chain(traced, kept_apart=staged))
+
+
+def _follow(plan: PartitionPlan, chain: Chain) -> Assignment:
     num_stages = plan.num_stages
+    _check_copies(plan, chain)
     infinity = float("inf")
     # cost[s]: least bytes with the units so far placed and the last of them in stage s
     cost = [0.0] * num_stages
@@ -302,6 +364,25 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
     stages.reverse()
     cuts = tuple(sum(of <= index for of in stages) - 1 for index in range(num_stages - 1))
     return Assignment(chain=chain, cuts=cuts)
+
+
+def _check_copies(plan: PartitionPlan, chain: Chain) -> None:
+    """What a call changes is held by one stage, and what it returns as it is by the last."""
+    several = [fqn for fqn in sorted(chain.changed_fqns) if len(plan.stages_of(fqn)) > 1]
+    if several:
+        raise PartitionError(
+            "This call changes in place what the plan keeps in several stages, whose copies would no longer be equal.",
+            observed=f"{several[0]} in stages {plan.stages_of(several[0])}",
+            expected="one stage that holds it",
+            todo="Make the plan from the training step: call fit before validate, or give the strategy a plan by `make_plan`.",
+        )
+    if plan.num_stages - 1 not in _allowed_stages(plan, chain.output_fqns):
+        raise PartitionError(
+            "This call returns parameters or buffers that the last stage does not hold.",
+            observed=", ".join(sorted(chain.output_fqns)),
+            expected="what the training step's call returns",
+            todo="Return a value computed from them, or call the model in this step as training does.",
+        )
 
 
 def _finite(num_bytes: int, obstacle: str | None) -> float:

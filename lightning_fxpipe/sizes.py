@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fxpipe._compat import symbolic_expression
+from torch import Tensor
+
+from lightning_fxpipe._compat import size_hint, symbolic_expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +59,11 @@ def size_symbols(arguments: Any) -> set[Any]:
 
     visit(arguments)
     return found
+
+
+def tensor_bytes(value: Tensor) -> int:
+    """Bytes of a (fake) tensor at the sizes that it was traced with. Raises ``ValueError`` where they depend on data."""
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.dtype.itemsize

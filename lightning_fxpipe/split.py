@@ -3,7 +3,8 @@
 A stage is a ``torch.fx.GraphModule`` that refers to the very parameters, buffers and submodules of the user's model under
 their own names: nothing is copied, and ``stage.named_parameters()`` gives the original FQNs. Its inputs are the tensors
 received from the previous stage, then those of the region's own inputs that it uses; its outputs are the tensors that the next
-stage receives, values that it only passes on (relays) included.
+stage receives, values that it only passes on (relays) included. What each stage computes for itself, such as an attention mask,
+is among the nodes of every stage that uses it.
 
 ``torch.fx.passes.split_module`` is not used: it would send sizes as integers, place a parameter used twice in one partition
 only, and keep views of received memory that the next step overwrites.
@@ -25,7 +26,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext
-from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols
+from lightning_fxpipe.sizes import SymbolicSize, as_number, as_size, size_symbols
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -97,6 +98,9 @@ class _StageBuilder:
         self._nodes = assignment.nodes(index)
         self._boundary_in = assignment.boundary(index - 1) if index else ()
         self._boundary_out = () if self._is_last else assignment.boundary(index)
+        present = {*self._nodes, *self._boundary_in}
+        unread = assignment.chain.recomputation.unread
+        self._blank = {node for user in self._nodes for node in unread.get(user, ()) if node not in present}
         self._graph = fx.Graph()
         self._values: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Any, fx.Node | int] = {}
@@ -153,6 +157,7 @@ class _StageBuilder:
         if self._is_last:
             operands |= set(self._traced.output_node.all_input_nodes)
         symbols = {symbol for node in self._nodes for symbol in size_symbols((node.args, node.kwargs))}
+        symbols |= {symbol for node in self._blank for symbol in _all_symbols(node)}
         symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
         used = []
         for i, node in enumerate((*self._traced.input_nodes, *self._traced.draw_nodes)):
@@ -170,7 +175,17 @@ class _StageBuilder:
 
     # ------------------------------------------------------------------ nodes
 
+    def _add_blank(self, node: fx.Node) -> None:
+        """Stands in for a tensor that the stage does not have, and whose values no recomputed call looks at."""
+        value = node.meta["val"]
+        shape = tuple(self._argument(as_size(size)) for size in value.shape)
+        kind = {"dtype": value.dtype, "device": value.device, "requires_grad": value.requires_grad}
+        self._values[node] = self._graph.call_function(torch.empty, (shape,), kind)
+
     def _copy(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand in self._blank and operand not in self._values:
+                self._add_blank(operand)
         args = self._argument(node.args)
         kwargs = self._argument(node.kwargs)
         operation, target = node.op, node.target
@@ -256,6 +271,11 @@ def _own_symbols(node: fx.Node) -> set[Any]:
     """Symbols that are, by themselves, a size of the node's tensor."""
     expressions = (symbolic_expression(size) for size in node.meta["val"].shape)
     return {expression for expression in expressions if getattr(expression, "is_Symbol", False)}
+
+
+def _all_symbols(node: fx.Node) -> set[Any]:
+    """Symbols that the sizes of the node's tensor follow from."""
+    return {symbol for size in node.meta["val"].shape for symbol in getattr(symbolic_expression(size), "free_symbols", ())}
 
 
 def _attribute(root: nn.Module, fqn: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed.pool import RankPool
 
+pytest.register_assert_rewrite("tests.staging")
 torch.set_num_threads(1)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.rotary import RotaryDecoder
+
 
 class SkipMLP(nn.Module):
     """Every layer also gets the first layer's output, and the last gets the input: relays through all stages."""
@@ -148,6 +150,7 @@ def make_model(name: str) -> nn.Module:
         "gpt": TiedGPT,
         "resnet": lambda: ResNet18(width=4, num_classes=5),
         "unet": UNet,
+        "rotary": lambda: RotaryDecoder(depth=4),
     }
     return makers[name]()
 
@@ -164,7 +167,7 @@ def make_samples(name: str, count: int) -> tuple[Tensor, Tensor]:
 
     if name == "mlp":
         return normal(12), integer(5)
-    if name == "gpt":
+    if name in ("gpt", "rotary"):
         ids = integer(40, 11)
         return ids[:, :-1], ids[:, 1:]
     if name == "resnet":

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns, tensor_bytes
+from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.recordable import RegionCall
+from lightning_fxpipe.sizes import tensor_bytes
 from lightning_fxpipe.trace import trace_region
 from tests.models import make_model, make_samples
 

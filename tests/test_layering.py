@@ -32,6 +32,7 @@ ORDER = [
         "steprecord",
         "recordable",
         "trace",
+        "recompute",
         "cost",
         "partition",
         "microbatch",

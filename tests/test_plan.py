@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.plan import SCHEMA_VERSION, BoundaryTensor, PartitionPlan, StageSpec
+from lightning_fxpipe.plan import SCHEMA_VERSION, BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 
 
 def boundary(name: str, **changes: Any) -> BoundaryTensor:
@@ -64,6 +64,7 @@ PLAN = PartitionPlan(
     prelude_fqns=("frozen.weight",),
     opened=("model.body",),
     kept_whole={"model.gate": "it looks at values"},
+    recomputed=(RecomputedTensor(name="mask", module="model.mask", stages=(1, 2), num_bytes=64),),
 )
 
 
@@ -76,6 +77,8 @@ def test_totals_are_sums_over_the_stages() -> None:
     assert PLAN.num_stages == 3
     assert PLAN.num_parameters == 1000
     assert [stage.output_bytes for stage in PLAN.stages] == [1536, 1024, 0]
+    assert [stage.adjacent_bytes for stage in PLAN.stages] == [1024, 1024, 0]
+    assert [stage.relayed_bytes for stage in PLAN.stages] == [512, 0, 0]  # the skip, past stage 1
 
 
 @pytest.mark.parametrize(
@@ -141,6 +144,16 @@ some_plans = st.builds(
     prelude_fqns=st.lists(names, max_size=2).map(tuple),
     opened=st.lists(names, max_size=2).map(tuple),
     kept_whole=st.dictionaries(names, names, max_size=2),
+    recomputed=st.lists(
+        st.builds(
+            RecomputedTensor,
+            name=names,
+            module=names,
+            stages=st.lists(st.integers(0, 3), max_size=3).map(tuple),
+            num_bytes=st.integers(0, 2**60),
+        ),
+        max_size=2,
+    ).map(tuple),
 )
 
 
@@ -185,7 +198,7 @@ def test_plan_without_one_of_its_parts_is_damaged(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("stages", 3), ("stages", [{}]), ("stages", [None]), ("parameter_shapes", []), ("opened", None)],
+    [("stages", 3), ("stages", [{}]), ("stages", [None]), ("parameter_shapes", []), ("opened", None), ("recomputed", [3])],
 )
 def test_plan_with_a_part_of_another_kind_is_damaged(key: str, value: object) -> None:
     with pytest.raises(PartitionError, match="damaged"):
@@ -232,9 +245,9 @@ def cells(line: str) -> list[str]:
 def test_table_has_a_row_for_every_stage_with_its_share() -> None:
     rows = [[cell.strip() for cell in cells(line)] for line in str(PLAN).splitlines()[4:7]]
     assert rows == [
-        ["0", "model.embed", "model.body.0", "500", "50.0 %", "2", "1.5 KiB"],
-        ["1", "model.body.1", "model.body.1", "300", "30.0 %", "2 (1 relayed)", "1.0 KiB"],
-        ["2", "(root)", "model.head", "200", "20.0 %", "-", "-"],
+        ["0", "model.embed", "model.body.0", "500", "50.0 %", "2", "1.0 KiB", "512 B"],
+        ["1", "model.body.1", "model.body.1", "300", "30.0 %", "2", "1.0 KiB", "0 B"],
+        ["2", "(root)", "model.head", "200", "20.0 %", "-", "-", "-"],
     ]
 
 
@@ -242,6 +255,8 @@ def test_caption_says_what_the_stages_do_not() -> None:
     text = " ".join(str(PLAN).split())
     assert text.startswith("Pipeline of model ")
     assert "1 K parameters in 3 stages; bytes are for one microbatch of 8" in text
+    assert "Adjacent: bytes that the next stage uses; relayed: bytes that it passes on to later ones" in text
+    assert "Computed by each stage that uses it, not sent: mask of model.mask" in text
     assert "Opened: model.body" in text
     assert "Kept whole: model.gate (it looks at values)" in text
     assert "Outside the pipelined call, with the last stage: criterion.temperature" in text
@@ -254,10 +269,10 @@ def test_caption_shortens_long_lists_of_parameters() -> None:
 
 
 def test_caption_leaves_out_what_there_is_not() -> None:
-    plan = dataclasses.replace(PLAN, region="", opened=(), kept_whole={}, outside_fqns=(), prelude_fqns=())
+    plan = dataclasses.replace(PLAN, region="", opened=(), kept_whole={}, recomputed=(), outside_fqns=(), prelude_fqns=())
     text = str(plan)
     assert text.startswith("Pipeline of the module\n")
-    for absent in ("Opened", "Kept whole", "Outside", "Used before"):
+    for absent in ("Opened", "Kept whole", "Computed by each", "Outside", "Used before"):
         assert absent not in text
 
 

@@ -22,6 +22,8 @@ CASES = [
     for schedule in ("gpipe", "1f1b")
     for microbatches in ((1,) if model == "resnet" else (1, 4, 5))
 ]
+# Masks and tables are computed by each stage, from buffers that several stages then hold.
+CASES += [("rotary", "1f1b", stages, 5) for stages in (2, 4)]
 
 
 @cache
