@@ -22,6 +22,7 @@ ORDER = [
         "table",
         "plan",
         "_compat",
+        "containers",
         "sizes",
         "exchange",
         "probe",
