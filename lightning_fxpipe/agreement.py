@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fxpipe._compat import tree_leaves
+from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import FxPipeError
 
 
@@ -38,7 +38,7 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
 def digest(batch: Any) -> str:
     """Equal for batches with equal tensors."""
     state = hashlib.blake2b(digest_size=8)
-    for leaf in tree_leaves(batch):
+    for _, leaf in leaves_with_path(batch):
         if isinstance(leaf, Tensor):
             state.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
             state.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

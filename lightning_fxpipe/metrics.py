@@ -93,6 +93,13 @@ class StepLog:
                 expected="a number or a tensor with one element",
                 todo="Log a number; torchmetrics objects are not supported in a pipeline yet.",
             )
+        if isinstance(value, Tensor) and value.is_meta:
+            raise UnsupportedError(
+                f"self.log({name!r}, ...) got a value that the last stage cannot compute.",
+                observed="a tensor on the meta device: parameters of another stage went into it",
+                expected="a value computed from the model's result, the batch and what the last stage holds",
+                todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
+            )
         # Every rank logs the same values, so there is nothing to synchronise.
         explicit = options.pop("batch_size", None)
         for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):

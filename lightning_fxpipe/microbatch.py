@@ -1,20 +1,25 @@
 """Splitting a batch into microbatches, and putting the results of microbatches together again.
 
-The first dimension of every tensor with at least one is the batch; tensors without dimensions and everything that is not a
-tensor go to every microbatch as they are. Microbatches have equal sizes, as ``torch.chunk`` makes them, and the last may be
-smaller: it then runs as a pass of its own, because a pipeline schedule receives into buffers of one shape.
+The first dimension of every tensor with at least one is the batch. Data for each sample may also be no tensor: a list or tuple
+without tensors (strings, numbers, lists of words) or a numpy array is cut along where its length is the batch size; of nested
+ones the outermost of that length. Everything else, such as tensors without dimensions, strings and None, goes to every
+microbatch as it is. Batches may be dicts and other mappings, lists, tuples, named tuples, dataclasses, and pytrees.
+
+Microbatches have equal sizes, as ``torch.chunk`` makes them, and the last may be smaller: it then runs as a pass of its own,
+because a pipeline schedule receives into buffers of one shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat import tree_flatten_with_path, tree_leaves, tree_map
+from lightning_fxpipe.containers import leaves_with_path, opened
 from lightning_fxpipe.errors import BatchError
 
 
@@ -39,9 +44,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         BatchError: No tensor has a first dimension, or two disagree on it.
     """
-    named = [
-        (path, leaf.shape[0]) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0
-    ]
+    named = [(path, leaf.shape[0]) for path, leaf in leaves_with_path(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     sizes = {size for _, size in named}
     if not named:
         raise BatchError(
@@ -51,7 +54,7 @@ def batch_size(batch: Any) -> int:
             todo="Return tensors from the dataloader, in a dict, list or tuple.",
         )
     if len(sizes) > 1:
-        listed = ", ".join(f"batch{''.join(str(key) for key in path)}: {size}" for path, size in named[:8])
+        listed = ", ".join(f"batch{path}: {size}" for path, size in named[:8])
         raise BatchError(
             "The batch cannot be split into microbatches.",
             observed=f"tensors of different batch size: {listed}",
@@ -83,52 +86,84 @@ def default_num_microbatches(num_samples: int, num_stages: int) -> int:
 
 
 def split_batch(batch: Any, passes: Sequence[Pass]) -> list[Any]:
-    """The microbatches, as views of the batch."""
+    """The microbatches, as views of the batch.
+
+    Raises:
+        BatchError: There are several, and an object in the batch hides tensors.
+    """
+    total = sum(part.count * part.size for part in passes)
     microbatches = []
     start = 0
     for part in passes:
         for _ in range(part.count):
-            microbatches.append(_slice(batch, start, part.size))
+            microbatches.append(_part(batch, start, part.size, total))
             start += part.size
     return microbatches
 
 
 def first_microbatch(batch: Any, num_microbatches: int) -> tuple[Any, int]:
     """The first microbatch and its size."""
-    part = plan_passes(batch_size(batch), num_microbatches)[0]
-    return _slice(batch, 0, part.size), part.size
+    total = batch_size(batch)
+    part = plan_passes(total, num_microbatches)[0]
+    return _part(batch, 0, part.size, total), part.size
 
 
-def _slice(batch: Any, start: int, size: int) -> Any:
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return leaf
+def _part(value: Any, start: int, size: int, total: int) -> Any:
+    """The samples ``start`` to ``start + size`` of something in a batch of ``total``."""
+    if isinstance(value, Tensor):
         # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
         # invalidate what the microbatches before it saved for backward.
-        return (leaf if leaf.requires_grad else leaf.data).narrow(0, start, size)
+        return (value if value.requires_grad else value.data).narrow(0, start, size) if value.dim() else value
+    if _is_per_sample(value, total):
+        return value[start : start + size]
+    container = opened(value)
+    if container is None:
+        if size < total:
+            _check_holds_no_tensors(value)
+        return value
+    return container.rebuilt([_part(entry, start, size, total) for _, entry in container.entries])
 
-    return tree_map(part, batch)
+
+def _is_per_sample(value: Any, total: int) -> bool:
+    """Whether the value has an entry for each sample that is not a tensor."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == total
+    # A named tuple has fields, and a torch.Size dimensions, not samples.
+    if type(value) not in (list, tuple) or len(value) != total:
+        return False
+    return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
+
+
+def _check_holds_no_tensors(value: Any) -> None:
+    """An object with tensors that nobody can split would give every microbatch the samples of all."""
+    names = [name for name, held in getattr(value, "__dict__", {}).items() if isinstance(held, Tensor) and held.dim() > 0]
+    if names:
+        raise BatchError(
+            "The batch cannot be split into microbatches.",
+            observed=f"a {type(value).__name__} with the tensor {names[0]}, of which nothing says how to split it",
+            expected="tensors in mappings, lists, tuples, dataclasses or types registered as pytrees",
+            todo="Return one of those from the dataloader, or set num_microbatches=1.",
+        )
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """What the step would have returned for the whole batch.
 
-    Tensors with the batch as first dimension are concatenated, scalars averaged with the sizes as weights, lists with an entry
-    for each sample joined; containers are merged entry by entry. Anything else is taken from the last microbatch.
+    Tensors and arrays with the batch as first dimension are concatenated, scalars averaged with the sizes as weights, lists
+    with an entry for each sample joined; containers are merged entry by entry. Anything else is taken from the last microbatch.
     """
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
     if isinstance(first, Tensor):
         return _merge_tensors(outputs, sizes)
-    if isinstance(first, Mapping) and all(isinstance(out, Mapping) and out.keys() == first.keys() for out in outputs):
-        merged = {key: merge_outputs([out[key] for out in outputs], sizes) for key in first}
-        return merged if type(first) is dict else type(first)(**merged)
-    if isinstance(first, (list, tuple)) and all(type(out) is type(first) for out in outputs):
-        return _merge_sequences(outputs, sizes)
-    if isinstance(first, float):
-        return sum(out * size for out, size in zip(outputs, sizes, strict=True)) / sum(sizes)
-    return outputs[-1]
+    if isinstance(first, np.ndarray) and first.ndim > 0:
+        return np.concatenate(outputs)
+    if isinstance(first, (float, np.floating)) or (isinstance(first, np.ndarray) and first.dtype.kind == "f"):
+        return type(first)(sum(out * size for out, size in zip(outputs, sizes, strict=True)) / sum(sizes))
+    if any(type(out) is not type(first) for out in outputs):
+        return outputs[-1]
+    return _merge_containers(outputs, sizes)
 
 
 def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -141,13 +176,12 @@ def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return torch.cat(detached)
 
 
-def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = outputs[0]
-    is_record = hasattr(first, "_fields")  # a named tuple has fields, not samples
-    per_sample = not is_record and all(len(out) == size for out, size in zip(outputs, sizes, strict=True))
-    if per_sample and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(first)):
-        return type(first)(item for out in outputs for item in out)
-    if all(len(out) == len(first) for out in outputs):
-        merged = [merge_outputs(list(items), sizes) for items in zip(*outputs, strict=True)]
-        return type(first)(*merged) if is_record else type(first)(merged)
-    return outputs[-1]
+def _merge_containers(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if all(_is_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
+        return type(outputs[0])(item for out in outputs for item in out)
+    containers = [container for container in map(opened, outputs) if container is not None]
+    names = [[name for name, _ in container.entries] for container in containers]
+    if not containers or any(other != names[0] for other in names):
+        return outputs[-1]
+    columns = zip(*([entry for _, entry in container.entries] for container in containers), strict=True)
+    return containers[0].rebuilt([merge_outputs(column, sizes) for column in columns])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat import set_rng_state
+from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
@@ -89,14 +90,25 @@ class Session:
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
 
     def _run(self, step: Step, batch: Any) -> BatchResult:
-        """Runs one batch, and repeats on every rank what the last stage logged."""
+        """Runs one batch, and repeats on every rank what the last stage logged and set on the module."""
+        is_last = self._topology.is_last
+        before = StepAttributes(self.module, self._common_buffers()) if is_last else None
         with failures_reach_every_rank():
             result = self._runtime.run(step, batch)
-            loss, entries, rng = self._channel.share(result.loss, result.entries, result.rng)
-        if rng is not None and not self._topology.is_last:
-            set_rng_state(rng)
+            changed = before.changes() if before is not None else ([], {})
+            news = (result.rng, *changed) if result.rng is not None or any(changed) else None
+            loss, entries, news = self._channel.share(result.loss, result.entries, news)
+        if news is not None and not is_last:
+            rng, attributes, buffers = news
+            if rng is not None:
+                set_rng_state(rng)
+            take_over(self.module, attributes, buffers, self._topology.device)
         replay(self.module, entries, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries)
+
+    def _common_buffers(self) -> dict[str, Tensor]:
+        """The buffers that no stage holds, so that every rank has them."""
+        return {fqn: buffer for fqn, buffer in self.module.named_buffers() if not self.plan.stages_of(fqn)}
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

@@ -22,6 +22,7 @@ ORDER = [
         "table",
         "plan",
         "_compat",
+        "containers",
         "sizes",
         "exchange",
         "probe",
@@ -41,7 +42,7 @@ ORDER = [
         "planning",
     ),
     *("split", "schedule", "replay", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
-    *("failure", "optimizers", "checkpoint", "support", "session", "strategy", "__init__", "__main__"),
+    *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,6 +28,25 @@ from lightning_fxpipe.microbatch import (
 class Pair(NamedTuple):
     image: Any
     label: Any
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """As a tokenizer's: a mapping with an attribute and a constructor of its own."""
+
+    def __init__(self, data: dict[str, Any], encodings: str, *, kind: str) -> None:
+        super().__init__(data)
+        self.encodings, self.kind = encodings, kind
+
+
+@dataclass(frozen=True)
+class Record:
+    image: Any
+    names: Any
+    scale: InitVar[int] = 1
+    derived: Any = field(init=False, default=None)
+
+    def __post_init__(self, scale: int) -> None:
+        object.__setattr__(self, "derived", self.image * scale)
 
 
 def samples(count: int, *shape: int) -> Tensor:
@@ -129,6 +150,91 @@ def test_what_has_no_batch_dimension_goes_to_every_microbatch_as_it_is() -> None
             "count": 7,
             "flag": True,
         }
+
+
+def test_mappings_and_dataclasses_are_split_like_dicts() -> None:
+    encoding = Encoding({"ids": samples(4, 2), "text": "all"}, "fast", kind="bert")
+    first, second = split_batch(
+        {"encoding": encoding, "record": Record(samples(4), ["a", "b", "c", "d"], 3)}, plan_passes(4, 2)
+    )
+    assert type(second["encoding"]) is Encoding
+    assert (second["encoding"].encodings, second["encoding"].kind, second["encoding"]["text"]) == ("fast", "bert", "all")
+    assert torch.equal(second["encoding"]["ids"], samples(4, 2)[2:])
+    assert torch.equal(encoding["ids"], samples(4, 2)), "the batch itself stays whole"
+    assert type(first["record"]) is Record
+    assert torch.equal(second["record"].derived, samples(4)[2:] * 3)
+    assert (first["record"].names, second["record"].names) == (["a", "b"], ["c", "d"])
+    assert batch_size(encoding) == batch_size(Record(samples(4), None)) == 4
+
+
+def test_default_dict_keeps_its_default() -> None:
+    batch = defaultdict(list, x=samples(4))
+    assert split_batch(batch, plan_passes(4, 2))[1]["missing"] == []
+
+
+words = st.lists(st.text(max_size=2), max_size=3)
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+@settings(deadline=None)
+def test_an_entry_for_each_sample_stays_with_its_sample(num_samples: int, num_microbatches: int, data: st.DataObject) -> None:
+    """Strings, numbers, None or lists of words: in a list, a tuple or an array as long as the batch."""
+    kinds = st.one_of(st.text(max_size=3), st.integers(), st.none(), words)
+    per_sample = data.draw(st.lists(kinds, min_size=num_samples, max_size=num_samples))
+    batch = {"x": samples(num_samples), "list": per_sample, "tuple": tuple(per_sample), "array": np.arange(num_samples) * 2}
+    passes = plan_passes(num_samples, num_microbatches)
+    position = 0
+    for part in split_batch(batch, passes):
+        rows = [int(row) for row in part["x"]]
+        assert rows == list(range(position, position + len(rows)))
+        assert part["list"] == [per_sample[row] for row in rows]
+        assert part["tuple"] == tuple(per_sample[row] for row in rows)
+        assert part["array"].tolist() == [2 * row for row in rows]
+        position += len(rows)
+    assert position == num_samples
+
+
+@given(st.integers(2, 9), st.integers(0, 12), st.integers(2, 4))
+@settings(deadline=None)
+def test_a_list_of_another_length_goes_to_every_microbatch(num_samples: int, length: int, num_microbatches: int) -> None:
+    # (height, width) of all images, names of the classes.
+    names, array = [str(index) for index in range(length)], np.arange(length)
+    parts = split_batch({"x": samples(num_samples), "names": names, "array": array}, plan_passes(num_samples, num_microbatches))
+    for part in parts:
+        size = len(part["x"])
+        assert len(part["names"]) == len(part["array"]) == (size if length == num_samples else length)
+
+
+def test_fields_dimensions_and_lists_with_tensors_are_no_samples() -> None:
+    batch = {"x": samples(2), "pair": Pair("image", "label"), "shape": torch.Size((5, 7)), "both": [samples(2), "name"]}
+    first, second = split_batch(batch, plan_passes(2, 2))
+    for part in (first, second):
+        assert part["pair"] == Pair("image", "label")
+        assert part["shape"] == (5, 7)
+        assert part["both"][1] == "name"
+    assert torch.equal(second["both"][0], samples(2)[1:])
+
+
+def test_strings_collated_by_column_are_cut_inside_their_columns() -> None:
+    # What the default collate makes of samples that are lists of two words.
+    batch = {"x": samples(3), "words": [("a", "b", "c"), ("d", "e", "f")]}
+    assert [part["words"] for part in split_batch(batch, plan_passes(3, 3))] == [
+        [("a",), ("d",)],
+        [("b",), ("e",)],
+        [("c",), ("f",)],
+    ]
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.boxes = samples(4, 2)
+
+
+def test_an_object_that_hides_tensors_is_refused_where_there_are_several_microbatches() -> None:
+    batch = {"x": samples(4), "targets": Opaque()}
+    assert split_batch(batch, plan_passes(4, 1))[0]["targets"] is batch["targets"]
+    with pytest.raises(BatchError, match="Opaque with the tensor boxes"):
+        split_batch(batch, plan_passes(4, 2))
 
 
 def test_first_microbatch_is_the_first_of_the_split() -> None:
@@ -243,6 +349,22 @@ def test_named_tuple_is_merged_field_by_field() -> None:
 def test_named_tuple_has_fields_not_samples_even_where_the_numbers_agree() -> None:
     # Two fields, microbatches of two samples.
     assert merge_outputs([Pair(1.0, 10.0), Pair(3.0, 30.0)], [2, 2]) == Pair(2.0, 20.0)
+
+
+def test_dataclasses_and_mappings_are_merged_entry_by_entry() -> None:
+    merged = merge_outputs([Record(samples(2), ["a", "b"]), Record(samples(1), ["c"])], [2, 1])
+    assert type(merged) is Record
+    assert torch.equal(merged.image, torch.tensor([0.0, 1.0, 0.0]))
+    assert merged.names == ["a", "b", "c"]
+    encoding = merge_outputs([Encoding({"ids": samples(n)}, "fast", kind="bert") for n in (2, 1)], [2, 1])
+    assert torch.equal(encoding["ids"], torch.tensor([0.0, 1.0, 0.0]))
+
+
+def test_arrays_are_concatenated_and_their_scalars_averaged() -> None:
+    merged = merge_outputs([{"p": np.arange(2), "m": np.float32(1)}, {"p": np.arange(1), "m": np.float32(4)}], [2, 1])
+    assert merged["p"].tolist() == [0, 1, 0]
+    assert merged["m"] == 2
+    assert type(merged["m"]) is np.float32
 
 
 def test_single_microbatch_is_returned_as_it_is() -> None:
