@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -47,32 +47,61 @@ class RankPool:
             self._processes.append(process)
         self.run(_ready, timeout_seconds=150)  # imports take long on a busy machine, and are no job's fault
 
-    def run(self, job: Callable[..., Any], *args: Any, timeout_seconds: float = 90.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self,
+        job: Callable[..., Any],
+        *args: Any,
+        timeout_seconds: float = 90.0,
+        grace_seconds: float = 5.0,
+        **kwargs: Any,
+    ) -> list[Any]:
         """Calls ``job(*args, **kwargs)`` on every rank; returns the results in rank order.
+
+        Args:
+            job: A function of a module that ranks can import.
+            *args: Its arguments.
+            timeout_seconds: When ranks that do not answer have failed.
+            grace_seconds: How long, once a rank has failed, the next ones have to tell why they fail.
+            **kwargs: Keyword arguments.
 
         Raises:
             RankFailed: With the tracebacks and the end of the logs; the pool is then dead.
         """
         request = (job.__module__, job.__qualname__, args, kwargs)
         deadline = time.monotonic() + timeout_seconds
-        failures, results = [], []
+        failures: list[str] = []
+        results: list[Any] = [None] * self.world_size
         for pipe in self._pipes:
             pipe.send(request)
-        for rank, pipe in enumerate(self._pipes):
-            try:
-                if not pipe.poll(max(0.0, deadline - time.monotonic()) if not failures else 5.0):
-                    raise TimeoutError(f"no answer within {timeout_seconds:g} s")
-                ok, value = pipe.recv()
-            except (EOFError, ConnectionError, TimeoutError) as error:
-                self._dump_stack(rank)
-                ok, value = False, f"{type(error).__name__}: {error}"
-            results.append(value)
-            if not ok:
-                failures.append(f"--- rank {rank}: {value}\n{self._log(rank)}")
+        waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for pipe in ready or list(waiting):
+                rank = waiting.pop(pipe)
+                ok, results[rank] = self._answer(rank) if ready else self._silence(rank)
+                if not ok:
+                    deadline = min(deadline, time.monotonic() + grace_seconds)
+                    failures.append(f"--- rank {rank}: {results[rank]}\n{self._log(rank)}")
         if failures:
             self.kill()
             raise RankFailed("\n".join(failures))
         return results
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        """Whether the rank's job went well, and its result or traceback."""
+        try:
+            ok, value = self._pipes[rank].recv()
+            return bool(ok), value
+        except (EOFError, ConnectionError) as error:
+            return False, f"{type(error).__name__}: {error}"
+
+    def _silence(self, rank: int) -> tuple[bool, Any]:
+        """The failure of a rank that did not answer in time; where it stands is in its log."""
+        process = self._processes[rank]
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.2)  # the handler writes when the interpreter next runs
+        return False, "TimeoutError: no answer in time"
 
     @property
     def is_alive(self) -> bool:
@@ -84,13 +113,6 @@ class RankPool:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGKILL)
             process.join()
-
-    def _dump_stack(self, rank: int) -> None:
-        """Where a hung rank stands goes to its log."""
-        process = self._processes[rank]
-        if process.pid is not None and process.is_alive():
-            os.kill(process.pid, signal.SIGUSR1)
-            time.sleep(0.2)  # the handler writes when the interpreter next runs
 
     def _log(self, rank: int) -> str:
         log = Path(self._folder.name) / f"rank{rank}.log"

@@ -1,0 +1,128 @@
+"""All cases of the step zoo by name, and how one of them is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fxpipe import FxPipeError, FxPipeStrategy
+from tests.lit import make_trainer, snapshot
+from tests.zoo import steps_calls, steps_evaluation, steps_models, steps_random, steps_several, steps_state
+from tests.zoo.steps_case import Case
+
+CASES: dict[str, Case] = {
+    **steps_calls.CASES,
+    **steps_several.CASES,
+    **steps_random.CASES,
+    **steps_state.CASES,
+    **steps_evaluation.CASES,
+    **steps_models.CASES,
+}
+
+
+class StepRecorder(L.Callback):
+    """Keeps losses, gradients and metrics of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+        self.gradients: list[dict[str, Tensor]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.gradients.append(gradients_of(pl_module))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]) if outputs else None)
+        self.metrics.append(as_numbers(trainer.callback_metrics))
+
+
+class MemoryLogger(Logger):
+    """Keeps what is logged, on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to keep."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.history.append((step, as_numbers(metrics)))
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    return {fqn: p.grad.clone() for fqn, p in module.named_parameters() if p.grad is not None and not p.is_meta}
+
+
+def as_numbers(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def same_batch(batch: Any) -> Any:
+    """The data is made of batches already."""
+    return batch
+
+
+def loader_of(case: Case) -> DataLoader[Any]:
+    return DataLoader(case.batches(), batch_size=None, collate_fn=same_batch)  # type: ignore[arg-type]
+
+
+def run_case(case: Case, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains and evaluates; returns all that must be equal on one device and in a pipeline."""
+    L.seed_everything(11, verbose=False)
+    module, recorder, logger = case.make(), StepRecorder(), MemoryLogger()
+    trainer = make_trainer(
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 1} | case.trainer | options,
+        callbacks=[*(make() for make in case.callbacks), recorder],
+        logger=logger,
+    )
+    validates = "validate" in case.evaluations
+    trainer.fit(module, loader_of(case), loader_of(case) if validates else None)
+    results: dict[str, Any] = {
+        "losses": recorder.losses,
+        "gradients": recorder.gradients,
+        "metrics": recorder.metrics,
+        "state": snapshot(module),
+        "last metrics": as_numbers(trainer.callback_metrics),
+        "rng": torch.rand(1).item(),
+    }
+    if validates:
+        results["validated"] = trainer.validate(module, loader_of(case), verbose=False)
+    if "test" in case.evaluations:
+        results["tested"] = trainer.test(module, loader_of(case), verbose=False)
+    if "predict" in case.evaluations:
+        results["predicted"] = trainer.predict(module, loader_of(case))
+    return results | {"logged": logger.history}
+
+
+def run_piped(name: str, microbatches: int) -> dict[str, Any]:
+    """Runs on every rank: the case's results, or how it was refused before the first step."""
+    case = CASES[name]
+    strategy = FxPipeStrategy(num_microbatches=microbatches)
+    try:
+        return run_case(case, {"strategy": strategy, "devices": case.stages})
+    except FxPipeError as error:
+        if is_set_up(strategy):
+            raise  # the other ranks wait for this one, so the processes must go
+        return {"refused": f"{type(error).__name__}: {error}"}
+
+
+def is_set_up(strategy: FxPipeStrategy) -> bool:
+    """Whether the module has been split, after which ranks no longer fail together."""
+    try:
+        return strategy.session is not None
+    except RuntimeError:
+        return False

@@ -1,0 +1,186 @@
+"""Validation, test and predict steps that use the model in another way than training does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, labelled, mlp
+
+
+class Everywhere(Sgd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = classifier()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self.model(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.model(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.model(batch[0])
+        self.log_dict({"accuracy": (logits.argmax(1) == batch[1]).float().mean(), "test_loss": cross_entropy(logits, batch[1])})
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        logits = self.model(batch[0])
+        return {"classes": logits.argmax(1), "probabilities": logits.softmax(1), "names": [str(y) for y in batch[1].tolist()]}
+
+
+@dataclass
+class Prediction:
+    classes: Tensor
+    names: list[str]
+
+
+class PredictsDataclass(Everywhere):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        classes = self.model(batch[0]).argmax(1)
+        return Prediction(classes, [str(c) for c in classes.tolist()])
+
+
+class PredictsArrays(Everywhere):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch[0])
+        return logits.numpy(), logits.argmax(1).tolist()
+
+
+class CollectsForTheEpoch(Everywhere):
+    """Gathers all predictions and scores them at the end, as Lightning's migration guide says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.found.append(self.model(batch[0]).softmax(1))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("spread", torch.cat(self.found).std(0).mean())
+        self.found.clear()
+
+
+class OtherOutputs(Everywhere):
+    """The forward returns more where it is asked to."""
+
+    def forward(self, x: Tensor, with_hidden: bool = False) -> Any:
+        hidden = self.model[:3](x)
+        logits = self.model[3:](hidden)
+        return (logits, hidden) if with_hidden else logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        logits, hidden = self(batch[0], with_hidden=True)
+        self.log_dict({"val_loss": cross_entropy(logits, batch[1]), "hidden": hidden.pow(2).mean()})
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0], with_hidden=True)
+
+
+class OnlyTheEncoder(Sgd):
+    """Training calls the whole model, evaluation only a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = mlp(DIM, WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.encoder(batch[0])
+
+
+class TwoCallsInValidation(OnlyTheEncoder):
+    """Test-time augmentation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = (self(batch[0]) + self(batch[0] * 0.9)) / 2
+        self.log("val_loss", cross_entropy(logits, batch[1]))
+
+
+class EncoderThenHead(OnlyTheEncoder):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.encoder(batch[0])
+        self.log_dict({"val_loss": cross_entropy(self.head(hidden), batch[1]), "norm": hidden.norm(dim=1).mean()})
+
+
+class OtherInputs(OnlyTheEncoder):
+    """Labels in training, none in prediction; inputs of another rank."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        logits = self.head(self.encoder(x))
+        return logits if y is None else cross_entropy(logits.reshape(-1, CLASSES), y.reshape(-1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(*batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self(x.unsqueeze(1), y.unsqueeze(1)))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).argmax(-1)
+
+
+class NoModelInValidation(OnlyTheEncoder):
+    """Logs something that needs no model."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("mean target", batch[1].float().mean())
+
+
+class Generates(Sgd):
+    """Prediction calls the model as often as it makes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.body, self.head = nn.Embedding(9, WIDTH), mlp(WIDTH, WIDTH, WIDTH), nn.Linear(WIDTH, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.body(self.token(ids)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        ids = batch
+        for _ in range(3):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], dim=1)
+        return ids
+
+
+def sentences() -> list[Any]:
+    g = torch.Generator().manual_seed(3)
+    return [torch.randint(9, (8, 5), generator=g) for _ in range(3)]
+
+
+ALL = ("validate", "test", "predict")
+VAL_PREDICT = ("validate", "predict")
+
+CASES: dict[str, Case] = {
+    "all_steps": Case(make=Everywhere, batches=lambda: labelled(8, 8, 5), microbatches=(1, 4), evaluations=ALL),
+    "predicts_dataclass": Case(make=PredictsDataclass, batches=labelled, microbatches=(2,), evaluations=("predict",)),
+    "predicts_arrays": Case(make=PredictsArrays, batches=labelled, microbatches=(2,), evaluations=("predict",)),
+    "collects_for_the_epoch": Case(make=CollectsForTheEpoch, batches=labelled, microbatches=(2,), evaluations=("validate",)),
+    "other_outputs": Case(make=OtherOutputs, batches=labelled, microbatches=(2,), evaluations=VAL_PREDICT),
+    "only_the_encoder": Case(make=OnlyTheEncoder, batches=labelled, microbatches=(2,), evaluations=("predict",)),
+    "two_calls_in_validation": Case(make=TwoCallsInValidation, batches=labelled, microbatches=(2,), evaluations=("validate",)),
+    "encoder_then_head_in_validation": Case(
+        make=EncoderThenHead, batches=labelled, microbatches=(2,), evaluations=("validate",)
+    ),
+    "other_inputs": Case(make=OtherInputs, batches=labelled, microbatches=(2,), evaluations=VAL_PREDICT),
+    "no_model_in_validation": Case(make=NoModelInValidation, batches=labelled, microbatches=(2,), evaluations=("validate",)),
+    "generates": Case(make=Generates, batches=sentences, microbatches=(2,), evaluations=("predict",)),
+}

@@ -1,0 +1,168 @@
+"""LightningModules as people write them, through the pipeline and on one device: equal, or refused; never anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.pool import RankFailed, RankPool
+from tests.zoo.lightning_modules import CASES, run_case, run_piped
+
+Ranks = Callable[[int], RankPool]
+TOLERANCE = 1e-5
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The run ends with an error of the package that has these words.
+
+    Attributes:
+        words: Part of the error's message.
+        late: Whether the run ends in some step, where the other ranks wait, and not before the first step on every rank.
+    """
+
+    words: str
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The run gives other results than one device: a bug that is known, with its cause."""
+
+    reason: str
+
+
+# The verdicts that differ from "equal to one device", by case, or by case and number of microbatches.
+SECOND_CALL = Refused("twice.", late=True)
+FROZEN = Wrong("a plain value that the model's Python reads is a constant of the trace and not compared with today's (runtime)")
+OWN_DRAWS = Wrong("each stage seeds numbers of its own around its part of the model (step.run_microbatch)")
+SEVERAL_DRAWS = Wrong("each microbatch goes on in the random stream instead of taking its part of the batch's numbers (step)")
+EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
+    # one call
+    "direct_forward": Refused("Cannot form 2 stages"),  # the region is the first layer that forward calls
+    "hf_dataclass": Refused("an object of type ModelOutput, which cannot be looked into"),
+    # several calls
+    "siamese": SECOND_CALL,
+    "simclr": SECOND_CALL,
+    "two_calls_in_validation": SECOND_CALL,
+    "generates": SECOND_CALL,
+    # random numbers
+    ("vae_in_step", 4): SEVERAL_DRAWS,
+    ("diffusion", 2): SEVERAL_DRAWS,
+    ("noise_after_the_model", 2): SEVERAL_DRAWS,
+    ("noise_augmentation", 2): SEVERAL_DRAWS,
+    ("python_choice", 2): SEVERAL_DRAWS,
+    "vae_in_forward": OWN_DRAWS,
+    "dropout": OWN_DRAWS,
+    "noise_in_forward": OWN_DRAWS,
+    "own_generator": Wrong(
+        "the run that finds the region draws from a generator that is not a default one (region.find_region)"
+    ),
+    # state
+    "counter_as_argument": Refused("with other arguments in different microbatches", late=True),
+    "step_in_forward": FROZEN,
+    "epoch_in_forward": FROZEN,
+    "trainer_in_forward": FROZEN,
+    "temperature_in_forward": FROZEN,
+    "temperature_in_submodule": FROZEN,
+    "temperature_in_a_dict": FROZEN,
+    # losses and logs
+    "skips_after_the_call": Refused("returned no loss for a microbatch", late=True),
+    "skips_before_the_call": Refused("did not call model for this microbatch", late=True),
+    ("sum_loss", 2): Wrong("a sum comes out as the mean of the microbatches' sums (step._weighted_loss)"),
+    "regularised": Wrong("other stages' parameters are on the meta device, which only backward notices (step._weighted_loss)"),
+    "logs_weights": Refused("a value that the last stage cannot compute", late=True),
+    "no_model_in_validation": Refused("never calls a model", late=True),
+    # models
+    "counting_buffer": Refused("Cannot form 2 stages"),  # a buffer that is changed first and read last
+}
+
+RUNS = [(name, microbatches) for name, case in CASES.items() for microbatches in case.microbatches]
+
+
+@cache
+def reference(name: str) -> dict[str, Any]:
+    return run_case(CASES[name], {})
+
+
+def merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the ranks have of the whole; where two have the same tensor, it must be the same."""
+    whole: dict[str, Tensor] = {}
+    for part in parts:
+        for fqn, value in part.items():
+            if fqn in whole:
+                assert_near(value, whole[fqn], f"copies of {fqn}")
+            whole[fqn] = value
+    return whole
+
+
+def assert_near(found: Any, expected: Any, what: str) -> None:
+    """Equal structures with numbers that differ by rounding only."""
+    assert type(found) is type(expected), f"{what}: {found} instead of {expected}"
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=TOLERANCE, equal_nan=True, msg=lambda m: f"{what}: {m}")
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), f"{what}: {sorted(found)} instead of {sorted(expected)}"
+        for key, value in expected.items():
+            assert_near(found[key], value, f"{what}, {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{what}: {len(found)} entries instead of {len(expected)}"
+        for index, value in enumerate(expected):
+            assert_near(found[index], value, f"{what}, {index}")
+    elif is_dataclass(expected):
+        assert_near(vars(found), vars(expected), what)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=TOLERANCE, err_msg=what)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5, abs=TOLERANCE, nan_ok=True), what
+    else:
+        assert found == expected, what
+
+
+def assert_equal_to_one_device(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    for rank, result in enumerate(results):
+        for key in ("losses", "metrics", "last metrics", "logged", "validated", "tested", "rng"):
+            if key in expected:
+                assert_near(result[key], expected[key], f"rank {rank}, {key}")
+    for step, wanted in enumerate(expected["gradients"]):
+        assert_near(merged([result["gradients"][step] for result in results]), wanted, f"gradients of step {step}")
+    assert_near(merged([result["state"] for result in results]), expected["state"], "state")
+    if "predicted" in expected:
+        # Rank 0 holds the last stage, so that is where the predictions are.
+        assert_near(results[0]["predicted"], expected["predicted"], "predictions")
+
+
+@pytest.mark.parametrize(("name", "microbatches"), RUNS, ids=lambda value: str(value))
+def test_equal_or_refused(ranks: Ranks, request: pytest.FixtureRequest, name: str, microbatches: int) -> None:
+    verdict = EXPECTED.get((name, microbatches), EXPECTED.get(name))
+    if isinstance(verdict, Wrong):
+        request.applymarker(pytest.mark.xfail(reason=verdict.reason, strict=True))
+    expected = reference(name)
+    pool = ranks(CASES[name].stages)
+    if isinstance(verdict, Refused) and verdict.late:
+        with pytest.raises(RankFailed, match=r"lightning_fxpipe\.errors\.") as failure:
+            pool.run(run_piped, name, microbatches, timeout_seconds=SECONDS, grace_seconds=0.2)
+        assert verdict.words in str(failure.value)
+        return
+    results = pool.run(run_piped, name, microbatches, timeout_seconds=SECONDS, grace_seconds=0.5)
+    refusals = [result["refused"] for result in results if "refused" in result]
+    if isinstance(verdict, Refused):
+        assert len(refusals) == len(results), "some ranks ran"
+        for refusal in refusals:
+            assert verdict.words in refusal
+        return
+    assert not refusals, refusals[0]
+    assert_equal_to_one_device(results, expected)
+
+
+def test_the_table_of_verdicts_names_cases_that_exist() -> None:
+    known = {*CASES, *RUNS}
+    assert [key for key in EXPECTED if key not in known] == []
