@@ -102,7 +102,7 @@ def test_use_of_the_stages_in_another_order_is_an_error_that_names_them() -> Non
     with pytest.raises(PartitionError, match="in an order that the plan's stages cannot follow") as caught:
         follow_in_order("acb")
     assert (caught.value.where or "").startswith("b, ")
-    assert "tests/test_planning.py" in (caught.value.where or "")
+    assert "tests/test_follow_plan.py" in (caught.value.where or "")
     assert "b.bias (stage (1,)), b.weight (stage (1,))" in (caught.value.observed or "")
 
 
