@@ -59,6 +59,19 @@ def test_only_the_hidden_state_crosses_the_cuts_of_a_decoder() -> None:
     assert "Computed by each stage that uses it, not sent: getitem_1 of rotary, " in " ".join(str(plan).split())
 
 
+@pytest.mark.parametrize(("table", "is_cheap"), [(torch.sign, True), (torch.argsort, False)], ids=["cheap", "not cheap"])
+def test_cheap_value_that_only_the_last_stage_uses_is_not_relayed(table: Callable[[Tensor], Tensor], is_cheap: bool) -> None:
+    def run(m: Layers, x: Tensor) -> Tensor:
+        k = table(x)
+        return m.d(m.c(m.b(m.a(x)))) + k
+
+    plan = make_plan(Layers(run), batch(), num_stages=4)
+    num_bytes = 0 if is_cheap else BATCH * WIDTH * 8
+    assert [stage.relayed_bytes for stage in plan.stages] == [num_bytes, num_bytes, 0, 0]
+    assert [stage.adjacent_bytes for stage in plan.stages] == [96, 96, 96 + num_bytes, 0]
+    assert [tensor.stages for tensor in plan.recomputed] == ([(3,)] if is_cheap else [])
+
+
 def test_buffers_are_held_by_the_stages_that_recompute_from_them() -> None:
     plan = make_plan(decoder(), token_ids(BATCH), num_stages=4)
     using = tuple(stage.index for stage in plan.stages if any("blocks" in fqn for fqn in stage.fqns))

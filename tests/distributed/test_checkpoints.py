@@ -103,6 +103,33 @@ def piped_gpt(folder: str, ckpt_path: str) -> dict[str, Any]:
     return {"state": snapshot(module)}
 
 
+def piped_decoder(folder: str, max_epochs: int, ckpt_path: str | None, stages: int) -> dict[str, Any]:
+    L.seed_everything(5, verbose=False)
+    module = LitModel("rotary")
+    if ckpt_path is not None:
+        module.model.later.zero_()  # it must come from the checkpoint
+    keep = ModelCheckpoint(dirpath=folder, filename="{epoch}")
+    strategy = FxPipeStrategy(num_microbatches=4)
+    trainer = make_trainer(
+        max_epochs=max_epochs, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=stages
+    )
+    trainer.fit(module, make_loader("rotary"), ckpt_path=ckpt_path)
+    return {"state": snapshot(module), "later": None if module.model.later.is_meta else module.model.later.clone()}
+
+
+def test_buffers_that_several_stages_recompute_from_are_saved_once_and_restored_everywhere(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    whole = ranks(3).run(piped_decoder, str(tmp_path / "whole"), 2, None, 3)
+    ranks(3).run(piped_decoder, str(tmp_path / "part"), 1, None, 3)
+    resumed = ranks(3).run(piped_decoder, str(tmp_path / "part"), 2, str(tmp_path / "part" / "epoch=0.ckpt"), 3)
+    expected = LitModel("rotary").model.later
+    holders = [result["later"] for result in resumed if result["later"] is not None]
+    assert len(holders) > 1
+    assert all(torch.equal(later, expected) for later in holders)
+    assert_same_state(merged(resumed, "state"), merged(whole, "state"))
+
+
 def load_into_another_model(ckpt_path: str) -> str:
     trainer = make_trainer(max_epochs=3, strategy=FxPipeStrategy(), devices=2)
     with pytest.raises(FxPipeError) as caught:
