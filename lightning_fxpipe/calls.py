@@ -65,6 +65,7 @@ def calls_through(mode: CallMode) -> Iterator[None]:
     """Runs the block under ``mode``, with module and autograd-function calls routed through it."""
     original_call = nn.Module.__call__
     original_apply = vars(torch.autograd.Function)["apply"].__func__
+    original_from_numpy = torch.from_numpy
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return mode.call_module(original_call, module, args, kwargs)
@@ -76,7 +77,15 @@ def calls_through(mode: CallMode) -> Iterator[None]:
 
         return mode.__torch_function__(autograd_function, (), args, kwargs)
 
-    patches = (nn.Module, "__call__", call), (torch.autograd.Function, "apply", classmethod(apply))
+    def from_numpy(array: Any) -> Any:
+        # The only maker of tensors that a TorchFunctionMode does not see.
+        return mode.__torch_function__(original_from_numpy, (), (array,))
+
+    patches = (
+        (nn.Module, "__call__", call),
+        (torch.autograd.Function, "apply", classmethod(apply)),
+        (torch, "from_numpy", from_numpy),
+    )
     with patched_attributes(*patches), mode:
         yield
 

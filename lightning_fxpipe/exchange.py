@@ -5,11 +5,13 @@ A model that counts its calls, caches a mask or fills a list while it runs on st
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _ABSENT = object()
@@ -49,6 +51,33 @@ def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tens
             before.restore()
         for restore in weights:
             restore()
+
+
+@contextmanager
+def kept_generators(root: nn.Module) -> Iterator[None]:
+    """Restores, after the block, the random generators that the module and its submodules have as attributes."""
+    found = {id(value): value for module in root.modules() for value in vars(module).values() if _is_generator(value)}
+    states = [(generator, _state_of(generator)) for generator in found.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state)
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.bit_generator.state = state
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, random.Random)) or hasattr(value, "bit_generator")  # numpy's
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import isolated_rng, patched_attributes, tree_leaves, tree_map
 from lightning_fxpipe.calls import user_source
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.exchange import Attributes
+from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.record import CallContext
 from lightning_fxpipe.recordable import RegionCall
 
@@ -101,7 +101,7 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
 
     attributes = [Attributes(module) for module in root.modules()]
     muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
-    with _undone(attributes), isolated_rng(), patched_attributes((nn.Module, "__call__", call), *muted):
+    with _undone(attributes), isolated_rng(), kept_generators(root), patched_attributes((nn.Module, "__call__", call), *muted):
         try:
             # On copies, because a step may change its batch in place, and this run is one more than the user's.
             args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (step.args, step.kwargs))

@@ -190,8 +190,12 @@ class _Replay(StepMode):
 
     def _run_region(self) -> None:
         inputs = [self._tensors[key] for key in self._record.inputs]
-        with self.in_stage(), self._ambient.active():
-            outputs = self._run(inputs)
+        try:
+            with self.in_stage(), self._ambient.active():
+                outputs = self._run(inputs)
+        except BaseException:
+            self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
+            raise
         for key, output in zip(self._record.outputs, outputs, strict=True):
             self._remember(output, key)
 

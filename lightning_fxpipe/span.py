@@ -186,7 +186,7 @@ class SpanRecorder(Recorder):
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()
         num_nodes, sides = len(self.graph.nodes), dict(self.sides)
-        result = record()
+        result = self.record(record, partial(function, *args, **kwargs))
         keys = self._remember_result(number, result)
         new_sides = [(side, tensor) for side, tensor in self.sides.items() if sides.get(side) is not tensor]
         in_graph = len(self.graph.nodes) > num_nodes
@@ -208,6 +208,10 @@ class SpanRecorder(Recorder):
         )
         self.after_call(number, num_nodes)
         return result
+
+    def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
+        """Makes a call of the span with ``record``; ``execute`` would make it unrecorded."""
+        return record()
 
     def after_call(self, number: int, num_nodes: int) -> None:
         """Called after each call of the span; ``num_nodes`` is the graph's length before it."""
@@ -374,6 +378,21 @@ class _Survey(SpanRecorder):
             with self.paused(), outside_fakes():
                 return _LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
+        """Calls that a graph cannot hold are made all the same: around the region they may stand."""
+        try:
+            return record()
+        except HiddenTensor:
+            raise
+        except RecordError:
+            if self.users:
+                self._has_looked = True
+            with self.paused():
+                result = execute()
+            for tensor in Template.of(result).tensors:
+                self.add_input(f"{INPUT_PREFIX}made_{self._count}", tensor)
+            return result
 
     def after_call(self, number: int, num_nodes: int) -> None:
         self._uses += [(number, leaf) for leaf in self.calls[-1].arguments if isinstance(leaf, TensorKey)]

@@ -33,7 +33,7 @@ from lightning_fxpipe._compat import (
 )
 from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.exchange import Attributes, exchanged_tensors
+from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
 from lightning_fxpipe.record import CallContext, MustStayWhole, Recorder, RecordError, RecorderSettings, recording
 from lightning_fxpipe.recordable import CONSTANT_TYPES, Recordable, Signature, device_type, sign
 from lightning_fxpipe.steprecord import StepRecord
@@ -274,6 +274,7 @@ def fake_run(
 
     with (
         exchanged_tensors(root, fake_of),
+        kept_generators(root),
         torch.inference_mode(False),
         context.active(),
     ):
