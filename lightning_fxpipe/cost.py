@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.recompute import Recomputation, find_recomputed
+from lightning_fxpipe.reorder import bring_repeated_calls_together
 from lightning_fxpipe.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.trace import TracedRegion
 
@@ -98,12 +99,13 @@ def node_fqns(node: fx.Node, root: nn.Module) -> Iterable[str]:
             yield f"{node.target}.{name}" if node.target else name
 
 
-def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = ()) -> Chain:
+def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = (), keep_order: bool = False) -> Chain:
     """Units and cut sites of a traced region.
 
     Args:
         traced: The region.
         kept_apart: FQNs of buffers that no value may be recomputed from.
+        keep_order: Whether the graph's calls are in the right order already; else calls of the same module come together.
     """
     names = canonical_fqns(traced.root)
     sizes = {fqn: parameter.numel() for fqn, parameter in traced.root.named_parameters()}
@@ -114,8 +116,10 @@ def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = ()) -> Ch
         return frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root) if fqn in names)
 
     fixed = sizes.keys() | set(kept_apart)
+    groups, position_of = grouped(traced.graph)
+    if not keep_order and bring_repeated_calls_together(traced.graph, groups):
+        groups, position_of = grouped(traced.graph)
     recomputation = find_recomputed(traced, lambda node: not fixed.isdisjoint(fqns_of([node])))
-    groups, position_of = _grouped(traced.graph)
     units: list[Unit] = []
     counted: set[str] = set()
     for group in groups:
@@ -140,7 +144,7 @@ def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = ()) -> Ch
     )
 
 
-def _grouped(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+def grouped(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
     """The calls of a graph, each with the nodes that take its result apart; and in which group each is."""
     groups: list[list[fx.Node]] = []
     position_of: dict[fx.Node, int] = {}

@@ -20,6 +20,7 @@ from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.reorder import reorder
 from lightning_fxpipe.sizes import tensor_bytes
 from lightning_fxpipe.span import locate_region
 from lightning_fxpipe.trace import TracedRegion, trace_region
@@ -220,11 +221,20 @@ def _prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
 
 
 def _cut_costs(chain: Chain) -> list[int | None]:
-    # A cut after a recomputed unit is the cut before it.
-    return [
-        None if site.obstacle or unit.is_recomputed else site.num_bytes
-        for unit, site in zip(chain.units[:-1], chain.sites[:-1], strict=True)
-    ]
+    """Bytes that a cut makes move: the tensors that cross it, and the gradients of parameters that both sides use."""
+    sizes = {fqn: p.numel() * p.dtype.itemsize for fqn, p in chain.traced.root.named_parameters()}
+    first_use: dict[str, int] = {}
+    last_use: dict[str, int] = {}
+    for position, unit in enumerate(chain.units):
+        for fqn in unit.tensor_fqns & sizes.keys():
+            first_use.setdefault(fqn, position)
+            last_use[fqn] = position
+    costs: list[int | None] = []
+    for position, (unit, site) in enumerate(zip(chain.units[:-1], chain.sites[:-1], strict=True)):
+        shared = sum(sizes[fqn] for fqn, first in first_use.items() if first <= position < last_use[fqn])
+        # A cut after a recomputed unit is the cut before it.
+        costs.append(None if site.obstacle or unit.is_recomputed else site.num_bytes + shared)
+    return costs
 
 
 def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
@@ -327,7 +337,23 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
     except PartitionError:
         # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
         staged = {fqn for stage in plan.stages for fqn in stage.fqns}
-        return _follow(plan, build_chain(traced, kept_apart=staged))
+        chain = build_chain(traced, kept_apart=staged)
+        try:
+            return _follow(plan, chain)
+        except PartitionError:
+            if not _put_in_order_of_stages(plan, chain):
+                raise
+            return _follow(plan, build_chain(traced, kept_apart=staged, keep_order=True))
+
+
+def _put_in_order_of_stages(plan: PartitionPlan, chain: Chain) -> bool:
+    """Puts the calls of a graph, where they do not depend on each other, in the order of the stages that they belong to."""
+
+    def rank_of(position: int, before: int) -> int:
+        allowed = [stage for stage in _allowed_stages(plan, chain.units[position].tensor_fqns) if stage >= before]
+        return min(allowed, default=max(before, 0))
+
+    return reorder(chain.traced.graph, [unit.nodes for unit in chain.units], rank_of)
 
 
 def _follow(plan: PartitionPlan, chain: Chain) -> Assignment:

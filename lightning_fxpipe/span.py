@@ -324,7 +324,7 @@ def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.devi
         assert isinstance(survey, _Survey)
         try:
             survey.add_batch(Template.of(run.example).tensors)
-            survey.note_use(run_step(root, step, run.example, survey.note_log))
+            survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
             survey.note_use([_held(module) for module in root.modules()])
             survey.completed = True
         except HiddenTensor as error:
@@ -409,10 +409,6 @@ class _Survey(SpanRecorder):
         """The tensors in ``value`` are used by code that needs their values, wherever it stands."""
         keys = [self.key_of(tensor) for tensor in Template.of(value).tensors]
         self._uses += [(math.inf, key) for key in keys if key is not None]
-
-    def note_log(self, *args: Any, **kwargs: Any) -> None:
-        """In place of ``self.log``."""
-        self.note_use((args, kwargs))
 
     def leaves_something_behind(self) -> bool:
         """Whether a call that uses parameters leaves more than its result."""

@@ -34,6 +34,7 @@ ORDER = [
         "recordable",
         "trace",
         "recompute",
+        "reorder",
         "cost",
         "partition",
         "microbatch",

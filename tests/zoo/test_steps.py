@@ -49,7 +49,6 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     # one call
     "hf_dataclass": Refused("an object of type ModelOutput, which cannot be looked into"),
     # several calls
-    "two_calls_in_validation": OTHER_ORDER,
     "generates": OTHER_ORDER,
     # random numbers
     ("dropout", 2): OWN_DRAWS,
