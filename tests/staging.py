@@ -76,7 +76,7 @@ class Rank:
     stage: Stage
     root: nn.Module
     held: frozenset[str]
-    inputs: list[Tensor]
+    inputs: list[Tensor | None]
 
 
 def make_rank(assignment: Assignment, index: int, args: Sequence[Tensor]) -> Rank:
@@ -91,7 +91,8 @@ def make_rank(assignment: Assignment, index: int, args: Sequence[Tensor]) -> Ran
         stage=build_stage(Assignment(chain=here, cuts=assignment.cuts), index),
         root=root,
         held=held,
-        inputs=[arg.clone() for arg in args],
+        # Nothing is drawn ahead: what the graph draws, it draws where it stands.
+        inputs=[*(arg.clone() for arg in args), *(None for _ in chain.traced.draw_nodes)],
     )
 
 
