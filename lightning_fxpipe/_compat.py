@@ -11,7 +11,7 @@ import copy
 import itertools
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -380,6 +380,29 @@ def silenced_loggers(module: Any) -> Iterator[None]:
         yield
     finally:
         trainer.loggers = before
+
+
+@contextmanager
+def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
+    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``; public names, where a Trainer is."""
+    trainer: Any = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    from lightning.pytorch import Trainer
+
+    def watched(name: str) -> property:
+        getter: Any = vars(Trainer)[name].fget
+
+        def read(trainer: Any) -> Any:
+            value = getter(trainer)
+            note(name, value)
+            return value
+
+        return property(read)
+
+    with patched_attributes(*((Trainer, name, watched(name)) for name in ("global_step", "current_epoch"))):
+        yield
 
 
 def default_store() -> Any:

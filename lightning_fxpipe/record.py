@@ -377,6 +377,11 @@ class Recorder(TorchFunctionMode):
     # ------------------------------------------------------------------ state
 
     @property
+    def is_recording(self) -> bool:
+        """Whether what runs now becomes part of the graph."""
+        return not self._paused
+
+    @property
     def _current_path(self) -> str:
         return self._module_stack[-1]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import tree_flatten
@@ -18,6 +19,7 @@ from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.randomness import BatchRandomness, generator_state
+from lightning_fxpipe.reads import ReadKey, changed_reads, current_reads
 from lightning_fxpipe.recordable import Recordable, sign
 from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.replay import Replayer
@@ -107,6 +109,8 @@ class PipelineRuntime:
         self._schedule: ScheduleName = schedule
         self._pipelines: _Cache[Pipeline] = _Cache(_MAX_PIPELINES)
         self._traces: list[_StageTrace] = []
+        self._read_keys: dict[ReadKey, None] = {}
+        self._warned_of: set[str] = set()
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
         self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
@@ -166,7 +170,8 @@ class PipelineRuntime:
             tuple(module.training for module in self._root.modules()),
             tuple(parameter.requires_grad for parameter in self._root.parameters()),
         )
-        return self._pipelines.get(key, lambda: self._make_pipeline(step, microbatch, part))
+        values = current_reads(self._root, self._read_keys)
+        return self._pipelines.get((key, tuple(values.values())), lambda: self._make_pipeline(step, microbatch, part))
 
     def _make_pipeline(self, step: Step, microbatch: Any, part: Pass) -> Pipeline:
         check_agreement(
@@ -252,8 +257,21 @@ class PipelineRuntime:
         )
         span = region.span if isinstance(region, StepRegion) else None
         made = _StageTrace(kind=kind, span=span, traced=traced, stage=build_stage(assignment, self._topology.stage_index))
+        self._warn_of_changes(region)
         self._traces = [*self._traces[-(_MAX_TRACES - 1) :], made]
+        self._read_keys |= dict.fromkeys(traced.reads)
         return made
+
+    def _warn_of_changes(self, region: Recordable) -> None:
+        """Says once which attribute makes the model be traced again."""
+        known = (trace.traced for trace in self._traces if trace.traced.computes(region))
+        changed = {name for traced in known for name in changed_reads(self._root, traced.reads)} - self._warned_of
+        if changed:
+            self._warned_of |= changed
+            rank_zero_warn(
+                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward reads. Where it "
+                "changes often, read it in a submodule that stays whole, or use the value after the model's call."
+            )
 
 
 def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:

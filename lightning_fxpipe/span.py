@@ -161,6 +161,11 @@ class SpanRecorder(Recorder):
         return len(self._module_stack) == 2  # a module that the step calls itself: the last stage sets them, see `replay`
 
     @property
+    def is_recording(self) -> bool:
+        """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
+        return not self._paused and self._count > self._span.first
+
+    @property
     def _is_nested(self) -> bool:
         """Whether a call is made by a module, or by us."""
         return self._paused or len(self._module_stack) > 1

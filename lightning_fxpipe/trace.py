@@ -34,6 +34,7 @@ from lightning_fxpipe._compat import (
 from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
+from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
 from lightning_fxpipe.record import CallContext, MustStayWhole, Recorder, RecordError, RecorderSettings, recording
 from lightning_fxpipe.recordable import CONSTANT_TYPES, Recordable, Signature, device_type, sign
 from lightning_fxpipe.steprecord import StepRecord
@@ -62,6 +63,7 @@ class TracedRegion:
     kept_whole: Mapping[str, str]
     record: StepRecord | None = field(default=None, repr=False)
     drawing: frozenset[str] = frozenset()
+    reads: Mapping[ReadKey, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
@@ -101,6 +103,10 @@ class TracedRegion:
 
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
+        return self.computes(call) and not changed_reads(self.root, self.reads)
+
+    def computes(self, call: Recordable) -> bool:
+        """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
         signature, shapes = sign(self.root, call)
         return signature == self.signature and self.bind_sizes(shapes) is not None
 
@@ -208,6 +214,7 @@ def _record(
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(kept_whole),
         record=call.record_of(recorder),
+        reads=run.reads,
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
@@ -241,6 +248,7 @@ class FakeRun:
         example: The region's example with fakes for its tensors.
         input_shapes: Shapes of those.
         attributes: What each module has, by path, before it runs.
+        reads: Plain values that the recorded code has read from modules so far.
     """
 
     world: FakeWorld
@@ -248,6 +256,7 @@ class FakeRun:
     example: Any
     input_shapes: tuple[tuple[Any, ...], ...]
     attributes: dict[str, Attributes]
+    reads: Mapping[ReadKey, Any]
 
 
 @contextmanager
@@ -283,13 +292,19 @@ def fake_run(
         recorder = call.make_recorder(settings)
         fakes = [fake_input(leaf) for leaf in leaves]
         shapes = (fake.shape for fake in fakes if isinstance(fake, Tensor))
-        with tracing_friendly_torch(), world.active(), recording(recorder):
+        with (
+            tracing_friendly_torch(),
+            world.active(),
+            noted_reads(root, lambda: recorder.is_recording) as reads,
+            recording(recorder),
+        ):
             yield FakeRun(
                 world=world,
                 recorder=recorder,
                 example=tree_unflatten(fakes, structure),
                 input_shapes=tuple(tuple(symbolic_expression(size) for size in shape) for shape in shapes),
                 attributes=attributes,
+                reads=reads,
             )
 
 

@@ -29,6 +29,7 @@ ORDER = [
         "structure",
         "calls",
         "randomness",
+        "reads",
         "record",
         "steprecord",
         "recordable",

@@ -43,7 +43,6 @@ class Wrong:
 # The verdicts that differ from "equal to one device", by case, or by case and number of microbatches.
 # The second call would have to go through the stages once more.
 OTHER_ORDER = Refused("in an order that the plan's stages cannot follow", late=True)
-FROZEN = Wrong("a plain value that the model's Python reads is a constant of the trace and not compared with today's (runtime)")
 OWN_DRAWS = Wrong("with several microbatches each stage draws its own dropout, as the README says")
 EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     # one call
@@ -54,12 +53,6 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     ("dropout", 2): OWN_DRAWS,
     # state
     "counter_as_argument": Refused("with other arguments in different microbatches", late=True),
-    "step_in_forward": FROZEN,
-    "epoch_in_forward": FROZEN,
-    "trainer_in_forward": FROZEN,
-    "temperature_in_forward": FROZEN,
-    "temperature_in_submodule": FROZEN,
-    "temperature_in_a_dict": FROZEN,
     # losses and logs
     "skips_after_the_call": Refused("returned no loss for a microbatch", late=True),
     "skips_before_the_call": Refused("did not call model for this microbatch", late=True),

@@ -1,0 +1,121 @@
+"""Plain values that the recorded Python reads from modules: ``self.temperature``, ``self.global_step``, ``self.config.scale``.
+
+In a graph they are constants. So a trace remembers which it has read and with what value, and is used only while they are the
+same; otherwise a callback that anneals a temperature would anneal nothing. Modules that stay whole read theirs anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from torch import nn
+
+from lightning_fxpipe._compat import patched_attributes, watched_trainer_counters
+
+# (path of the module, name of the attribute); the Trainer's counters have None as path.
+ReadKey = tuple[str | None, str]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
+_NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning")
+_MAX_DEPTH = 3
+_MAX_ENTRIES = 256
+
+
+class _Unplain(Exception):
+    """The value is nothing that can be compared."""
+
+
+@contextmanager
+def noted_reads(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[dict[ReadKey, Any]]:
+    """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``."""
+    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+    reads: dict[ReadKey, Any] = {}
+    is_nested = False
+
+    def note(key: ReadKey, value: Any) -> None:
+        with suppress(_Unplain):
+            reads.setdefault(key, snapshot(value))
+
+    def read(module: nn.Module, name: str) -> Any:
+        nonlocal is_nested
+        if is_nested or name in _TORCHS_OWN or name.startswith("__") or not is_recording():
+            return object.__getattribute__(module, name)
+        is_nested = True  # a property reads others, which are no reads of the user's
+        try:
+            value = object.__getattribute__(module, name)
+        finally:
+            is_nested = False
+        path = paths.get(id(module))
+        if path is not None and not callable(value):
+            note((path, name), value)
+        return value
+
+    def read_counter(name: str, value: Any) -> None:
+        if not is_nested and is_recording():
+            note((None, name), value)
+
+    with watched_trainer_counters(root, read_counter), patched_attributes((nn.Module, "__getattribute__", read)):
+        yield reads
+
+
+def current_reads(root: nn.Module, keys: Any) -> dict[ReadKey, Any]:
+    """What the same reads give now."""
+    found: dict[ReadKey, Any] = {}
+    for path, name in keys:
+        owner: Any = root.trainer if path is None else root.get_submodule(path)
+        try:
+            found[path, name] = snapshot(getattr(owner, name, None))
+        except _Unplain:
+            found[path, name] = None
+    return found
+
+
+def changed_reads(root: nn.Module, reads: Mapping[ReadKey, Any]) -> list[str]:
+    """Names of those that have another value now."""
+    now = current_reads(root, reads)
+    return [_name(key) for key, value in reads.items() if now[key] != value]
+
+
+def _name(key: ReadKey) -> str:
+    path, name = key
+    return f"trainer.{name}" if path is None else f"{path}.{name}".lstrip(".")
+
+
+def snapshot(value: Any) -> Any:
+    """A value that can be compared and hashed: of containers and plain objects, what is in them."""
+    left = [_MAX_ENTRIES]
+
+    def taken(value: Any, depth: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise _Unplain
+        if isinstance(value, _PLAIN):
+            return value if value == value else "nan"
+        if depth == _MAX_DEPTH:
+            return None
+        if isinstance(value, (list, tuple)):
+            return tuple(taken(item, depth + 1) for item in value)
+        if isinstance(value, dict):
+            return tuple((str(key), taken(item, depth + 1)) for key, item in value.items())
+        return None
+
+    if isinstance(value, (*_PLAIN, list, tuple, dict)):
+        return taken(value, 0)
+    if _is_settings(value):
+        return taken(vars(value), 0)
+    raise _Unplain
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether an object is one that holds settings: of a user's or library's own class, with attributes."""
+    home = type(value).__module__.split(".")[0]
+    return hasattr(value, "__dict__") and home not in (
+        "torch",
+        "lightning",
+        "builtins",
+        "lightning_fxpipe",
+        "pytorch_lightning",
+    )
