@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import builtins
 import operator
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,82 +35,19 @@ from lightning_fxpipe._compat import (
     python_rng,
     storage_key,
     tree_leaves,
-    version_of,
 )
+from lightning_fxpipe.frames import first_line, raising_source, user_source
+from lightning_fxpipe.objects import refill, tensor_of
 from lightning_fxpipe.probe import ProbeFailed, probe_result
+from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
+from lightning_fxpipe.structure import NotFillable, Template
+from lightning_fxpipe.torchcalls import NORMALISATIONS, CallContext, is_query, running_statistics, target_of, watch_mutation
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
 
-# Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
-_QUERY_ATTRIBUTES = frozenset(
-    """shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf grad_fn
-    is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks""".split()  # noqa: SIM905
-)
-_QUERY_METHODS = """size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device
-    __repr__ __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size""".split()  # noqa: SIM905
-_QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
-    torch.is_floating_point,
-    torch.numel,
-    torch.is_tensor,
-    torch.is_complex,
-}
-
-# torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
-_NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
-
 # Constants that an fx node can hold as they are.
 _PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
-
-
-class RecordError(BaseException):
-    """A call cannot become a node. A ``BaseException``, so that a model's own ``except Exception`` does not hide it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.source = user_source()
-
-
-class MustStayWhole(BaseException):
-    """The Python of an opened module cannot be recorded; the trace starts again with the module whole."""
-
-    def __init__(self, path: str, reason: str, source: str | None) -> None:
-        super().__init__(path)
-        self.path, self.reason, self.source = path, reason, source
-
-
-def user_source() -> str | None:
-    """``file:line`` of the innermost frame that belongs to neither torch nor this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not _is_machinery(name):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
-
-
-class CallContext(NamedTuple):
-    """The modes that a call was recorded under."""
-
-    grad_enabled: bool
-    device_type: str
-    autocast_enabled: bool
-    autocast_dtype: torch.dtype | None
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Runs the block under these modes."""
-        with (
-            torch.set_grad_enabled(self.grad_enabled),
-            torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),
-        ):
-            yield
-
-
-def _is_machinery(module_name: str) -> bool:
-    return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
 
 
 class Recorder(TorchFunctionMode):
@@ -123,6 +59,7 @@ class Recorder(TorchFunctionMode):
         is_whole: Whether a module, given its path and itself, stays whole.
         region_path: Path of the module whose forward is recorded.
         device_type: Device whose autocast state is part of a node's context.
+        lasting: By ``id``, objects that modules keep from one call to the next.
     """
 
     def __init__(
@@ -132,6 +69,7 @@ class Recorder(TorchFunctionMode):
         is_whole: Callable[[str, nn.Module], bool],
         region_path: str,
         device_type: str,
+        lasting: Mapping[int, Any],
     ) -> None:
         super().__init__()
         self.graph = fx.Graph()
@@ -140,11 +78,14 @@ class Recorder(TorchFunctionMode):
         self._tensor_fqns = tensor_fqns
         self._is_whole = is_whole
         self._device_type = device_type
+        self._lasting = lasting
         self._nodes: dict[int, fx.Node] = {}
         self._constant_names: dict[int, str] = {}
         self._alive: list[Any] = []  # a freed tensor's id would be given to another
         self._module_stack = [region_path]
         self._paused = False
+        self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
+        self._entered: list[nn.Module] = []
         self._ambient = self._context()
 
     # ------------------------------------------------------------------ tensors to nodes and back
@@ -182,7 +123,20 @@ class Recorder(TorchFunctionMode):
             return value
         if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
             return value.item()
-        raise RecordError(f"an argument of type {type(value).__name__} cannot be part of the graph")
+        template = self._template_of([value])
+        return self._refilled(template, range(len(template.tensors)), 1)[1][0]
+
+    def _refilled(self, template: Template, sent: Sequence[int], count: int) -> tuple[fx.Node, list[fx.Node]]:
+        """Nodes of a list of ``count`` objects made anew, and of each of them."""
+        if any(isinstance(held, nn.Module) and any(True for _ in held.parameters()) for held in template.structure.references):
+            raise RecordError("a module with parameters is an argument of another one")
+        tensors = [self.argument(template.tensors[index]) for index in sent]
+        sizes = [self.argument(size) for size in template.sizes]
+        node = self.graph.call_function(refill(template.structure, sent), (tensors, sizes))
+        items = [self.graph.call_function(operator.getitem, (node, index)) for index in range(count)]
+        for made in (node, *items):
+            made.meta.update(module_path=self._current_path, source=user_source())
+        return node, items
 
     def _tensor_argument(self, tensor: Tensor) -> fx.Node:
         node = self._nodes.get(id(tensor))
@@ -220,12 +174,20 @@ class Recorder(TorchFunctionMode):
         elif is_dataclass(value):
             items = [(getattr, field.name, getattr(value, field.name)) for field in fields(value)]
         elif value is not None and not isinstance(value, (*_PLAIN_TYPES, *SYMBOLIC_TYPES)):
-            raise RecordError(f"{node.target} returns a {type(value).__name__}, which cannot be looked into")
+            self._bind_inside(node, self._template_of(value), node)
         for getter, key, item in items:
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(item)) or is_dataclass(item):
+            if self._template_of(item).tensors:
                 child = self.graph.call_function(getter, (node, key))
                 child.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"), part_of=node)
                 self._bind_output(item, child)
+
+    def _bind_inside(self, holder: fx.Node, template: Template, call: fx.Node) -> None:
+        """Gives the tensors that a call left in an object nodes, where they have none."""
+        for index, tensor in enumerate(template.tensors):
+            if isinstance(tensor, FakeTensor) and id(tensor) not in self._nodes and id(tensor) not in self._tensor_fqns:
+                child = self.graph.call_function(tensor_of(index, len(template.tensors)), (holder,))
+                child.meta.update(module_path=call.meta["module_path"], source=call.meta.get("source"), part_of=call)
+                self._bind_tensor(tensor, child)
 
     # ------------------------------------------------------------------ torch calls
 
@@ -233,16 +195,18 @@ class Recorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused or _is_query(func):
+        if self._paused and self._seen is not None:
+            self._seen.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if self._paused or is_query(func):
             return func(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operation, target, extra = _target_of(func)
+        operation, target, extra = target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with self.paused(), _watch_mutation(touched) as mutated:
+        with self.paused(), watch_mutation(touched) as mutated:
             result = func(*args, **kwargs)
-        if func in _NORMALISATIONS:
+        if func in NORMALISATIONS:
             statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
             mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))
         leaves = tree_leaves(result)
@@ -301,36 +265,65 @@ class Recorder(TorchFunctionMode):
         except RecordError as error:
             raise MustStayWhole(path, error.reason, error.source) from error
         except Exception as error:
-            raise MustStayWhole(path, f"{type(error).__name__}: {_first_line(error)}", raising_source(error)) from error
+            raise MustStayWhole(path, f"{type(error).__name__}: {first_line(error)}", raising_source(error)) from error
         finally:
             self._module_stack.pop()
 
     def _record_whole_module(
         self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        node_args = tuple(self.argument(arg) for arg in args)
-        node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
-        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        # Containers and objects among the arguments; the module may look at a part of them, and may change them.
+        objects = [value for value in (*args, *kwargs.values()) if not _is_value(value)]
+        before = self._template_of(objects)
         own = [*module.parameters(), *module.buffers()]
+        touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
-        with self.paused(), isolated_rng(), _watch_mutation([*touched, *own]) as mutated:
+        with self._seen_tensors(bool(objects)) as seen, isolated_rng(), watch_mutation([*touched, *own]) as mutated:
             result = self._result_without_data(original_call, path, module, args, kwargs)
-        mutated |= _running_statistics(module)
+        mutated |= running_statistics(module)
+        after = self._template_of(objects) if objects else before
+        changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]
+        made_anew: dict[int, fx.Node] = {}
+        holder = None
+        if changed or not all(map(_is_plain, objects)):
+            seen.update(id(tensor) for tensor in self._template_of(result).tensors)
+            sent = [index for index, tensor in enumerate(before.tensors) if id(tensor) in seen]
+            holder, items = self._refilled(before, sent, len(objects))
+            made_anew = {id(value): item for value, item in zip(objects, items, strict=True)}
+        node_args = tuple(made_anew[id(arg)] if id(arg) in made_anew else self.argument(arg) for arg in args)
+        node_kwargs = {
+            key: made_anew[id(value)] if id(value) in made_anew else self.argument(value) for key, value in kwargs.items()
+        }
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
         node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
+        if changed and holder is not None:
+            self._bind_inside(holder, after, node)
         return result
 
-    @staticmethod
-    def _result_without_data(original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _result_without_data(
+        self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """Runs a whole module on fakes or, where it looks at values, on made-up data."""
+        before = self._template_of((args, kwargs)).structure
         try:
             return original_call(module, *args, **kwargs)
         except Exception as error:
             try:
+                template = self._template_of((args, kwargs))
+                if template.structure != before:
+                    raise ProbeFailed("again, as it has changed its arguments") from None
+                if self._seen is not None:
+                    self._seen.update(map(id, template.tensors))
                 return probe_result(original_call, module, args, kwargs)
             except ProbeFailed as failure:
-                reason = f"{type(error).__name__}: {_first_line(error)}"
+                reason = f"{type(error).__name__}: {first_line(error)}"
                 raise RecordError(f"{path} cannot run without data ({reason}), nor {failure}") from error
+
+    def _template_of(self, value: Any) -> Template:
+        try:
+            return Template.of(value, shared=self._lasting)
+        except NotFillable as error:
+            raise RecordError(str(error)) from error
 
     # ------------------------------------------------------------------ state
 
@@ -344,6 +337,17 @@ class Recorder(TorchFunctionMode):
         return CallContext(torch.is_grad_enabled(), self._device_type, autocast, dtype)
 
     @contextmanager
+    def _seen_tensors(self, asked: bool) -> Iterator[set[int]]:
+        """Records nothing during the block; collects the ids of the tensors that calls are made with, if asked."""
+        before, seen = self._seen, set[int]()
+        self._seen = seen if asked else before
+        try:
+            with self.paused():
+                yield seen
+        finally:
+            self._seen = before
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Records nothing during the block."""
         before, self._paused = self._paused, True
@@ -351,6 +355,21 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._paused = before
+
+
+def _is_value(value: Any) -> bool:
+    """Whether an argument has nothing in it that a module could change, or fail to look at."""
+    return value is None or isinstance(value, (Tensor, *_PLAIN_TYPES, *SYMBOLIC_TYPES, torch.Size))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an argument can be part of a graph as it is."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    if type(value) in (dict, OrderedDict):
+        return all(map(_is_plain, value.values()))
+    known = (type(Ellipsis), slice, torch.Generator)
+    return _is_value(value) or isinstance(value, known) or getattr(value, "shape", None) == ()
 
 
 @contextmanager
@@ -383,52 +402,3 @@ def recording(recorder: Recorder) -> Iterator[None]:
         recorder,
     ):
         yield
-
-
-@contextmanager
-def _watch_mutation(tensors: list[Tensor]) -> Iterator[Any]:
-    """Yields a set that holds, after the block, the storages that the block changed in place."""
-    before = [(tensor, version_of(tensor)) for tensor in tensors if isinstance(tensor, FakeTensor)]
-    mutated: set[int] = set()
-    yield mutated
-    mutated.update(storage_key(tensor) for tensor, version in before if version_of(tensor) != version)
-
-
-def _running_statistics(module: nn.Module) -> set[int]:
-    """Storages that the module's normalisation layers change; see :data:`_NORMALISATIONS`."""
-    layers = [child for child in module.modules() if child.training]
-    tensors = [getattr(layer, name, None) for layer in layers for name in ("running_mean", "running_var")]
-    return {storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
-
-
-def _is_query(func: Callable[..., Any]) -> bool:
-    if getattr(func, "__name__", "") == "__get__":
-        return func.__self__.__name__ in _QUERY_ATTRIBUTES  # type: ignore[attr-defined]
-    return func in _QUERIES
-
-
-def _target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
-    """fx operation, target and extra arguments of a torch function."""
-    name = getattr(func, "__name__", None)
-    if name == "__get__":
-        return "call_function", getattr, (func.__self__.__name__,)  # type: ignore[attr-defined]
-    if name == "__set__":
-        raise RecordError(f"assigning to Tensor.{func.__self__.__name__} cannot be recorded")  # type: ignore[attr-defined]
-    if name is not None and getattr(torch.Tensor, name, None) is func:
-        return "call_method", name, ()
-    return "call_function", func, ()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
-
-
-def raising_source(error: BaseException) -> str | None:
-    """``file:line`` of the innermost user frame of an error's traceback."""
-    source, trace = None, error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_globals.get("__name__", "")
-        if not _is_machinery(name):
-            source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return source

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import isolated_rng, patched_attributes, tree_leaves, tree_map
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.exchange import Attributes
-from lightning_fxpipe.record import user_source
+from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.trace import RegionCall
 
 IsRegion = Callable[[nn.Module], bool]

@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext
+from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols
+from lightning_fxpipe.torchcalls import CallContext
 from lightning_fxpipe.trace import TracedRegion
 
 

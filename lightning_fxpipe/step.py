@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import rng_state, same_rng, tree_flatten, tree_unflatten
+from lightning_fxpipe._compat import rng_state, same_rng
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import own_random_numbers
 from lightning_fxpipe.region import StageExit, replaced_region
 from lightning_fxpipe.split import Stage, TensorSpec
-from lightning_fxpipe.trace import TensorAt, TracedRegion
+from lightning_fxpipe.structure import describe
+from lightning_fxpipe.trace import TracedRegion
 
 
 class StepKind(Enum):
@@ -151,16 +152,13 @@ class BatchRun:
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:
         """The region's input tensors, if they are what the pass was set up for; all ranks have already agreed on that."""
         traced, shapes = setup.traced, setup.input_shapes
-        leaves, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-        expected = [leaf for leaf in traced.signature.leaves if len(leaf) == 2]
-        if structure != traced.signature.structure or constants != expected:
-            raise self._varying("other arguments", str(constants), str(expected), traced)
+        tensors = traced.input_tensors(args, kwargs)
+        if tensors is None:
+            raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors", traced)
         actual = tuple(tuple(tensor.shape) for tensor in tensors)
         if actual != shapes:
             raise self._varying("inputs of other shapes", str(actual), str(shapes), traced)
-        return tensors
+        return list(tensors)
 
     def _checked_outputs(self, outputs: tuple[Tensor, ...], setup: StageSetup) -> tuple[Tensor, ...]:
         """What the stage sends, if it is what the next stage expects: a transport does not compare shapes or dtypes."""
@@ -213,5 +211,4 @@ def _region_result(traced: TracedRegion, outputs: tuple[Tensor, ...], received: 
     """The region's result in the structure that the model returns, safe from the next step's receives."""
     buffers = {tensor.untyped_storage().data_ptr() for tensor in received}
     safe = [output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs]
-    leaves = [safe[leaf.index] if isinstance(leaf, TensorAt) else leaf for leaf in traced.output_leaves]
-    return tree_unflatten(leaves, traced.output_structure)
+    return traced.result(safe)

@@ -8,7 +8,7 @@ satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,23 +22,22 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat import (
     FakeTensor,
     FakeWorld,
-    TreeSpec,
     depends_on_data,
     has_hooks,
     isolated_rng,
     python_rng,
     symbolic_expression,
     tracing_friendly_torch,
-    tree_flatten,
-    tree_unflatten,
 )
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
-from lightning_fxpipe.record import MustStayWhole, Recorder, RecordError, raising_source, recording, user_source
+from lightning_fxpipe.frames import raising_source, user_source
+from lightning_fxpipe.objects import Unsent, lasting_objects
+from lightning_fxpipe.record import Recorder, recording
+from lightning_fxpipe.signals import MustStayWhole, RecordError
+from lightning_fxpipe.structure import NotFillable, Structure, Template
 
 INPUT_PREFIX = "region_input_"
-
-_CONSTANT_TYPES = (type(None), bool, int, float, str, complex, torch.dtype, torch.device, slice, range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,8 @@ class Signature:
     """All that must be equal for a trace to be used again, but for the sizes of the tensors."""
 
     path: str
-    structure: TreeSpec
-    leaves: tuple[Any, ...]  # constants, and (rank, dtype, device, requires_grad) of tensors
+    structure: Structure  # of (args, kwargs), constants included
+    tensors: tuple[tuple[int, torch.dtype, torch.device, bool], ...]  # (rank, dtype, device, requires_grad)
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
     grad_enabled: bool
@@ -87,8 +86,8 @@ class TracedRegion:
     signature: Signature = field(repr=False)
     batch_size: int
     input_shapes: tuple[tuple[Any, ...], ...]  # of each placeholder: ints and sympy symbols
-    output_structure: TreeSpec = field(repr=False)
-    output_leaves: tuple[Any, ...]  # an index into the output node's list for tensors (as TensorAt), else the constant
+    output_structure: Structure = field(repr=False)
+    wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
     constants: Mapping[str, Tensor] = field(repr=False)
     world: FakeWorld = field(repr=False)
     opened: tuple[str, ...]
@@ -125,53 +124,58 @@ class TracedRegion:
             return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
         return sizes
 
+    def input_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
+        """The tensors in the arguments of a call, in the order of the graph's inputs; None where other things differ."""
+        template = Template.of((args, dict(kwargs)), shared=lasting_objects(self.root))
+        return template.tensors if template.structure == self.signature.structure else None
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the module returns, of the type that it returns, from the graph's outputs."""
+        owner = self.signature.path or "the module"
+        values: list[Any] = [
+            Unsent.called(f"Tensor {index} in the result of {owner}") for index in range(self.output_structure.num_tensors)
+        ]
+        for index, output in zip(self.wanted, outputs, strict=True):
+            values[index] = output
+        return self.output_structure.fill(values)
+
     def covers(self, call: RegionCall) -> bool:
         """Whether the graph computes this call."""
         signature, shapes = sign(self.root, call)
         return signature == self.signature and self.bind_sizes(shapes) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorAt:
-    """Stands in a region's result for the tensor at this position of the graph's output."""
-
-    index: int
-
-
 def sign(root: nn.Module, call: RegionCall) -> tuple[Signature, tuple[tuple[int, ...], ...]]:
     """The signature of a call and the shapes of its tensors.
 
     Raises:
-        TraceError: An argument is neither a tensor nor a plain constant.
+        TraceError: An argument has tensors that cannot be exchanged.
     """
-    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
-    described: list[Any] = []
-    shapes: list[tuple[int, ...]] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            described.append((leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad))
-            shapes.append(tuple(leaf.shape))
-        elif isinstance(leaf, _CONSTANT_TYPES):
-            described.append((type(leaf), leaf))
-        else:
-            raise TraceError(
-                f"The call of {call.path or 'the module'} has an argument that cannot be recorded.",
-                observed=f"an object of type {type(leaf).__name__}",
-                expected="tensors and plain values, in dicts, lists, tuples or types registered as pytrees",
-                todo="Pass the object's tensors instead, or register its type with torch.utils._pytree.",
-            )
-    device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)), "cpu")
+    template = _arguments(root, call)
+    device_type = next((tensor.device.type for tensor in template.tensors), "cpu")
     region = root.get_submodule(call.path)
     signature = Signature(
         path=call.path,
-        structure=structure,
-        leaves=tuple(described),
+        structure=template.structure,
+        tensors=tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in template.tensors),
         training=tuple(module.training for module in region.modules()),
         trainable=tuple(parameter.requires_grad for parameter in region.parameters()),
         grad_enabled=torch.is_grad_enabled(),
         autocast_dtype=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
     )
-    return signature, tuple(shapes)
+    return signature, tuple(tuple(tensor.shape) for tensor in template.tensors)
+
+
+def _arguments(root: nn.Module, call: RegionCall) -> Template:
+    try:
+        return Template.of((call.args, dict(call.kwargs)), shared=lasting_objects(root))
+    except NotFillable as error:
+        raise TraceError(
+            f"The call of {call.path or 'the module'} has an argument that cannot be recorded.",
+            observed=str(error),
+            expected="tensors in containers or objects",
+            todo="Pass the tensors as arguments of their own.",
+        ) from error
 
 
 def is_torch_leaf(path: str, module: nn.Module) -> bool:
@@ -185,6 +189,7 @@ def trace_region(
     *,
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
+    wanted: Collection[int] | None = None,
 ) -> TracedRegion:
     """Records the call of one module.
 
@@ -197,6 +202,8 @@ def trace_region(
         opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
             everything down to torch.nn's own modules.
         device: Device that parameters on the meta device are taken to be on.
+        wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
+            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` wants all.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
@@ -207,9 +214,9 @@ def trace_region(
         try:
             with isolated_rng():
                 before = python_rng()
-                traced = _record(root, call, signature, opened, kept_whole, device)
+                traced = _record(root, call, signature, opened, kept_whole, device, wanted)
                 drew = before != python_rng()
-                again = _record(root, call, signature, opened, kept_whole, device)
+                again = _record(root, call, signature, opened, kept_whole, device, wanted)
         except MustStayWhole as stop:
             if stop.path == call.path or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
@@ -228,10 +235,12 @@ def _record(
     opened: Collection[str] | None,
     kept_whole: dict[str, str],
     device: torch.device | None,
+    wanted: Collection[int] | None,
 ) -> TracedRegion:
     world = FakeWorld()
-    leaves, structure = tree_flatten((call.args, dict(call.kwargs)))
-    device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    lasting = lasting_objects(root)
+    arguments = _arguments(root, call)
+    device = device or next((tensor.device for tensor in arguments.tensors), torch.device("cpu"))
     paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
     actually_opened: dict[str, None] = {call.path: None}
 
@@ -249,17 +258,14 @@ def _record(
         torch.inference_mode(False),
         torch.set_grad_enabled(signature.grad_enabled),
     ):
-        recorder = Recorder(paths, state.fqns, is_whole, call.path, device.type)
-        fakes = [
-            world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
+        recorder = Recorder(paths, state.fqns, is_whole, call.path, device.type, lasting)
+        tensors = [
+            world.input(tensor.detach().requires_grad_(tensor.requires_grad), _batch_dims(tensor, call.batch_size))
+            for tensor in arguments.tensors
         ]
-        tensors = [leaf for leaf in fakes if isinstance(leaf, Tensor)]
         for index, fake in enumerate(tensors):
             recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
-        args, kwargs = tree_unflatten(fakes, structure)
+        args, kwargs = arguments.fill(tensors)
         region = root.get_submodule(call.path)
         with tracing_friendly_torch(), world.active(), recording(recorder):
             try:
@@ -269,8 +275,10 @@ def _record(
                 raise _untraceable(root, call, reason, source) from error
             for path in actually_opened:
                 _check_unchanged(path, state.attributes[path])
-            output_leaves, output_structure = tree_flatten(result)
-            output_nodes, described = _describe_output(recorder, output_leaves)
+            _check_arguments(args, kwargs, tensors, lasting)
+            output = _taken_apart(result, lasting)
+            chosen = tuple(index for index in range(len(output.tensors)) if wanted is None or index in wanted)
+            output_nodes = [recorder.argument(output.tensors[index]) for index in chosen]
         recorder.graph.output(output_nodes)
     _erase_unused(recorder.graph)
     return TracedRegion(
@@ -279,8 +287,8 @@ def _record(
         signature=signature,
         batch_size=call.batch_size,
         input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in tensors),
-        output_structure=output_structure,
-        output_leaves=described,
+        output_structure=output.structure,
+        wanted=chosen,
         constants=recorder.constants,
         world=world,
         opened=tuple(path for path in actually_opened if path != call.path),
@@ -288,18 +296,21 @@ def _record(
     )
 
 
-def _describe_output(recorder: Recorder, leaves: list[Any]) -> tuple[list[fx.Node], tuple[Any, ...]]:
-    nodes: list[fx.Node] = []
-    described: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            described.append(TensorAt(len(nodes)))
-            nodes.append(recorder.argument(leaf))
-        elif isinstance(leaf, _CONSTANT_TYPES):
-            described.append(leaf)
-        else:
-            raise RecordError(f"the result has an object of type {type(leaf).__name__}, which cannot be looked into")
-    return nodes, tuple(described)
+def _taken_apart(result: Any, lasting: Container[int]) -> Template:
+    try:
+        output = Template.of(result, shared=lasting)
+    except NotFillable as error:
+        raise RecordError(str(error)) from error
+    if output.sizes:
+        raise RecordError("the result has a size of a tensor in it, as a number")
+    return output
+
+
+def _check_arguments(args: Any, kwargs: Any, inputs: Sequence[Tensor], lasting: Container[int]) -> None:
+    """What the forward puts into its arguments would be missing in them when the stages run."""
+    known = {id(tensor) for tensor in inputs}
+    if any(id(tensor) not in known for tensor in Template.of((args, kwargs), shared=lasting).tensors):
+        raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
 
 
 def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:

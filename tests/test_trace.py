@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import FakeTensor, tree_leaves
 from lightning_fxpipe.cost import build_chain
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.sizes import SymbolicSize
-from lightning_fxpipe.trace import RegionCall, TensorAt, TracedRegion, trace_region
+from lightning_fxpipe.trace import RegionCall, TracedRegion, trace_region
 from tests.models import BasicBlock, ResNet18, SkipMLP, TiedGPT, make_model, make_samples
 
 BATCH = 4
@@ -779,7 +779,7 @@ def test_results_in_dicts_with_none_and_constants_are_taken_apart() -> None:
     traced = trace(Net(), batch(), opened=())
     assert names(traced)[0] == "inner"
     assert [node.args[1] for node in traced.graph.nodes if target_name(node) == "getitem"][:3] == ["h", "more", 0]
-    assert traced.output_leaves == (TensorAt(0), TensorAt(1), None, "name", None)
+    assert traced.result(["a", "b"]) == {"logits": "a", "parts": ("b", None, "name"), "loss": None}
     assert len(traced.output_node.args[0]) == 2
 
 
@@ -959,7 +959,7 @@ def test_size_as_a_result_is_refused() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.last(self.first(x)), x.shape[0]
 
-    with pytest.raises(TraceError, match="SymInt"):
+    with pytest.raises(TraceError, match="a size of a tensor"):
         trace(Sizes(), batch())
 
 
@@ -970,43 +970,74 @@ class Opaque:
         self.tensor = tensor
 
 
-def test_argument_of_an_opaque_type_is_refused() -> None:
+def test_tensors_of_an_object_that_is_an_argument_are_inputs() -> None:
     class Net(TwoLayers):
         def forward(self, x: Tensor, extra: Opaque) -> Tensor:
             return self.last(self.first(x) + extra.tensor)
 
-    with pytest.raises(TraceError, match="argument that cannot be recorded") as caught:
-        trace(Net(), batch(), Opaque(batch()))
-    assert caught.value.observed == "an object of type Opaque"
+    traced = trace(Net(), batch(), Opaque(batch()))
+    assert [tuple(node.meta["val"].shape[1:]) for node in traced.input_nodes] == [(WIDTH,), (WIDTH,)]
+    assert traced.covers(call_of(batch(7), Opaque(batch(7))))
+    assert not traced.covers(call_of(batch(7), (batch(7),)))
 
 
-def test_opaque_object_between_modules_keeps_the_module_around_them_whole() -> None:
+def test_object_goes_from_module_to_module_as_its_tensors() -> None:
     class Make(TwoLayers):
         def forward(self, x: Tensor) -> Opaque:
             return Opaque(self.first(x))
 
+    class Take(TwoLayers):
+        def forward(self, made: Opaque) -> Tensor:
+            return self.first(made.tensor)
+
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.make, self.take = Make(), nn.Linear(WIDTH, WIDTH)
+            self.make, self.take = Make(), Take()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.take(self.make(x).tensor)
+            return self.take(self.make(x))
 
     traced = trace(Around(Inner()), batch(), opened=("inner",))
-    assert names(traced) == ["embed", "inner"]
-    assert "Opaque" in traced.kept_whole["inner"]
-    with pytest.raises(TraceError, match="Opaque"):
-        trace(Inner(), batch(), opened=())
+    assert names(traced) == ["embed", "inner.make", "tensor_inside", "refilled", "getitem", "inner.take"]
+    assert not traced.kept_whole
 
 
-def test_opaque_result_is_refused() -> None:
+def test_result_has_the_type_that_the_module_returns() -> None:
     class Net(TwoLayers):
         def forward(self, x: Tensor) -> Any:
             return Opaque(self.first(x))
 
-    with pytest.raises(TraceError, match="an object of type Opaque"):
-        trace(Net(), batch())
+    result = trace(Net(), batch()).result([torch.ones(2)])
+    assert type(result) is Opaque
+    assert torch.equal(result.tensor, torch.ones(2))
+
+
+def test_results_that_nobody_wants_are_left_out_and_cannot_be_used() -> None:
+    class Net(TwoLayers):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.first(x)
+            return {"hidden": Opaque(hidden), "out": self.last(hidden)}
+
+    traced = trace_region(Net(), call_of(batch()), wanted=[1])
+    assert [str(node.target) for node in traced.output_node.args[0]] == ["last"]
+    result = traced.result([torch.ones(2)])
+    assert torch.equal(result["out"], torch.ones(2))
+    assert result["hidden"].tensor.detach() is result["hidden"].tensor  # as Lightning does with whatever a step returns
+    with pytest.raises(UnsupportedError, match="Tensor 0 in the result of the module is used"):
+        _ = result["hidden"].tensor + 1
+    with pytest.raises(UnsupportedError, match="is used"):
+        _ = result["hidden"].tensor.shape
+
+
+def test_tensor_put_into_an_argument_is_refused() -> None:
+    class Net(TwoLayers):
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            x["hidden"] = self.first(x["x"])
+            return self.last(x["hidden"])
+
+    with pytest.raises(TraceError, match="puts a tensor into one of its arguments"):
+        trace_region(Net(), RegionCall(path="", args=({"x": batch()},), kwargs={}, batch_size=BATCH))
 
 
 def test_models_own_exception_handler_does_not_hide_that_a_call_cannot_be_recorded() -> None:
