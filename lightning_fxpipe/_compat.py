@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -121,6 +122,15 @@ def size_hint(value: int | torch.SymInt) -> int:
     return int(value)
 
 
+def unknown_size(like: Any) -> torch.SymInt:
+    """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.11-2.15."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    size: torch.SymInt = like.fake_mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.11-2.15."""
     return int(tensor.untyped_storage()._cdata)
@@ -140,6 +150,10 @@ def tracing_friendly_torch() -> Iterator[None]:
     """
     import torch.nn.modules.transformer as transformer
 
+    # It reports each kernel that cannot run without data, although another way is found then.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     detect = transformer._detect_is_causal_mask
     fastpath = torch.backends.mha.get_fastpath_enabled()
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
@@ -147,6 +161,7 @@ def tracing_friendly_torch() -> Iterator[None]:
     try:
         yield
     finally:
+        log.setLevel(level)
         transformer._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(fastpath)
 

@@ -77,6 +77,22 @@ def tensor_of(index: int, count: int) -> Callable[[Any], Tensor]:
     return tensor_inside
 
 
+def same_answer(expected: bool, source: str | None) -> Callable[[Tensor], None]:
+    """A function that checks that the model's Python would take the path that was traced."""
+
+    def checked(value: Tensor) -> None:
+        if bool(value) != expected:
+            raise UnsupportedError(
+                "The model would take another path than the one that was traced.",
+                where=source,
+                observed=f"a condition on tensor values that is {not expected} for this microbatch",
+                expected=f"{expected}, as for the first one",
+                todo="Move the code with the condition into a submodule of its own, which then stays whole.",
+            )
+
+    return checked
+
+
 def lasting_objects(root: nn.Module, depth: int = 4) -> dict[int, Any]:
     """By ``id``, the objects that modules hold as attributes: what is put into them is there in the next step."""
     found: dict[int, Any] = {}

@@ -36,12 +36,13 @@ from lightning_fxpipe._compat import (
     storage_key,
     tree_leaves,
 )
+from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.frames import first_line, raising_source, user_source
-from lightning_fxpipe.objects import refill, tensor_of
-from lightning_fxpipe.probe import ProbeFailed, probe_result
+from lightning_fxpipe.objects import refill, same_answer, tensor_of
+from lightning_fxpipe.probe import Probe, ProbeFailed
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
-from lightning_fxpipe.structure import NotFillable, Template
+from lightning_fxpipe.structure import NotFillable, Template, graft
 from lightning_fxpipe.torchcalls import NORMALISATIONS, CallContext, is_query, running_statistics, target_of, watch_mutation
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
@@ -85,8 +86,12 @@ class Recorder(TorchFunctionMode):
         self._module_stack = [region_path]
         self._paused = False
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
-        self._entered: list[nn.Module] = []
+        self._examples: Examples | None = None
         self._ambient = self._context()
+
+    def use_examples(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int]) -> None:
+        """Gives the real inputs and the values of the symbols, for questions about values."""
+        self._examples = Examples(inputs, sizes, self.constants)
 
     # ------------------------------------------------------------------ tensors to nodes and back
 
@@ -202,6 +207,8 @@ class Recorder(TorchFunctionMode):
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is Tensor.__bool__ and isinstance(args[0], FakeTensor):
+            return self._decide(args[0])
         operation, target, extra = target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), watch_mutation(touched) as mutated:
@@ -304,20 +311,48 @@ class Recorder(TorchFunctionMode):
         self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Runs a whole module on fakes or, where it looks at values, on made-up data."""
-        before = self._template_of((args, kwargs)).structure
+        before = self._template_of((args, kwargs))
         try:
             return original_call(module, *args, **kwargs)
         except Exception as error:
             try:
-                template = self._template_of((args, kwargs))
-                if template.structure != before:
-                    raise ProbeFailed("again, as it has changed its arguments") from None
+                graft((args, kwargs), before.fill(before.tensors))  # what it did to them before it failed
                 if self._seen is not None:
-                    self._seen.update(map(id, template.tensors))
-                return probe_result(original_call, module, args, kwargs)
+                    self._seen.update(map(id, before.tensors))
+                probe = Probe(call=original_call, module=module, template=before, example=self._example)
+                result, changed_args, changed_kwargs = probe.result()
+                graft((args, kwargs), (changed_args, changed_kwargs))
+                return result
             except ProbeFailed as failure:
                 reason = f"{type(error).__name__}: {first_line(error)}"
                 raise RecordError(f"{path} cannot run without data ({reason}), nor {failure}") from error
+
+    def _example(self, tensor: Tensor) -> Tensor | None:
+        """The tensor's value in the traced call, where it follows from the inputs."""
+        node = self._nodes.get(id(tensor))
+        try:
+            return self._examples.value(node) if node is not None and self._examples is not None else None
+        except NoExample:
+            return None
+
+    def _decide(self, tensor: Tensor) -> bool:
+        """Answers ``if tensor:`` in opened code as the traced call does, and has it checked in every later call."""
+        node = self._tensor_argument(tensor)
+        if len(self._module_stack) > 1 and any(other.op == "placeholder" for other in cone(node)):
+            raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
+        try:
+            if self._examples is None:
+                raise NoExample("there is no example")
+            with self.paused():
+                outcomes = self._examples.outcomes(node)
+        except NoExample as error:
+            raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
+        if len(outcomes) > 1:
+            raise RecordError("its Python takes a path at random")
+        (expected,) = outcomes
+        check = self.graph.call_function(same_answer(expected, user_source()), (node,))
+        check.meta.update(module_path=self._current_path, source=user_source(), checks=True)
+        return expected
 
     def _template_of(self, value: Any) -> Template:
         try:

@@ -128,6 +128,36 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return template.fill([function(tensor) for tensor in template.tensors])
 
 
+def graft(target: Any, source: Any) -> None:
+    """Makes ``target`` what ``source`` is, in place: whoever holds an object inside it sees the change."""
+    if target is source or isinstance(target, (Tensor, *_BY_REFERENCE)) or type(target) is not type(source):
+        return
+    if isinstance(target, (list, tuple)):
+        for one, other in zip(target, source, strict=False):
+            graft(one, other)
+        if isinstance(target, list):
+            target[:] = [_grafted(*pair) for pair in zip(target, source, strict=False)] + source[len(target) :]
+    elif isinstance(target, dict):
+        items = {key: _grafted(target[key], value) if key in target else value for key, value in source.items()}
+        target.clear()
+        target.update(items)
+    if hasattr(target, "__dict__"):
+        attributes = vars(target)
+        items = {key: _grafted(attributes[key], value) if key in attributes else value for key, value in vars(source).items()}
+        attributes.clear()
+        attributes.update(items)
+
+
+def _grafted(target: Any, source: Any) -> Any:
+    """The object that belongs where ``target`` was: itself, made equal, if it can be."""
+    if type(target) is type(source) and (isinstance(target, (list, dict)) or hasattr(target, "__dict__")):
+        if isinstance(target, (Tensor, *_BY_REFERENCE)):
+            return source
+        graft(target, source)
+        return target
+    return source
+
+
 def describe(value: Any) -> str:
     """A value for a message: tensors by their shapes only."""
     try:

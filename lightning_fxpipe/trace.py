@@ -26,10 +26,12 @@ from lightning_fxpipe._compat import (
     has_hooks,
     isolated_rng,
     python_rng,
+    size_hint,
     symbolic_expression,
     tracing_friendly_torch,
 )
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.objects import Unsent, lasting_objects
@@ -265,6 +267,8 @@ def _record(
         ]
         for index, fake in enumerate(tensors):
             recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
+        names = [f"{INPUT_PREFIX}{index}" for index in range(len(tensors))]
+        recorder.use_examples(dict(zip(names, arguments.tensors, strict=True)), _symbol_values(tensors))
         args, kwargs = arguments.fill(tensors)
         region = root.get_submodule(call.path)
         with tracing_friendly_torch(), world.active(), recording(recorder):
@@ -311,6 +315,11 @@ def _check_arguments(args: Any, kwargs: Any, inputs: Sequence[Tensor], lasting: 
     known = {id(tensor) for tensor in inputs}
     if any(id(tensor) not in known for tensor in Template.of((args, kwargs), shared=lasting).tensors):
         raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
+
+
+def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
+    sizes = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
+    return {symbolic_expression(size): size_hint(size) for size in sizes}
 
 
 def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
@@ -380,12 +389,14 @@ def _forward_source(module: nn.Module) -> str:
 def _erase_unused(graph: fx.Graph) -> None:
     """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("mutated_storages"):
+        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
+            continue
+        if node.meta.get("mutated_storages"):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
             continue
-        if not any(word in str(node.target).lower() for word in ("rand", "dropout", "bernoulli", "normal", "multinomial")):
+        if not draws(node):
             graph.erase_node(node)
 
 

@@ -29,6 +29,7 @@ ORDER = [
         "signals",
         "objects",
         "torchcalls",
+        "examples",
         "probe",
         "record",
         "trace",

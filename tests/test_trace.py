@@ -840,7 +840,7 @@ def test_submodule_that_looks_at_values_stays_whole_with_a_reason() -> None:
     assert names(traced) == ["embed", "inner"]
     assert traced.opened == ()
     assert list(traced.kept_whole) == ["inner"]
-    assert "data-dependent" in traced.kept_whole["inner"]
+    assert "looks at a value" in traced.kept_whole["inner"]
 
 
 def test_submodule_that_looks_at_values_may_stay_unopened() -> None:
@@ -851,7 +851,7 @@ def test_called_module_that_looks_at_values_is_refused_with_file_and_line() -> N
     with pytest.raises(TraceError, match="forward of Gate cannot be recorded") as caught:
         trace(Gate(), batch())
     assert line_of(Gate.between, "if h.sum() > 0") in (caught.value.where or "")
-    assert "data-dependent" in (caught.value.observed or "")
+    assert "looks at a value" in (caught.value.observed or "")
 
 
 def test_error_in_the_called_module_is_shown_with_file_and_line() -> None:

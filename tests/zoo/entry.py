@@ -22,7 +22,8 @@ class Entry:
         loss: The loss, of what the call returns.
         refused: A part of the message, where the model cannot be pipelined.
         retraced: Whether another number of samples needs a graph of its own.
-        tolerance: Greatest difference from the whole model; 0 means bit for bit.
+        tolerance: Greatest difference from the whole model, relative to the largest element; a parameter that several stages use
+            gets its gradients summed in another order.
         why: What makes the model worth having here.
     """
 
@@ -32,7 +33,7 @@ class Entry:
     loss: Callable[[Any], Tensor]
     refused: str | None = None
     retraced: bool = False
-    tolerance: float = 0.0
+    tolerance: float = 1e-5
     why: str = ""
 
     def __str__(self) -> str:
