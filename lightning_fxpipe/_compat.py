@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
@@ -25,8 +26,13 @@ from torch._dispatch.python import enable_python_dispatcher
 
 # A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
@@ -39,6 +45,12 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+# Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
+NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
+
+# ``checkpoint`` is imported by name everywhere, so it cannot be replaced; what it calls can. torch 2.11-2.15.
+CHECKPOINT_GENERATOR = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import outside_fakes, size_hint, symbolic_expression, unknown_size
+from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbolic_expression, unknown_size
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.structure import Structure, Template
 
@@ -94,14 +94,20 @@ class Probe:
     def _symbols(self) -> dict[Any, Any]:
         """Sizes of the arguments that are a symbol by themselves, by that symbol."""
         sizes = [size for tensor in self.template.tensors for size in tensor.shape]
-        return {symbolic_expression(size): size for size in sizes if getattr(symbolic_expression(size), "is_Symbol", False)}
+        known = {symbolic_expression(size): size for size in sizes if not depends_on_data(size)}
+        return {symbol: size for symbol, size in known.items() if getattr(symbol, "is_Symbol", False)}
 
     def _run(self, sizes: Mapping[Any, int], *, seed: int, filler: int, altered: bool = False) -> _Run:
         generator = torch.Generator().manual_seed(seed)
 
         def made_up(tensor: Tensor, _: str = "") -> Tensor:
-            shape = [_concrete(size, sizes) for size in tensor.shape]
             example = None if tensor.is_floating_point() else self.example(tensor)
+            try:
+                shape = [_concrete(size, sizes) for size in tensor.shape]
+            except (ValueError, TypeError):  # it depends on data
+                if example is None:
+                    raise
+                shape = list(example.shape)
             with outside_fakes(), torch.no_grad():
                 if tensor.is_floating_point():
                     made = torch.randn(shape, generator=generator).to(tensor.dtype).to(tensor.device)
@@ -140,6 +146,8 @@ def _hints(size: torch.SymInt | int) -> dict[Any, int]:
     """Every symbol of a size at the value that the trace ran with."""
     if not isinstance(size, torch.SymInt):
         return {}
+    if depends_on_data(size):
+        raise ValueError(f"{size} depends on data")
     environment = size.node.shape_env
     return {symbol: int(environment.size_hint(symbol)) for symbol in size.node.expr.free_symbols}
 

@@ -14,12 +14,12 @@ stage is built (:mod:`lightning_fxpipe.split`), on whichever tensor that stage h
 
 from __future__ import annotations
 
-import builtins
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +27,16 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import (
+    NEEDS_VALUES,
     SYMBOLIC_TYPES,
     FakeTensor,
     depends_on_data,
     isolated_rng,
-    patched_attributes,
     python_rng,
     storage_key,
     tree_leaves,
 )
+from lightning_fxpipe.checkpointing import Checkpoint
 from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.frames import first_line, raising_source, user_source
 from lightning_fxpipe.objects import refill, same_answer, tensor_of
@@ -55,7 +56,7 @@ class Recorder(TorchFunctionMode):
     """The mode that writes the graph.
 
     Args:
-        module_paths: Path of each module, by ``id``.
+        modules: Each module once, by its path.
         tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
         is_whole: Whether a module, given its path and itself, stays whole.
         region_path: Path of the module whose forward is recorded.
@@ -65,7 +66,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(
         self,
-        module_paths: Mapping[int, str],
+        modules: Mapping[str, nn.Module],
         tensor_fqns: Mapping[int, str],
         is_whole: Callable[[str, nn.Module], bool],
         region_path: str,
@@ -75,7 +76,8 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
-        self._module_paths = module_paths
+        self._modules = modules.values()
+        self._module_paths = {id(module): path for path, module in modules.items()}
         self._tensor_fqns = tensor_fqns
         self._is_whole = is_whole
         self._device_type = device_type
@@ -87,6 +89,9 @@ class Recorder(TorchFunctionMode):
         self._paused = False
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples: Examples | None = None
+        self._module_call = nn.Module.__call__
+        self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
+        self._checkpoints: tuple[Checkpoint, ...] = ()  # that run now, the outermost first
         self._ambient = self._context()
 
     def use_examples(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int]) -> None:
@@ -212,7 +217,7 @@ class Recorder(TorchFunctionMode):
         operation, target, extra = target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), watch_mutation(touched) as mutated:
-            result = func(*args, **kwargs)
+            result = self._result_of_function(func, args, kwargs)
         if func in NORMALISATIONS:
             statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
             mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))
@@ -234,6 +239,19 @@ class Recorder(TorchFunctionMode):
                 node.meta["val"].requires_grad_(True)
         return result
 
+    def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function on fakes or, where its kernel needs values, on made-up data."""
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_VALUES as error:
+            template = self._template_of((args, kwargs))
+            call = partial(_without_module, func)
+            try:
+                result, *_ = Probe(call=call, module=nn.Module(), template=template, example=self._example).result()
+            except ProbeFailed as failure:
+                raise RecordError(f"{getattr(func, '__name__', func)} needs values: {failure}") from error
+            return result
+
     def _append(
         self,
         operation: str,
@@ -245,7 +263,7 @@ class Recorder(TorchFunctionMode):
         result: Any,
     ) -> fx.Node:
         node = self.graph.create_node(operation, target, args, kwargs)
-        node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated)
+        node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated, checkpoints=self._checkpoints)
         context = self._context()
         if context != self._ambient:
             # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
@@ -255,14 +273,20 @@ class Recorder(TorchFunctionMode):
 
     # ------------------------------------------------------------------ module calls
 
+    def classes_with_own_call(self) -> set[type[nn.Module]]:
+        """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
+        bases = {base for module in self._modules for base in type(module).__mro__}
+        return {base for base in bases if "__call__" in vars(base) and issubclass(base, nn.Module) and base is not nn.Module}
+
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a module: recorded as one node, or inside a node for each of its calls."""
         path = self._module_paths.get(id(module))
-        if self._paused or path is None:
+        if self._paused or path is None or self._in_own_call[-1:] == [module]:
             return original_call(module, *args, **kwargs)
         if self._is_whole(path, module):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
+        self._in_own_call.append(module if original_call is not self._module_call else None)
         before = python_rng()
         try:
             result = original_call(module, *args, **kwargs)
@@ -275,6 +299,7 @@ class Recorder(TorchFunctionMode):
             raise MustStayWhole(path, f"{type(error).__name__}: {first_line(error)}", raising_source(error)) from error
         finally:
             self._module_stack.pop()
+            self._in_own_call.pop()
 
     def _record_whole_module(
         self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
@@ -360,7 +385,23 @@ class Recorder(TorchFunctionMode):
         except NotFillable as error:
             raise RecordError(str(error)) from error
 
+    @contextmanager
+    def under_checkpoint(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Marks the nodes made during the block as recorded under a checkpoint."""
+        before = self._checkpoints
+        if not self._paused:
+            self._checkpoints = (*before, Checkpoint(options))
+        try:
+            yield
+        finally:
+            self._checkpoints = before
+
     # ------------------------------------------------------------------ state
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether calls leave no nodes now."""
+        return self._paused
 
     @property
     def _current_path(self) -> str:
@@ -407,33 +448,5 @@ def _is_plain(value: Any) -> bool:
     return _is_value(value) or isinstance(value, known) or getattr(value, "shape", None) == ()
 
 
-@contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Runs the block under ``recorder``, with module and autograd-function calls routed through it."""
-    original_call = nn.Module.__call__
-    original_len = builtins.len
-    original_apply = vars(torch.autograd.Function)["apply"].__func__
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.call_module(original_call, module, args, kwargs)
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        # ``Function.apply`` never reaches a TorchFunctionMode, so its inner calls would be recorded and its backward lost.
-        def autograd_function(*args: Any, **kwargs: Any) -> Any:
-            return original_apply(cls, *args, **kwargs)
-
-        return recorder.__torch_function__(autograd_function, (), args, kwargs)
-
-    def length(value: Any) -> Any:
-        # ``len(tensor)`` must be an int, which would fix the batch size for good.
-        return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
-
-    with (
-        patched_attributes(
-            (nn.Module, "__call__", call),
-            (torch.autograd.Function, "apply", classmethod(apply)),
-            (builtins, "len", length),
-        ),
-        recorder,
-    ):
-        yield
+def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)

@@ -35,7 +35,8 @@ from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.objects import Unsent, lasting_objects
-from lightning_fxpipe.record import Recorder, recording
+from lightning_fxpipe.record import Recorder
+from lightning_fxpipe.recording import recording
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.structure import NotFillable, Structure, Template
 
@@ -192,6 +193,7 @@ def trace_region(
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
     wanted: Collection[int] | None = None,
+    check: bool = True,
 ) -> TracedRegion:
     """Records the call of one module.
 
@@ -206,6 +208,7 @@ def trace_region(
         device: Device that parameters on the meta device are taken to be on.
         wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
             are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` wants all.
+        check: Whether to record twice and compare; without, the graph is good for planning only.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
@@ -218,7 +221,7 @@ def trace_region(
                 before = python_rng()
                 traced = _record(root, call, signature, opened, kept_whole, device, wanted)
                 drew = before != python_rng()
-                again = _record(root, call, signature, opened, kept_whole, device, wanted)
+                again = _record(root, call, signature, opened, kept_whole, device, wanted) if check else traced
         except MustStayWhole as stop:
             if stop.path == call.path or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
@@ -243,7 +246,6 @@ def _record(
     lasting = lasting_objects(root)
     arguments = _arguments(root, call)
     device = device or next((tensor.device for tensor in arguments.tensors), torch.device("cpu"))
-    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
     actually_opened: dict[str, None] = {call.path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
@@ -260,7 +262,7 @@ def _record(
         torch.inference_mode(False),
         torch.set_grad_enabled(signature.grad_enabled),
     ):
-        recorder = Recorder(paths, state.fqns, is_whole, call.path, device.type, lasting)
+        recorder = Recorder(dict(root.named_modules()), state.fqns, is_whole, call.path, device.type, lasting)
         tensors = [
             world.input(tensor.detach().requires_grad_(tensor.requires_grad), _batch_dims(tensor, call.batch_size))
             for tensor in arguments.tensors

@@ -840,7 +840,7 @@ def test_submodule_that_looks_at_values_stays_whole_with_a_reason() -> None:
     assert names(traced) == ["embed", "inner"]
     assert traced.opened == ()
     assert list(traced.kept_whole) == ["inner"]
-    assert "looks at a value" in traced.kept_whole["inner"]
+    assert "looks at values" in traced.kept_whole["inner"]
 
 
 def test_submodule_that_looks_at_values_may_stay_unopened() -> None:

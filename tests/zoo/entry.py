@@ -22,6 +22,7 @@ class Entry:
         loss: The loss, of what the call returns.
         refused: A part of the message, where the model cannot be pipelined.
         retraced: Whether another number of samples needs a graph of its own.
+        stages: Numbers of stages that it is cut into.
         tolerance: Greatest difference from the whole model, relative to the largest element; a parameter that several stages use
             gets its gradients summed in another order.
         why: What makes the model worth having here.
@@ -33,6 +34,7 @@ class Entry:
     loss: Callable[[Any], Tensor]
     refused: str | None = None
     retraced: bool = False
+    stages: tuple[int, ...] = (2, 4)
     tolerance: float = 1e-5
     why: str = ""
 

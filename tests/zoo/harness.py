@@ -28,7 +28,6 @@ from tests.test_split import backward_from, spoil
 from tests.zoo.entry import Batch, Entry
 
 SIZES = (4, 2, 6)  # the one that is traced, a smaller and a larger
-STAGES = (2, 4)
 
 
 @dataclass
@@ -74,6 +73,8 @@ class Traces:
 
     def _trace(self, root: nn.Module, call: RegionCall, **options: Any) -> TracedRegion:
         key = (call.batch_size, root.training, frozenset(options["opened"]))
+        if options.pop("check", True) is False and key in self._made:
+            return self._made[key]
         if key not in self._made:
             self._made[key] = trace_region(root, call, **options)
         return self._made[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import pretrained
+from tests.zoo import plain, pretrained
 from tests.zoo.entry import Entry
 
-ENTRIES: list[Entry] = [*pretrained.ENTRIES]
+ENTRIES: list[Entry] = [*pretrained.ENTRIES, *plain.ENTRIES]

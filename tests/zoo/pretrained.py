@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -155,6 +156,18 @@ TOWERS: dict[str, Any] = dict(
     text_config={**HEADS, "num_hidden_layers": 2}, vision_config={**VISION, "num_hidden_layers": 2}, projection_dim=12
 )
 
+
+def checkpointed(entry: Entry, *, reentrant: bool) -> Entry:
+    """The same with gradient checkpointing on."""
+
+    def make_module() -> nn.Module:
+        module: Any = entry.make_module()
+        module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        return module  # type: ignore[no-any-return]
+
+    return replace(entry, name=f"{entry.name}_checkpoint{'_reentrant' if reentrant else ''}", make_module=make_module)
+
+
 DECODERS = [
     pretrained("gpt2", padded_text, "GPT2LMHeadModel", **GPT2),
     pretrained("gpt2_cache_off", text, "GPT2LMHeadModel", **GPT2, use_cache=False),
@@ -172,10 +185,10 @@ DECODERS = [
     ),
 ]  # fmt: skip
 EXPERTS = [
-    pretrained("mixtral", padded_text, "MixtralForCausalLM", **HEADS, num_local_experts=4, output_router_logits=True),
+    pretrained("mixtral", padded_text, "MixtralForCausalLM", **HEADS, num_local_experts=4),
     pretrained(
         "qwen2_moe", padded_text, "Qwen2MoeForCausalLM", **HEADS, num_experts=4, num_experts_per_tok=2,
-        moe_intermediate_size=12, shared_expert_intermediate_size=12,
+        moe_intermediate_size=12, shared_expert_intermediate_size=12, entry={"retraced": True},
     ),
     pretrained(
         "switch_transformers", pairs, "SwitchTransformersForConditionalGeneration", vocab_size=VOCABULARY, d_model=16, d_kv=8,
@@ -184,7 +197,10 @@ EXPERTS = [
     ),
 ]  # fmt: skip
 STATE_SPACE = [
-    pretrained("mamba", text, "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, state_size=4),
+    pretrained(
+        "mamba", text, "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, state_size=4, use_cache=False,
+        entry={"stages": (2,), "why": "with four, a cut falls where evaluation uses a layer's parameters in another order"},
+    ),
     pretrained(
         "mamba2", text, "Mamba2ForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, state_size=4,
         num_heads=4, head_dim=8, n_groups=1, chunk_size=4,
@@ -200,7 +216,11 @@ ENCODERS = [
     pretrained("electra", classified_text, "ElectraForSequenceClassification", **HEADS, embedding_size=12),
     pretrained("albert", padded_text, "AlbertForMaskedLM", **HEADS, embedding_size=12),
     pretrained(
-        "deberta_v2", classified_text, "DebertaV2ForSequenceClassification", **HEADS, relative_attention=True,
+        "deberta_v2_classifier", classified_text, "DebertaV2ForSequenceClassification", **HEADS,
+        entry={"refused": "cannot be recorded", "why": "its forward counts the labels that are not negative"},
+    ),
+    pretrained(
+        "deberta_v2", padded_text, "DebertaV2ForMaskedLM", entry={"retraced": True}, **HEADS, relative_attention=True,
         pos_att_type=["p2c", "c2p"], position_buckets=8, norm_rel_ebd="layer_norm", share_att_key=True,
     ),
 ]  # fmt: skip
@@ -244,4 +264,6 @@ SPEECH = [
     ),
 ]  # fmt: skip
 
-ENTRIES = [*DECODERS, *EXPERTS, *STATE_SPACE, *ENCODERS, *ENCODER_DECODERS, *VISION_MODELS, *SPEECH]
+CHECKPOINTED = [checkpointed(DECODERS[2], reentrant=False), checkpointed(DECODERS[0], reentrant=True)]
+
+ENTRIES = [*DECODERS, *EXPERTS, *STATE_SPACE, *ENCODERS, *ENCODER_DECODERS, *VISION_MODELS, *SPEECH, *CHECKPOINTED]

@@ -1,0 +1,76 @@
+"""Routes the calls of modules, autograd functions and checkpoints through a recorder."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_fxpipe._compat import CHECKPOINT_GENERATOR, FakeTensor, patched_attributes
+from lightning_fxpipe.record import Recorder
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Runs the block under ``recorder``, with module and autograd-function calls routed through it."""
+    original_call = nn.Module.__call__
+    original_len = builtins.len
+    original_generator = getattr(*CHECKPOINT_GENERATOR)
+    original_apply = vars(torch.autograd.Function)["apply"].__func__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return recorder.call_module(original_call, module, args, kwargs)
+
+    def own_call(original: Callable[..., Any]) -> Callable[..., Any]:
+        # A class with a ``__call__`` of its own does more there than run its forward: that belongs to the call.
+        def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return recorder.call_module(original, module, args, kwargs)
+
+        return called
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # ``Function.apply`` never reaches a TorchFunctionMode, so its inner calls would be recorded and its backward lost.
+        if cls is CheckpointFunction and not recorder.is_paused:
+            function, preserve, *rest = args
+            # The reentrant kind trains nothing where no argument needs a gradient.
+            trains = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in rest)
+            with recorder.under_checkpoint({"preserve_rng_state": preserve}), torch.set_grad_enabled(trains):
+                return function(*rest)
+
+        def autograd_function(*args: Any, **kwargs: Any) -> Any:
+            return original_apply(cls, *args, **kwargs)
+
+        return recorder.__torch_function__(autograd_function, (), args, kwargs)
+
+    def checkpoint_generator(
+        fn: Any, preserve_rng_state: bool = True, context_fn: Any = None, determinism_check: str = "default",
+        debug: bool = False, early_stop: bool = True, *args: Any, **kwargs: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        if recorder.is_paused:
+            options = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+            yield from original_generator(fn, *options, *args, **kwargs)
+            return
+        options = {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check, "debug": debug}
+        with recorder.under_checkpoint({**options, "context_fn": context_fn, "early_stop": early_stop}):
+            yield
+
+    def length(value: Any) -> Any:
+        # ``len(tensor)`` must be an int, which would fix the batch size for good.
+        return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
+
+    with (
+        patched_attributes(
+            (nn.Module, "__call__", call),
+            (torch.autograd.Function, "apply", classmethod(apply)),
+            (builtins, "len", length),
+            (*CHECKPOINT_GENERATOR, checkpoint_generator),
+            *((cls, "__call__", own_call(vars(cls)["__call__"])) for cls in recorder.classes_with_own_call()),
+        ),
+        recorder,
+    ):
+        yield
