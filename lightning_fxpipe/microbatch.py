@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_fxpipe._compat import tree_flatten_with_path, tree_leaves, tree_map
 from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.structure import Template, map_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,10 @@ def batch_size(batch: Any) -> int:
         BatchError: No tensor has a first dimension, or two disagree on it.
     """
     named = [
-        (path, leaf.shape[0]) for path, leaf in tree_flatten_with_path(batch)[0] if isinstance(leaf, Tensor) and leaf.dim() > 0
+        (path, tensor.shape[0])
+        for path, leaf in tree_flatten_with_path(batch)[0]
+        for tensor in Template.of(leaf).tensors  # of one, or of an object such as a BatchEncoding
+        if tensor.dim() > 0
     ]
     sizes = {size for _, size in named}
     if not named:
@@ -101,7 +105,9 @@ def first_microbatch(batch: Any, num_microbatches: int) -> tuple[Any, int]:
 
 def _slice(batch: Any, start: int, size: int) -> Any:
     def part(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        if not isinstance(leaf, Tensor):
+            return map_tensors(part, leaf) if Template.of(leaf).tensors else leaf
+        if leaf.dim() == 0:
             return leaf
         # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
         # invalidate what the microbatches before it saved for backward.

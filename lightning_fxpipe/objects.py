@@ -44,7 +44,7 @@ class Unsent(Tensor):
             todo="Do not let this use depend on tensor values, or use the tensor in every batch.",
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Unsent({self.stands_for})"
 
 

@@ -52,8 +52,8 @@ def recording(recorder: Recorder) -> Iterator[None]:
         debug: bool = False, early_stop: bool = True, *args: Any, **kwargs: Any,
     ) -> Iterator[None]:  # fmt: skip
         if recorder.is_paused:
-            options = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-            yield from original_generator(fn, *options, *args, **kwargs)
+            ordered = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+            yield from original_generator(fn, *ordered, *args, **kwargs)
             return
         options = {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check, "debug": debug}
         with recorder.under_checkpoint({**options, "context_fn": context_fn, "early_stop": early_stop}):

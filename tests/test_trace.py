@@ -1051,3 +1051,58 @@ def test_models_own_exception_handler_does_not_hide_that_a_call_cannot_be_record
 
     with pytest.raises(TraceError, match="assigning to Tensor.data"):
         trace(Handled(), batch())
+
+
+class Checked(TwoLayers):
+    """Asks about its input before it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.isfinite(x).all():
+            return x
+        return super().forward(x)
+
+
+def test_question_about_an_input_is_answered_as_in_the_traced_call_and_checked() -> None:
+    traced = trace(Checked(), batch())
+    (check,) = [node for node in traced.graph.nodes if node.meta.get("checks")]
+    check.target(torch.tensor(False))
+    with pytest.raises(UnsupportedError, match="another path") as caught:
+        check.target(torch.tensor(True))
+    assert caught.value.where == line_of(Checked.forward, "isfinite")
+
+
+def test_question_about_a_random_number_is_answered_only_where_the_answer_is_always_the_same() -> None:
+    class Drop(TwoLayers):
+        probability = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x if torch.rand([]) < self.probability else super().forward(x)
+
+    assert "last" in names(trace(Drop(), batch()))
+    model = Drop()
+    model.probability = 0.5
+    with pytest.raises(TraceError, match="a path at random"):
+        trace(model, batch())
+
+
+def test_module_that_looks_at_integers_sees_those_of_the_example() -> None:
+    seen: list[list[int]] = []
+
+    class Lengths(TwoLayers):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            seen.append(lengths.tolist())
+            return self.first(x)[:, : max(1, int(lengths.min()))]
+
+    class Net(TwoLayers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut = Lengths()
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.cut(x, lengths + 1).sum()
+
+    lengths = torch.tensor([2, 3, 4, 4])
+    traced = trace(Net(), batch(), lengths, opened=())
+    assert [3, 4, 5, 5] in seen
+    assert [3, 3, 3, 3] in seen  # tells whether a size depends on them
+    assert names(traced)[-2:] == ["cut", "sum"]

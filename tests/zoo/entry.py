@@ -23,8 +23,8 @@ class Entry:
         refused: A part of the message, where the model cannot be pipelined.
         retraced: Whether another number of samples needs a graph of its own.
         stages: Numbers of stages that it is cut into.
-        tolerance: Greatest difference from the whole model, relative to the largest element; a parameter that several stages use
-            gets its gradients summed in another order.
+        tolerance: Greatest difference from the whole model, relative to the largest element; a parameter that several stages
+            use gets its gradients summed in another order.
         why: What makes the model worth having here.
     """
 

@@ -7,8 +7,7 @@ of the tensors that the previous stage sends, and with the gradients that the ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe import planning
-from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.cost import build_chain, canonical_fqns
+from lightning_fxpipe.partition import solve
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import Assignment, follow_plan, plan_region
+from lightning_fxpipe.planning import Assignment, describe_plan, follow_plan, plan_region, stage_weights
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.trace import RegionCall, TracedRegion, trace_region
@@ -47,14 +47,27 @@ class Traces:
         return cls(entry, entry.make_module().train())
 
     def plan(self, num_stages: int) -> PartitionPlan:
-        """The plan, made in training mode."""
+        """The plan, made in training mode; for fewer stages than the entry's most, other cuts of the same graph."""
         if num_stages not in self._plans:
-            start = perf_counter()
             self.root.train()
-            with torch.enable_grad(), self._remembered():
-                self._plans[num_stages] = plan_region(self.root, self._call(SIZES[0]), num_stages=num_stages)
-            self.seconds += perf_counter() - start
+            with torch.enable_grad():
+                most = max(self.entry.stages)
+                self._plans[num_stages] = self._planned() if num_stages == most else self._cut(self.plan(most), num_stages)
         return self._plans[num_stages]
+
+    def _planned(self) -> PartitionPlan:
+        start = perf_counter()
+        with mock.patch.object(planning, "trace_region", self._trace):
+            plan = plan_region(self.root, self._call(SIZES[0]), num_stages=max(self.entry.stages))
+        self.seconds = perf_counter() - start
+        return plan
+
+    def _cut(self, plan: PartitionPlan, num_stages: int) -> PartitionPlan:
+        call = self._call(SIZES[0])
+        chain = build_chain(self._trace(self.root, call, opened=plan.opened))
+        costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
+        cuts = solve(stage_weights(chain, call), costs, num_stages)
+        return describe_plan(Assignment(chain=chain, cuts=cuts), call)
 
     def assignment(self, num_stages: int, *, training: bool, size: int = SIZES[0]) -> Assignment:
         """The plan's cuts of the graph for a mode and a number of samples."""
@@ -73,16 +86,10 @@ class Traces:
 
     def _trace(self, root: nn.Module, call: RegionCall, **options: Any) -> TracedRegion:
         key = (call.batch_size, root.training, frozenset(options["opened"]))
-        if options.pop("check", True) is False and key in self._made:
-            return self._made[key]
         if key not in self._made:
-            self._made[key] = trace_region(root, call, **options)
+            # Recording twice, to see whether both graphs are equal, is tested elsewhere.
+            self._made[key] = trace_region(root, call, **{**options, "check": False})
         return self._made[key]
-
-    @contextmanager
-    def _remembered(self) -> Iterator[None]:
-        with mock.patch.object(planning, "trace_region", self._trace):
-            yield
 
 
 @dataclass(frozen=True, kw_only=True)

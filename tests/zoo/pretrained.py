@@ -142,19 +142,35 @@ def spectrograms(size: int, seed: int) -> Batch:
     }
 
 
-NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-GPT2: dict[str, Any] = dict(vocab_size=VOCABULARY, n_embd=16, n_layer=4, n_head=2, n_positions=32)
-ENCODER_DECODER: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-    encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    decoder_start_token_id=1,
-)  # fmt: skip
-VISION: dict[str, Any] = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, image_size=32, patch_size=8
-)
-TOWERS: dict[str, Any] = dict(
-    text_config={**HEADS, "num_hidden_layers": 2}, vision_config={**VISION, "num_hidden_layers": 2}, projection_dim=12
-)
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32}
+ENCODER_DECODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
+TOWERS: dict[str, Any] = {
+    "text_config": {**HEADS, "num_hidden_layers": 2},
+    "vision_config": {**VISION, "num_hidden_layers": 2},
+    "projection_dim": 12,
+}
 
 
 def checkpointed(entry: Entry, *, reentrant: bool) -> Entry:
@@ -198,7 +214,8 @@ EXPERTS = [
 ]  # fmt: skip
 STATE_SPACE = [
     pretrained(
-        "mamba", text, "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, state_size=4, use_cache=False,
+        "mamba", text, "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=4, state_size=4,
+        use_cache=False,
         entry={"stages": (2,), "why": "with four, a cut falls where evaluation uses a layer's parameters in another order"},
     ),
     pretrained(
@@ -246,17 +263,17 @@ VISION_MODELS = [
         layer_type="basic",
     ),
     pretrained(
-        "segformer", segmented_images, "SegformerForSemanticSegmentation", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1],
-        hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
-        decoder_hidden_size=16, num_labels=2, drop_path_rate=0.0,
+        "segformer", segmented_images, "SegformerForSemanticSegmentation", num_encoder_blocks=2, depths=[1, 1],
+        sr_ratios=[2, 1], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=2, drop_path_rate=0.0,
     ),
     pretrained("clip", images_and_text, "CLIPModel", **TOWERS),
 ]  # fmt: skip
 SPEECH = [
     pretrained(
-        "wav2vec2", waves, "Wav2Vec2ForCTC", **{**HEADS, "vocab_size": 20}, conv_dim=[8, 8], conv_stride=[5, 4], conv_kernel=[10, 8],
-        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, num_feat_extract_layers=2, layerdrop=0.0,
-        apply_spec_augment=False, ctc_loss_reduction="mean",
+        "wav2vec2", waves, "Wav2Vec2ForCTC", **{**HEADS, "vocab_size": 20}, conv_dim=[8, 8], conv_stride=[5, 4],
+        conv_kernel=[10, 8], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, num_feat_extract_layers=2,
+        layerdrop=0.0, apply_spec_augment=False, ctc_loss_reduction="mean",
     ),
     pretrained(
         "whisper", spectrograms, "WhisperForConditionalGeneration", **ENCODER_DECODER, num_mel_bins=8, max_source_positions=10,
