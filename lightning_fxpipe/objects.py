@@ -6,17 +6,37 @@ that it looks at; what it put into the object is taken out again afterwards.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat import SYMBOLIC_TYPES
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.structure import Structure, Template
 
+# Constants that an fx node can hold as they are.
+PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
+
 # Calls that only move a tensor around: what frameworks do with every tensor that they see.
 _MOVES = frozenset((Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, torch.clone, torch.detach))
+
+
+def is_value(value: Any) -> bool:
+    """Whether an argument has nothing in it that a module could change, or fail to look at."""
+    return value is None or isinstance(value, (Tensor, *PLAIN_TYPES, *SYMBOLIC_TYPES, torch.Size))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether an argument can be part of a graph as it is."""
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    if type(value) in (dict, OrderedDict):
+        return all(map(is_plain, value.values()))
+    known = (type(Ellipsis), slice, torch.Generator)
+    return is_value(value) or isinstance(value, known) or getattr(value, "shape", None) == ()
 
 
 class Unsent(Tensor):

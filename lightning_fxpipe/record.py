@@ -15,7 +15,6 @@ stage is built (:mod:`lightning_fxpipe.split`), on whichever tensor that stage h
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -39,7 +38,7 @@ from lightning_fxpipe._compat import (
 from lightning_fxpipe.checkpointing import Checkpoint
 from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.frames import first_line, raising_source, user_source
-from lightning_fxpipe.objects import refill, same_answer, tensor_of
+from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, refill, same_answer, tensor_of
 from lightning_fxpipe.probe import Probe, ProbeFailed
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
@@ -47,9 +46,6 @@ from lightning_fxpipe.structure import NotFillable, Template, graft
 from lightning_fxpipe.torchcalls import NORMALISATIONS, CallContext, is_query, running_statistics, target_of, watch_mutation
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
-
-# Constants that an fx node can hold as they are.
-_PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
 
 
 class Recorder(TorchFunctionMode):
@@ -113,7 +109,7 @@ class Recorder(TorchFunctionMode):
             return self._tensor_argument(value)
         if isinstance(value, SYMBOLIC_TYPES):
             return as_size(value)
-        if value is None or value is Ellipsis or isinstance(value, _PLAIN_TYPES):
+        if value is None or value is Ellipsis or isinstance(value, PLAIN_TYPES):
             return value
         if isinstance(value, torch.Size):
             return tuple(self.argument(size) for size in value)
@@ -183,7 +179,7 @@ class Recorder(TorchFunctionMode):
             items = [(operator.getitem, key, item) for key, item in value.items()]
         elif is_dataclass(value):
             items = [(getattr, field.name, getattr(value, field.name)) for field in fields(value)]
-        elif value is not None and not isinstance(value, (*_PLAIN_TYPES, *SYMBOLIC_TYPES)):
+        elif value is not None and not isinstance(value, (*PLAIN_TYPES, *SYMBOLIC_TYPES)):
             self._bind_inside(node, self._template_of(value), node)
         for getter, key, item in items:
             if self._template_of(item).tensors:
@@ -225,7 +221,7 @@ class Recorder(TorchFunctionMode):
         if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if any(isinstance(leaf, SYMBOLIC_TYPES) and depends_on_data(leaf) for leaf in leaves):
                 raise RecordError(f"{target} takes a number out of a tensor")
-            known = (*_PLAIN_TYPES, *SYMBOLIC_TYPES)
+            known = (*PLAIN_TYPES, *SYMBOLIC_TYPES)
             if touched and (not leaves or not all(isinstance(leaf, known) for leaf in leaves)):
                 raise RecordError(f"{target} has an effect that a graph cannot hold")
             return result
@@ -305,7 +301,7 @@ class Recorder(TorchFunctionMode):
         self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         # Containers and objects among the arguments; the module may look at a part of them, and may change them.
-        objects = [value for value in (*args, *kwargs.values()) if not _is_value(value)]
+        objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
         before = self._template_of(objects)
         own = [*module.parameters(), *module.buffers()]
         touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
@@ -317,7 +313,7 @@ class Recorder(TorchFunctionMode):
         changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]
         made_anew: dict[int, fx.Node] = {}
         holder = None
-        if changed or not all(map(_is_plain, objects)):
+        if changed or not all(map(is_plain, objects)):
             seen.update(id(tensor) for tensor in self._template_of(result).tensors)
             sent = [index for index, tensor in enumerate(before.tensors) if id(tensor) in seen]
             holder, items = self._refilled(before, sent, len(objects))
@@ -431,21 +427,6 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             self._paused = before
-
-
-def _is_value(value: Any) -> bool:
-    """Whether an argument has nothing in it that a module could change, or fail to look at."""
-    return value is None or isinstance(value, (Tensor, *_PLAIN_TYPES, *SYMBOLIC_TYPES, torch.Size))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether an argument can be part of a graph as it is."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    if type(value) in (dict, OrderedDict):
-        return all(map(_is_plain, value.values()))
-    known = (type(Ellipsis), slice, torch.Generator)
-    return _is_value(value) or isinstance(value, known) or getattr(value, "shape", None) == ()
 
 
 def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:

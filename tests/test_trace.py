@@ -1065,9 +1065,9 @@ class Checked(TwoLayers):
 def test_question_about_an_input_is_answered_as_in_the_traced_call_and_checked() -> None:
     traced = trace(Checked(), batch())
     (check,) = [node for node in traced.graph.nodes if node.meta.get("checks")]
-    check.target(torch.tensor(False))
+    check.target(torch.tensor(True))
     with pytest.raises(UnsupportedError, match="another path") as caught:
-        check.target(torch.tensor(True))
+        check.target(torch.tensor(False))
     assert caught.value.where == line_of(Checked.forward, "isfinite")
 
 
@@ -1090,7 +1090,8 @@ def test_module_that_looks_at_integers_sees_those_of_the_example() -> None:
 
     class Lengths(TwoLayers):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-            seen.append(lengths.tolist())
+            if not isinstance(lengths, FakeTensor):
+                seen.append(lengths.tolist())
             return self.first(x)[:, : max(1, int(lengths.min()))]
 
     class Net(TwoLayers):
