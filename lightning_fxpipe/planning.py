@@ -91,7 +91,9 @@ def plan_region(root: nn.Module, call: RegionCall, *, num_stages: int, device: t
     chain = open_until_balanced(root, call, num_stages=num_stages, device=device)
     assignment = _best_assignment(chain, call, num_stages)
     needed = _opened_by_a_cut(assignment)
-    chain = build_chain(trace_region(root, call, opened=needed, device=device))
+    # Once more, now compared with a second recording; what could not be opened is asked for again, so that the plan says why.
+    unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
+    chain = build_chain(trace_region(root, call, opened={*needed, *unable}, device=device))
     assignment = _best_assignment(chain, call, num_stages)
     return describe_plan(assignment, call)
 
