@@ -12,13 +12,17 @@ from tests.zoo.harness import Traces, check
 from tests.zoo.models import ENTRIES
 
 
+# Many rounds of opening, or long scans: several seconds each. `-m "not slow"` leaves them out.
+SLOW = {"bert", "electra", "mamba2", "mixtral", "nn_transformer", "qwen2_moe", "roberta", "swin", "switch_transformers", "t5"}
+
+
 @lru_cache(maxsize=2)
 def traces_of(name: str) -> Traces:
     """Traces of a model; the tests of one model run one after another."""
     return Traces.of(next(entry for entry in ENTRIES if entry.name == name))
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("entry", [pytest.param(e, marks=pytest.mark.slow) if e.name in SLOW else e for e in ENTRIES], ids=str)
 def test_stages_equal_the_whole_model(entry: Entry) -> None:
     traces = traces_of(entry.name)
     if entry.refused is not None:
