@@ -11,7 +11,6 @@ from tests.zoo.entry import Entry
 from tests.zoo.harness import Traces, check
 from tests.zoo.models import ENTRIES
 
-
 # Many rounds of opening, or long scans: several seconds each. `-m "not slow"` leaves them out.
 SLOW = {"bert", "electra", "mamba2", "mixtral", "nn_transformer", "qwen2_moe", "roberta", "swin", "switch_transformers", "t5"}
 
