@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
@@ -24,8 +26,13 @@ from torch._dispatch.python import enable_python_dispatcher
 
 # A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 # The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
@@ -44,6 +51,12 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+# Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
+NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
+
+# ``checkpoint`` is imported by name everywhere, so it cannot be replaced; what it calls can. torch 2.11-2.15.
+CHECKPOINT_GENERATOR = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -159,6 +172,15 @@ def size_hint(value: int | torch.SymInt) -> int:
     return int(value)
 
 
+def unknown_size(like: Any) -> torch.SymInt:
+    """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.11-2.15."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    size: torch.SymInt = like.fake_mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.11-2.15."""
     return int(tensor.untyped_storage()._cdata)
@@ -178,6 +200,10 @@ def tracing_friendly_torch() -> Iterator[None]:
     """
     import torch.nn.modules.transformer as transformer
 
+    # It reports each kernel that cannot run without data, although another way is found then.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     detect = transformer._detect_is_causal_mask
     fastpath = torch.backends.mha.get_fastpath_enabled()
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
@@ -185,6 +211,7 @@ def tracing_friendly_torch() -> Iterator[None]:
     try:
         yield
     finally:
+        log.setLevel(level)
         transformer._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(fastpath)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import tree_flatten
@@ -266,11 +266,12 @@ class PipelineRuntime:
         """Says once which attribute makes the model be traced again."""
         known = (trace.traced for trace in self._traces if trace.traced.computes(region))
         changed = {name for traced in known for name in changed_reads(self._root, traced.reads)} - self._warned_of
-        if changed:
-            self._warned_of |= changed
-            rank_zero_warn(
+        self._warned_of |= changed
+        if changed and self._topology.is_last:  # which is the rank that speaks
+            warnings.warn(
                 f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward reads. Where it "
-                "changes often, read it in a submodule that stays whole, or use the value after the model's call."
+                "changes often, read it in a submodule that stays whole, or use the value after the model's call.",
+                stacklevel=2,
             )
 
 

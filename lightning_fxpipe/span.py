@@ -29,15 +29,19 @@ from lightning_fxpipe._compat import (
     silenced_loggers,
     size_hint,
     tree_flatten,
+    tree_leaves,
 )
-from lightning_fxpipe.calls import call_name, is_query, user_source
+from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.record import CallContext, HiddenTensor, MustStayWhole, Recorder, RecordError, RecorderSettings
+from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
+from lightning_fxpipe.torchcalls import CallContext, is_query
 from lightning_fxpipe.trace import fake_run
 
 _BATCH = -1  # stands for the batch in a TensorKey
@@ -89,7 +93,7 @@ class StepRegion:
 
     def run(self, root: nn.Module, recorder: SpanRecorder, example: Any) -> Any:
         """Runs the step on fakes up to the region's last call; returns the wanted tensors."""
-        recorder.add_batch(Template.of(example).tensors)
+        recorder.know_batch(Template.of(example).tensors)
         with suppress(_SpanEnds):
             run_step(root, self.step, example, _ignore)
         return [recorder.tensors[key] for key in self.span.wanted]
@@ -127,12 +131,11 @@ class SpanRecorder(Recorder):
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
 
-    def add_batch(self, tensors: tuple[Tensor, ...]) -> None:
-        """Makes the batch's tensors inputs of the graph; each stage takes those that it uses."""
+    def know_batch(self, tensors: tuple[Tensor, ...]) -> None:
+        """Tells the batch's tensors, which are inputs of the graph already; each stage takes those that it uses."""
         for position, tensor in enumerate(tensors):
-            key = TensorKey(_BATCH, position)
-            self._remember(tensor, key)
-            self._add_span_input(tensor, key)
+            self._remember(tensor, TensorKey(_BATCH, position))
+            self.inputs.append(TensorKey(_BATCH, position))
 
     # ------------------------------------------------------------------ the step's own calls
 
@@ -201,7 +204,7 @@ class SpanRecorder(Recorder):
                 name=name,
                 arguments=described,
                 structure=structure,
-                result=Template.of(result) if in_graph else None,
+                result=self._template_of(result) if in_graph else None,
                 keys=keys if in_graph else (),
                 sides=tuple(
                     (path, attribute, self._remember(tensor, TensorKey(number, len(keys) + position, f"{path}.{attribute}")))
@@ -328,7 +331,7 @@ def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.devi
         survey = run.recorder
         assert isinstance(survey, _Survey)
         try:
-            survey.add_batch(Template.of(run.example).tensors)
+            survey.know_batch(Template.of(run.example).tensors)
             survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
             survey.note_use([_held(module) for module in root.modules()])
             survey.completed = True
@@ -341,9 +344,10 @@ def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.devi
     return survey
 
 
-def _held(module: nn.Module) -> Any:
-    """What a module has as plain attributes, and in lists and dicts."""
-    return [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
+def _held(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module has as plain attributes, and in lists and dicts."""
+    values = [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _hidden(step: StepCall, error: HiddenTensor) -> TraceError:

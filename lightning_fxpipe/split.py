@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key, symbolic_expression
+from lightning_fxpipe.checkpointing import run_checkpoints
 from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext
+from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.sizes import SymbolicSize, as_number, as_size, size_symbols
+from lightning_fxpipe.torchcalls import CallContext
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -105,7 +107,7 @@ class _StageBuilder:
         self._values: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Any, fx.Node | int] = {}
         self._owners: dict[str, Any] = {}
-        self._called_under_context: dict[str, nn.Module] = {}
+        self._called_inside: dict[str, nn.Module] = {}
         self._called = {str(node.target) for node in self._nodes if node.op == "call_module"}
 
     def build(self) -> Stage:
@@ -120,8 +122,9 @@ class _StageBuilder:
         for size in self._sizes.values():
             if isinstance(size, fx.Node) and not size.users:
                 self._graph.erase_node(size)
+        self._called_inside.update(run_checkpoints(self._graph, self._owners))
         module = fx.GraphModule(self._owners, self._graph, class_name=f"Stage{self._index}")
-        for path, submodule in self._called_under_context.items():
+        for path, submodule in self._called_inside.items():
             module.add_submodule(path, submodule)
         return Stage(
             index=self._index,
@@ -194,14 +197,16 @@ class _StageBuilder:
             module = self._traced.root.get_submodule(str(target))
             sides = node.meta.get("sides")
             if context is not None or sides:
-                self._called_under_context[_free_name(str(target))] = module
+                self._called_inside[_free_name(str(target))] = module
                 module, target = _ModuleUnder(module, context, sides), f"_fxpipe_under_{len(self._owners)}"
             target = _free_name(str(target))
             self._owners[target] = module
         elif context is not None:
             operation, target = "call_function", _function_under(target, context)
         copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
-        copy.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"))
+        copy.meta.update(
+            module_path=node.meta["module_path"], source=node.meta.get("source"), checkpoints=node.meta.get("checkpoints")
+        )
         self._values[node] = copy
         if isinstance(node.meta.get("val"), Tensor):
             self._offer_sizes(node)  # one that depends on data is known only here

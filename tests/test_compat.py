@@ -706,3 +706,37 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
     checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
     assert checkpoint["epoch"] == 3
     torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ questions about values, checkpoints
+
+
+def test_unknown_size_is_a_size_that_depends_on_data() -> None:
+    world = FakeWorld()
+    like = world.input(torch.ones(3, 2), [0])
+    with world.active():
+        size = _compat.unknown_size(like)
+        assert _compat.depends_on_data(size)
+        assert _compat.depends_on_data(torch.empty(size, 2).shape[0])
+
+
+def test_kernels_that_need_values_say_so() -> None:
+    with FakeWorld().active():
+        lengths, targets = torch.zeros(2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+        with pytest.raises(_compat.NEEDS_VALUES):
+            F.ctc_loss(torch.zeros(3, 2, 5), targets, lengths, lengths)
+
+
+def test_checkpoint_calls_the_generator_by_its_name() -> None:
+    owner, name = _compat.CHECKPOINT_GENERATOR
+    calls = []
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        calls.append(args)
+        yield
+
+    with _compat.patched_attributes((owner, name, generator)):
+        torch.utils.checkpoint.checkpoint(torch.relu, torch.ones(2), use_reentrant=False)
+    (arguments,) = calls
+    assert arguments[:2] == (torch.relu, True)
+    assert arguments[3:6] == ("default", False, True)  # after the context function

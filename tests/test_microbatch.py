@@ -374,3 +374,13 @@ def test_single_microbatch_is_returned_as_it_is() -> None:
 
 def test_steps_that_return_nothing_merge_to_nothing() -> None:
     assert merge_outputs([None, None], [2, 2]) is None
+
+
+def test_object_in_a_batch_is_split_too() -> None:
+    batch = {"encoded": UserDict(ids=torch.arange(6).reshape(6, 1), names="x"), "y": torch.arange(6)}
+    assert batch_size(batch) == 6
+    first, *_, last = split_batch(batch, plan_passes(6, 3))
+    assert type(last["encoded"]) is UserDict
+    assert last["encoded"]["ids"].flatten().tolist() == [4, 5]
+    assert first["encoded"]["names"] == "x"
+    assert len(batch["encoded"]["ids"]) == 6
