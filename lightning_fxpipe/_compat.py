@@ -325,14 +325,9 @@ def first_batch(trainer: Trainer) -> Any:
     """
     from lightning.pytorch.trainer.states import TrainerFn
 
-    loops = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
+    names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test"}
     assert trainer.state.fn is not None
-    source = loops[trainer.state.fn]._data_source  # type: ignore[attr-defined]
+    source = getattr(trainer, f"{names.get(trainer.state.fn, 'predict')}_loop")._data_source
     if not source.is_defined():
         return None
     with isolated_rng():
@@ -411,7 +406,7 @@ def silenced_loggers(module: Any) -> Iterator[None]:
 
 @contextmanager
 def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
-    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``; public names, where a Trainer is."""
+    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``."""
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         yield

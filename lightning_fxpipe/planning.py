@@ -22,7 +22,7 @@ from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.reorder import reorder
 from lightning_fxpipe.sizes import tensor_bytes
-from lightning_fxpipe.span import locate_region
+from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.trace import TracedRegion, trace_region
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.

@@ -24,9 +24,10 @@ from lightning_fxpipe.recordable import Recordable, sign
 from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
-from lightning_fxpipe.span import Span, StepRegion, locate_region
+from lightning_fxpipe.span import Span, StepRegion
 from lightning_fxpipe.split import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
+from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
 

@@ -25,8 +25,8 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.checkpointing import run_checkpoints
+from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
 from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.sizes import SymbolicSize, as_number, as_size, size_symbols
 from lightning_fxpipe.torchcalls import CallContext
 from lightning_fxpipe.trace import TracedRegion

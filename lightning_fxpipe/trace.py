@@ -158,6 +158,9 @@ def trace_region(
         opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
             everything down to torch.nn's own modules.
         device: Device that parameters on the meta device are taken to be on.
+        wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
+            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` wants all.
+        check: Whether to record twice and compare; without, the graph is good for planning only.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
@@ -372,7 +375,9 @@ def _name(root: nn.Module, call: Recordable) -> str:
 def _erase_unused(graph: fx.Graph) -> None:
     """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("mutated_storages"):
+        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
+            continue
+        if node.meta.get("mutated_storages"):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):

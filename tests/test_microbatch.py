@@ -230,11 +230,12 @@ class Opaque:
         self.boxes = samples(4, 2)
 
 
-def test_an_object_that_hides_tensors_is_refused_where_there_are_several_microbatches() -> None:
+def test_tensors_inside_an_object_of_any_type_are_split() -> None:
     batch = {"x": samples(4), "targets": Opaque()}
-    assert split_batch(batch, plan_passes(4, 1))[0]["targets"] is batch["targets"]
-    with pytest.raises(BatchError, match="Opaque with the tensor boxes"):
-        split_batch(batch, plan_passes(4, 2))
+    first, second = split_batch(batch, plan_passes(4, 2))
+    assert isinstance(first["targets"], Opaque)
+    assert torch.equal(first["targets"].boxes, batch["targets"].boxes[:2])
+    assert torch.equal(second["targets"].boxes, batch["targets"].boxes[2:])
 
 
 def test_first_microbatch_is_the_first_of_the_split() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat import FakeTensor, tree_leaves
 from lightning_fxpipe.cost import build_chain
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.record import CONSTANT_PREFIX
+from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.sizes import SymbolicSize
 from lightning_fxpipe.trace import TracedRegion, trace_region
@@ -693,7 +693,7 @@ def test_calls_without_effect_or_use_are_dropped_but_random_ones_stay() -> None:
             F.dropout(h)
             return h
 
-    assert names(trace(Net(), batch())) == ["first", "rand", "dropout", "last"]
+    assert names(trace(Net(), batch())) == ["first", "drawn_rand", "dropout", "last"]
 
 
 def test_questions_about_a_tensor_leave_no_node() -> None:
