@@ -75,13 +75,18 @@ def reorder(graph: fx.Graph, units: Sequence[Unit], rank_of: Callable[[int, int]
     return True
 
 
-def bring_repeated_calls_together(graph: fx.Graph, units: Sequence[Unit]) -> bool:
+def bring_repeated_calls_together(graph: fx.Graph, units: Sequence[Unit], has_parameters: Callable[[Unit], bool]) -> bool:
     """Puts each call of a module that has been called before behind the first one's, if it need not wait for others.
+
+    Args:
+        graph: The graph; changed in place.
+        units: Its calls, in order.
+        has_parameters: Whether a unit uses parameters; only those matter.
 
     Returns:
         Whether the order changed.
     """
-    used = [_used_by(unit) for unit in units]
+    used = [_used_by(unit) if has_parameters(unit) else () for unit in units]
     first_use: dict[tuple[str, ...], int] = {}
     for position, names in enumerate(used):
         first_use.setdefault(names, position)
