@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_fxpipe.strategy
@@ -740,3 +742,75 @@ def test_checkpoint_calls_the_generator_by_its_name() -> None:
     (arguments,) = calls
     assert arguments[:2] == (torch.relu, True)
     assert arguments[3:6] == ("default", False, True)  # after the context function
+
+
+# ------------------------------------------------------------------ watching a step
+
+
+class Watching(TorchFunctionMode):
+    """Lists the torch functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_lies_on_top_can_be_taken_off_for_a_while() -> None:
+    x = torch.ones(2)
+    with Watching() as mode:
+        torch.sin(x)
+        with _compat.function_mode_removed(mode):
+            torch.cos(x)
+        torch.tan(x)
+        with Watching(), _compat.function_mode_removed(mode):  # not on top: it stays
+            torch.exp(x)
+    assert mode.seen == [torch.sin, torch.tan, torch.exp]
+
+
+def test_no_mode_sees_what_is_unwatched() -> None:
+    x = torch.ones(2)
+    with Watching() as mode:
+        with _compat.unwatched_torch():
+            torch.sin(x)
+        torch.cos(x)
+    assert mode.seen == [torch.cos]
+
+
+def test_a_stand_in_has_a_shape_and_no_data() -> None:
+    stand_in = _compat.StandIns().make((2, 3), torch.float64, torch.device("cpu"), requires_grad=True)
+    assert (tuple(stand_in.shape), stand_in.dtype, stand_in.device.type, stand_in.requires_grad) == (
+        (2, 3),
+        torch.float64,
+        "cpu",
+        True,
+    )
+    assert isinstance(stand_in, _compat.FakeTensor)
+    with pytest.raises(Exception, match="fake|Fake"):
+        (stand_in + torch.ones(2, 3, dtype=torch.float64)).sum().item()
+
+
+def test_loggers_are_silent_for_a_while(tmp_path: Path) -> None:
+    module = L.LightningModule()
+    with _compat.silenced_loggers(module):
+        pass  # no Trainer yet
+    logger = CSVLogger(tmp_path)
+    module.trainer = L.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False)
+    with _compat.silenced_loggers(module):
+        assert module.logger is not logger
+        module.logger.log_metrics({"a": 1.0})
+    assert module.logger is logger
+    assert logger.experiment.metrics == []
+
+
+def test_readings_of_the_trainers_counters_are_seen() -> None:
+    module, seen = L.LightningModule(), []
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with _compat.watched_trainer_counters(module, lambda name, value: seen.append((name, value))):
+        assert module.global_step == 0
+        assert module.trainer.current_epoch == 0
+    assert module.current_epoch == 0
+    assert seen == [("global_step", 0), ("current_epoch", 0)]
