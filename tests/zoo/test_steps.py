@@ -56,7 +56,6 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     # losses and logs
     "skips_after_the_call": Refused("returned no loss for a microbatch", late=True),
     "skips_before_the_call": Refused("did not call model for this microbatch", late=True),
-    ("sum_loss", 2): Wrong("a sum comes out as the mean of the microbatches' sums (step._weighted_loss)"),
     "no_model_in_validation": Refused("never calls a model", late=True),
     # models
     "counting_buffer": Refused("Cannot form 2 stages"),  # a buffer that is changed first and read last
