@@ -1,9 +1,9 @@
 """Checks that the microbatches' losses make the loss of the whole batch, which nothing but the user's code can tell.
 
 After the schedule of a training batch the last stage runs the step once more, on the whole batch: in it the pipelined call
-returns the outputs of all microbatches together, so that the loss is the one device's. No gradients, nothing is logged, and
-all that the step changes is undone. If that loss is the mean or the sum of the microbatches' losses, it is known how to weigh
-them. If it is neither, a warning says so.
+returns the outputs of all microbatches together, so that the loss is the one device's. Nothing is logged, and all that the step
+changes is undone. If that loss is the mean or the sum of the microbatches' losses, it is known how to weigh them. If it is
+neither, a warning says so.
 
 The first training batch with several microbatches is checked, and the first of each further trace, which may be another loss;
 what it costs is little next to the trace. Its gradients were computed with the weights in use until then; they are linear in
@@ -29,7 +29,6 @@ from lightning_fxpipe._compat import (
     symbolic_expression,
     tree_leaves,
     tree_unflatten,
-    version_of,
 )
 from lightning_fxpipe.calls import raising_source
 from lightning_fxpipe.containers import leaves_with_path
@@ -115,12 +114,13 @@ class BatchCheck:
         self._parked: list[tuple[Pass, list[tuple[nn.Parameter, Tensor]]]] = []
         self._mine = [parameter for parameter in check.root.parameters() if not parameter.is_meta]
         self._batch: Any = None
+        self._fingerprints: list[tuple[float, float]] = []
         self._failure: Finding | None = None
         if not check.topology.is_last:
             return
-        self._versions = [version_of(parameter) for parameter in self._mine]
         self._rewind_generators = remembered_generators(check.root)
         try:
+            self._fingerprints = [_fingerprint(parameter) for parameter in self._mine]
             # The step may change its batch in place.
             self._batch = copy.deepcopy(batch, _cloned_tensors(batch))
             run.kept = []
@@ -165,7 +165,8 @@ class BatchCheck:
             return self._failure
         if len(run.losses) != len(run.sizes):
             return Finding(verdict=Verdict.UNCLEAR)  # a step that skipped a microbatch
-        changed = [p for p, version in zip(self._mine, self._versions, strict=True) if version_of(p) != version]
+        before = zip(self._mine, self._fingerprints, strict=True)
+        changed = [parameter for parameter, fingerprint in before if _fingerprint(parameter) != fingerprint]
         outputs = _WholeOutputs(run, self._batch)
         try:
             with undone(self._check.root, parameters=changed):
@@ -188,8 +189,8 @@ class BatchCheck:
         run, root = self._run, self._check.root
         self._rewind_generators()
         muted = StepLog()
+        # With gradients enabled, as the step expects it: the outputs need none, so there is no graph.
         with (
-            torch.no_grad(),
             silenced_loggers(root),
             muted.capture(root),
             run.step.context(),
@@ -307,6 +308,13 @@ def _depends_on_inputs(node: fx.Node) -> bool:
         seen.update(new)
         waiting += new
     return False
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:
+    """Differs where the step changes a parameter, as a teacher's. A tensor's version does not count changes of its data."""
+    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64) if values.is_floating_point() else values.abs().sum()
+    return float(values.sum(dtype=torch.float64)), float(norm)
 
 
 def _cloned_tensors(batch: Any) -> dict[int, Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import isolated_rng, version_of
+from lightning_fxpipe._compat import isolated_rng
 from lightning_fxpipe.exchange import kept_generators
 
 # Beyond this many objects (a replay buffer in the module) remembering them would take longer than what they are needed for.
@@ -72,7 +72,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # the object is kept, so that its id stays its own
-        self._restorers: list[Callable[[], None]] = []
+        self._restorers: list[Callable[[], object]] = []
 
     def restore(self) -> None:
         """Makes all objects what they were."""
@@ -99,13 +99,10 @@ class _Memory:
         """A tensor's values."""
         if tensor.is_meta or not self._is_new(tensor):
             return
-        values, version = tensor.detach().clone(), None if tensor.is_inference() else version_of(tensor)
-
-        def restore() -> None:
-            if version is None or version_of(tensor) != version:
-                tensor.data.copy_(values)
-
-        self._restorers.append(restore)
+        values = tensor.detach().clone()
+        # Always: not every change is counted in the tensor's version, batch norm's is not. Through `data`, so that a graph
+        # that has saved the tensor does not take this for a change.
+        self._restorers.append(lambda: tensor.data.copy_(values))
 
     def _remember(self, value: Any) -> None:
         if isinstance(value, _UNCHANGING):

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -132,7 +133,7 @@ def said_to_the_user() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_utilities.core.rank_zero")
+    logger = rank_zero.log  # Lightning puts its own there
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
