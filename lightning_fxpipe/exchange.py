@@ -56,11 +56,19 @@ def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tens
 @contextmanager
 def kept_generators(root: nn.Module) -> Iterator[None]:
     """Restores, after the block, the random generators that the module and its submodules have as attributes."""
-    found = {id(value): value for module in root.modules() for value in vars(module).values() if _is_generator(value)}
-    states = [(generator, _state_of(generator)) for generator in found.values()]
+    restore = remembered_generators(root)
     try:
         yield
     finally:
+        restore()
+
+
+def remembered_generators(root: nn.Module) -> Callable[[], None]:
+    """Sets the random generators that the module and its submodules have as attributes to what they are now."""
+    found = {id(value): value for module in root.modules() for value in vars(module).values() if _is_generator(value)}
+    states = [(generator, _state_of(generator)) for generator in found.values()]
+
+    def restore() -> None:
         for generator, state in states:
             if isinstance(generator, torch.Generator):
                 generator.set_state(state)
@@ -68,6 +76,8 @@ def kept_generators(root: nn.Module) -> Iterator[None]:
                 generator.setstate(state)
             else:
                 generator.bit_generator.state = state
+
+    return restore
 
 
 def _is_generator(value: Any) -> bool:

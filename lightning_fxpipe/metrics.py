@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat import patched_attributes, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.weighting import weighted_sum
 
 # Values that travel with the first message; more need a second one.
 _INLINE_VALUES = 62
@@ -112,12 +113,20 @@ class StepLog:
         series.values.append(detached.reshape(()).to(torch.float64, copy=True))
         series.weights.append(self._size if explicit is None else int(explicit))
 
-    def entries(self) -> list[LogEntry]:
-        """One entry for each name, in the order of the calls."""
+    def entries(self, losses: Sequence[Tensor] = (), loss_weights: Sequence[float] = ()) -> list[LogEntry]:
+        """One entry for each name, in the order of the calls.
+
+        A value that was the loss in every microbatch is the batch's loss; others are combined by their ``reduce_fx``.
+
+        Args:
+            losses: In training, the loss of each microbatch.
+            loss_weights: Their factors in the batch's loss.
+        """
+        loss = torch.stack(list(losses)).to("cpu", torch.float64) if losses else torch.empty(0)
         return [
             LogEntry(
                 name=series.name,
-                value=_combine(series.values, series.weights, dict(series.options).get("reduce_fx", "mean"), series.name),
+                value=_combine(series, loss, loss_weights),
                 options=series.options,
                 num_samples=sum(series.weights),
             )
@@ -125,17 +134,20 @@ class StepLog:
         ]
 
 
-def _combine(values: Sequence[Tensor], weights: Sequence[int], reduce_fx: Any, name: str) -> float:
-    """The value for the whole batch, by the rule that Lightning uses over batches."""
-    stacked = torch.stack(list(values)).cpu()
+def _combine(series: _Series, losses: Tensor, loss_weights: Sequence[float]) -> float:
+    """The value for the whole batch: the loss by its weights, others by the rule that Lightning uses over batches."""
+    stacked = torch.stack(series.values).cpu()
+    reduce_fx = dict(series.options).get("reduce_fx", "mean")
     rule = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if rule in ("mean", "avg") and stacked.shape == losses.shape and torch.equal(stacked.nan_to_num(), losses.nan_to_num()):
+        return weighted_sum(losses.tolist(), loss_weights)
     if rule in ("mean", "avg"):
-        weight = torch.tensor(weights, dtype=torch.float64)
+        weight = torch.tensor(series.weights, dtype=torch.float64)
         return float((stacked * weight).sum() / weight.sum())
     rules: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
     if rule not in rules:
         raise UnsupportedError(
-            f"self.log({name!r}, ...) has a reduce_fx that cannot be applied over microbatches.",
+            f"self.log({series.name!r}, ...) has a reduce_fx that cannot be applied over microbatches.",
             observed=repr(reduce_fx),
             expected="mean, sum, min or max",
         )

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat import isolated_rng, rng_state, tree_map
+from lightning_fxpipe._compat import isolated_rng, rng_state, set_rng_state, tree_map
 from lightning_fxpipe.sizes import SymbolicSize
 
 
@@ -80,6 +80,7 @@ class BatchRandomness:
 
     def __init__(self, key: Sequence[int | str], batch_size: int) -> None:
         self.draws = BatchDraws(batch_size)
+        self._batch_size = batch_size
         self._key = key
         self._start = rng_state()
 
@@ -98,6 +99,17 @@ class BatchRandomness:
             random.setstate(self._start["python"])
             if "numpy" in self._start:
                 sys.modules["numpy"].random.set_state(self._start["numpy"])
+            yield
+
+    @contextmanager
+    def whole_batch(self) -> Iterator[None]:
+        """Runs the block, the step's code for the batch in one piece, with the numbers that its microbatches had.
+
+        The generators are afterwards what they are now.
+        """
+        self.draws.begin_microbatch(0, self._batch_size)
+        with isolated_rng():
+            set_rng_state(self._start)
             yield
 
 

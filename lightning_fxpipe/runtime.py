@@ -21,6 +21,7 @@ from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.randomness import BatchRandomness, generator_state
 from lightning_fxpipe.reads import ReadKey, changed_reads, current_reads
 from lightning_fxpipe.recordable import Recordable, sign
+from lightning_fxpipe.reduction import BatchCheck, LossCheck
 from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
@@ -30,6 +31,7 @@ from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.weighting import Finding, LossOptions, weighted_sum
 
 # A schedule keeps receive buffers for all its microbatches, so few are kept; a trace costs a fraction of a second to make.
 _MAX_PIPELINES = 8
@@ -65,15 +67,24 @@ class _StageTrace:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What runs passes of one shape, and the graph that it runs."""
+
+    pipeline: Pipeline
+    traced: TracedRegion
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchResult:
     """What a batch gave on this rank.
 
     Attributes:
         outputs: On the last stage, what the step returned for each microbatch; else empty.
         sizes: Samples in each microbatch.
-        loss: On the last stage in training, the batch's mean loss.
+        loss: On the last stage in training, the batch's loss.
         entries: On the last stage, what the step logged.
         rng: On the last stage, the generators' state where the other ranks must take it over.
+        finding: What a check of the loss has found; None where there was none.
     """
 
     outputs: list[Any]
@@ -81,6 +92,7 @@ class BatchResult:
     loss: float | None
     entries: list[LogEntry]
     rng: dict[str, Any] | None
+    finding: Finding | None
 
 
 class PipelineRuntime:
@@ -92,6 +104,7 @@ class PipelineRuntime:
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
+        loss: What the user says about the loss.
     """
 
     def __init__(
@@ -102,13 +115,15 @@ class PipelineRuntime:
         *,
         num_microbatches: int | None,
         schedule: ScheduleName,
+        loss: LossOptions,
     ) -> None:
         self._root = root
         self._plan = plan
         self._topology = topology
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
-        self._pipelines: _Cache[Pipeline] = _Cache(_MAX_PIPELINES)
+        self._loss = LossCheck(root, loss, topology)
+        self._pipelines: _Cache[_Prepared] = _Cache(_MAX_PIPELINES)
         self._traces: list[_StageTrace] = []
         self._read_keys: dict[ReadKey, None] = {}
         self._warned_of: set[str] = set()
@@ -119,8 +134,8 @@ class PipelineRuntime:
     def run(self, step: Step, batch: Any) -> BatchResult:
         """Runs one batch, in training forward and backward. Called by every rank of the pipeline.
 
-        Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the mean over the
-        batch. Errors of user code come out as they were raised.
+        Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the batch's loss. Errors
+        of user code come out as they were raised.
         """
         num_samples = batch_size(batch)
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
@@ -135,29 +150,35 @@ class PipelineRuntime:
             log=log,
             device=self._topology.device,
         )
+        if step.is_training and self._topology.is_last:
+            run.weights = self._loss.weights(run.microbatches, run.sizes)
+        check: BatchCheck | None = None
         try:
             with log.capture(self._root):
                 for part in passes:
-                    pipeline = self._pipeline(step, run.microbatches[part.first], part)
+                    prepared = self._pipeline(step, run.microbatches[part.first], part)
+                    if part.first == 0:
+                        check = self._loss.begin(run, batch, prepared.traced)
                     self._offset = part.first
-                    pipeline.step()
+                    prepared.pipeline.step()
+                    if check is not None:
+                        check.end_pass(part)
         finally:
             self._run = None
-        loss = None
-        if run.losses:
-            weights = torch.tensor(run.sizes, dtype=torch.float64)
-            loss = float((torch.stack(run.losses).to("cpu", torch.float64) * weights).sum() / weights.sum())
+        finding = check.finish() if check is not None else None
+        losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,
             sizes=run.sizes,
-            loss=loss,
-            entries=log.entries() if self._topology.is_last else [],
+            loss=weighted_sum(losses, run.weights) if losses else None,
+            entries=log.entries(run.losses, run.weights) if self._topology.is_last else [],
             rng=run.changed_rng() if self._topology.is_last else None,
+            finding=finding,
         )
 
     # ------------------------------------------------------------------ what runs a pass
 
-    def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> Pipeline:
+    def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:
         leaves, structure = tree_flatten((microbatch, step.rest[1:]))
         key = (
             step.kind,
@@ -174,7 +195,7 @@ class PipelineRuntime:
         values = current_reads(self._root, self._read_keys)
         return self._pipelines.get((key, tuple(values.values())), lambda: self._make_pipeline(step, microbatch, part))
 
-    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass) -> Pipeline:
+    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:
         check_agreement(
             self._topology.control_group,
             digest(microbatch),
@@ -203,7 +224,7 @@ class PipelineRuntime:
             sizes=sizes,
             carries_random_state=bool(carried),
         )
-        return Pipeline(
+        pipeline = Pipeline(
             lambda index, received: self._run_microbatch(index, setup, received),
             stage_index=self._topology.stage_index,
             num_stages=self._topology.num_stages,
@@ -215,6 +236,7 @@ class PipelineRuntime:
             device=self._topology.device,
             group=self._topology.group,
         )
+        return _Prepared(pipeline=pipeline, traced=traced)
 
     def _run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         assert self._run is not None

@@ -25,8 +25,9 @@ from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step
-from lightning_fxpipe.support import report_batch_norm
+from lightning_fxpipe.support import report_batch_norm, report_loss
 from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.weighting import LossOptions
 
 
 class Session:
@@ -38,6 +39,7 @@ class Session:
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
+        loss: What the user says about the loss.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Session:
         *,
         num_microbatches: int | None,
         schedule: ScheduleName,
+        loss: LossOptions,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -58,7 +61,7 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self._parked = ParkedGradients()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
-        self._runtime = PipelineRuntime(module, plan, topology, num_microbatches=num_microbatches, schedule=schedule)
+        self._runtime = PipelineRuntime(module, plan, topology, num_microbatches=num_microbatches, schedule=schedule, loss=loss)
         rank_zero_info(f"\n{plan}\n")
         report_batch_norm(module, num_microbatches)
 
@@ -66,12 +69,14 @@ class Session:
         """Runs a training batch forward and backward and parks its gradients.
 
         Returns:
-            On every rank the mean loss; on the last stage in a dict with whatever else the step returned.
+            On every rank the batch's loss; on the last stage in a dict with whatever else the step returned.
         """
         mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
         with self._parked.collect(mine):
             result = self._run(step, batch)
             self._shared.sum_gradients()
+        if result.finding is not None:
+            report_loss(result.finding)
         loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         output = merge_outputs(result.outputs, result.sizes) if result.outputs else None
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss

@@ -7,7 +7,7 @@ returns the model's output and the step goes on to its loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -32,6 +32,7 @@ from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.split import Stage, TensorSpec
 from lightning_fxpipe.structure import describe
 from lightning_fxpipe.trace import TracedRegion
+from lightning_fxpipe.weighting import without_gradient
 
 
 class StepKind(Enum):
@@ -96,6 +97,14 @@ class StageSetup:
     carries_random_state: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptOutputs:
+    """What the region gave for one microbatch: copies on the CPU, where there is room until the batch is done."""
+
+    setup: StageSetup
+    tensors: tuple[Tensor, ...]
+
+
 @dataclass(kw_only=True)
 class BatchRun:
     """A batch on its way through this rank's stage.
@@ -110,6 +119,8 @@ class BatchRun:
         device: This rank's device.
         outputs: On the last stage, what the step returned for each microbatch.
         losses: On the last stage, the unweighted loss of each microbatch.
+        weights: On the last stage in training, the factor of each microbatch's loss in the batch's loss.
+        kept: On the last stage, copies of the region's outputs for each microbatch, where somebody wants them.
     """
 
     root: nn.Module
@@ -121,6 +132,9 @@ class BatchRun:
     device: torch.device
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    weights: Sequence[float] = ()
+    kept: list[KeptOutputs] | None = None
+    _region_outputs: Sequence[Tensor] = ()
     _rng_before_region: dict[str, Any] | None = None
 
     def changed_rng(self) -> dict[str, Any] | None:
@@ -203,7 +217,11 @@ class BatchRun:
             raise StageExit(sent if state is None else (*sent, state))
         if state is not None:
             set_generator_state(state)
-        return _kept_from(outputs, received)
+        self._region_outputs = _kept_from(outputs, received)
+        if self.kept is not None:
+            copies = tuple(output.detach().to("cpu", copy=True) for output in self._region_outputs)
+            self.kept.append(KeptOutputs(setup=setup, tensors=copies))
+        return list(self._region_outputs)
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:
         """The region's input tensors, if they are what the pass was set up for; all ranks have already agreed on that."""
@@ -252,18 +270,27 @@ class BatchRun:
         )
 
     def _weighted_loss(self, result: Any, index: int) -> Tensor:
-        loss = result.get("loss") if isinstance(result, dict) else result
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        loss = loss_of(result)
+        if loss is None:
+            found = result.get("loss") if isinstance(result, dict) else result
             raise UnsupportedError(
                 "The training_step returned no loss for a microbatch.",
-                observed=f"{type(loss).__name__}" + (f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""),
+                observed=f"{type(found).__name__}" + (f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""),
                 expected="a tensor with one element, or a dict with one under 'loss'",
                 todo="Return a loss for every batch; skipping batches is not supported in a pipeline.",
             )
         self.losses.append(loss.detach().reshape(()))
-        weight = self.sizes[index] / sum(self.sizes) / self.step.num_accumulated
+        weight = self.weights[index] / self.step.num_accumulated
+        if not weight:
+            return without_gradient(self._region_outputs)
         # A product, not a view: torch detaches what the last stage returns in place.
         return loss.reshape(()) * weight
+
+
+def loss_of(result: Any) -> Tensor | None:
+    """The loss in what a training step returned."""
+    loss = result.get("loss") if isinstance(result, dict) else result
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _kept_from(outputs: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -43,6 +43,7 @@ from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology, make_topology
+from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
 Broadcast = TypeVar("Broadcast")
 
@@ -68,6 +69,11 @@ class FxPipeStrategy(ParallelStrategy):
             on a stage, and runs as ``"gpipe"`` for a batch with fewer microbatches than stages; ``"gpipe"`` keeps all alive.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
+        loss_reduction: What the loss is over the samples of a batch: ``"mean"``, ``"sum"``, or ``"auto"`` to find out on the
+            first training batch. There is a warning where it is another one.
+        loss_weight: A function, or its import path, that gives the weight of a batch in a mean over something else than
+            samples, such as its number of tokens that are not padding. Called with each microbatch; the loss is then the mean
+            of the microbatches' losses with these weights.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
         timeout_seconds: Seconds after which a rank that waits for another gives up.
     """
@@ -80,6 +86,8 @@ class FxPipeStrategy(ParallelStrategy):
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: ScheduleName = "1f1b",
         plan: str | Path | PartitionPlan | None = None,
+        loss_reduction: LossReductionName = "auto",
+        loss_weight: str | Callable[[Any], Any] | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -94,6 +102,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
         self._schedule: ScheduleName = schedule
         self._given_plan = PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan
+        self._loss = LossOptions.of(loss_reduction, loss_weight)
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._seed = 0
@@ -236,6 +245,7 @@ class FxPipeStrategy(ParallelStrategy):
                     self.topology,
                     num_microbatches=self._num_microbatches,
                     schedule=self._schedule,
+                    loss=self._loss,
                 )
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)

@@ -9,12 +9,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.weighting import Finding
 
 
 def check_num_stages(num_stages: int | str, num_devices: int) -> None:
@@ -85,6 +86,12 @@ def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
             f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise over one microbatch, not the whole batch, as with "
             "gradient accumulation. For the statistics of one device, set FxPipeStrategy(num_microbatches=1)."
         )
+
+
+def report_loss(finding: Finding) -> None:
+    """Tells what a check of the loss has found, where the user must know it."""
+    if finding.message:
+        (rank_zero_warn if finding.is_warning else rank_zero_info)(finding.message)
 
 
 Fault = tuple[str, str]

@@ -25,6 +25,8 @@ ORDER = [
         "containers",
         "sizes",
         "exchange",
+        "undo",
+        "weighting",
         "structure",
         "frames",
         "signals",
@@ -52,7 +54,7 @@ ORDER = [
         "survey",
         "planning",
     ),
-    *("split", "schedule", "replay", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
+    *("split", "schedule", "replay", "metrics", "step", "topology", "agreement", "reduction", "runtime", "gradients", "shard"),
     *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.

@@ -66,6 +66,8 @@ def test_the_strategys_parameters_are_these() -> None:
         ("num_microbatches", "auto"),
         ("schedule", "1f1b"),
         ("plan", None),
+        ("loss_reduction", "auto"),
+        ("loss_weight", None),
         ("process_group_backend", None),
         ("timeout_seconds", 1800.0),
     ]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.loggers.logger import Logger
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeError, FxPipeStrategy
 from tests.lit import make_trainer, snapshot
-from tests.zoo import steps_calls, steps_evaluation, steps_models, steps_random, steps_several, steps_state
+from tests.zoo import steps_calls, steps_evaluation, steps_losses, steps_models, steps_random, steps_several, steps_state
 from tests.zoo.steps_case import Case
 
 CASES: dict[str, Case] = {
@@ -20,6 +25,7 @@ CASES: dict[str, Case] = {
     **steps_several.CASES,
     **steps_random.CASES,
     **steps_state.CASES,
+    **steps_losses.CASES,
     **steps_evaluation.CASES,
     **steps_models.CASES,
 }
@@ -111,13 +117,34 @@ def run_case(case: Case, options: dict[str, Any]) -> dict[str, Any]:
 def run_piped(name: str, microbatches: int) -> dict[str, Any]:
     """Runs on every rank: the case's results, or how it was refused before the first step."""
     case = CASES[name]
-    strategy = FxPipeStrategy(num_microbatches=microbatches)
+    strategy = FxPipeStrategy(num_microbatches=microbatches, **case.strategy)
     try:
-        return run_case(case, {"strategy": strategy, "devices": case.stages})
+        with said_to_the_user() as said:
+            return run_case(case, {"strategy": strategy, "devices": case.stages}) | {"said": said}
     except FxPipeError as error:
         if is_set_up(strategy):
             raise  # the other ranks wait for this one, so the processes must go
         return {"refused": f"{type(error).__name__}: {error}"}
+
+
+@contextmanager
+def said_to_the_user() -> Iterator[list[str]]:
+    """The warnings and notes of the block, as they come."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = rank_zero.log  # Lightning puts its own there
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *args, **kwargs: said.append(str(message))
+            yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def is_set_up(strategy: FxPipeStrategy) -> bool:

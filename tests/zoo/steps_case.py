@@ -25,6 +25,7 @@ class Case:
         stages: Ranks of the pipeline.
         evaluations: Which of ``validate``, ``test`` and ``predict`` run after training.
         trainer: Options of the Trainer.
+        strategy: Options of the strategy.
         callbacks: Make callbacks.
     """
 
@@ -34,6 +35,7 @@ class Case:
     stages: int = 2
     evaluations: tuple[str, ...] = ()
     trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], L.Callback], ...] = ()
 
 

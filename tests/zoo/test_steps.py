@@ -40,11 +40,22 @@ class Wrong:
     reason: str
 
 
+@dataclass(frozen=True)
+class Warned:
+    """The run gives another loss than one device, and a warning says so.
+
+    Attributes:
+        words: Part of the warning.
+    """
+
+    words: str = "trains with another loss than one device"
+
+
 # The verdicts that differ from "equal to one device", by case, or by case and number of microbatches.
 # The second call would have to go through the stages once more.
 OTHER_ORDER = Refused("in an order that the plan's stages cannot follow", late=True)
 OWN_DRAWS = Wrong("with several microbatches each stage draws its own dropout, as the README says")
-EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
+EXPECTED: dict[str | tuple[str, int], Refused | Wrong | Warned] = {
     # one call
     # several calls
     "generates": OTHER_ORDER,
@@ -55,7 +66,13 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     # losses and logs
     "skips_after_the_call": Refused("returned no loss for a microbatch", late=True),
     "skips_before_the_call": Refused("did not call model for this microbatch", late=True),
-    ("sum_loss", 2): Wrong("a sum comes out as the mean of the microbatches' sums (step._weighted_loss)"),
+    "mean_over_tokens": Warned("divide by something else than the number of samples"),
+    ("standardised", 2): Warned("divide by something else"),
+    "sum_and_constant": Warned(),
+    "sum_told_to_be_a_mean": Warned("It is a sum over samples, not a mean."),
+    "mean_told_to_be_a_sum": Warned("It is a mean over samples, not a sum."),
+    "contrastive": Warned("compare samples with each other"),
+    "contrastive_of_one_encoder": Warned("compare samples with each other"),
     "no_model_in_validation": Refused("never calls a model", late=True),
     # models
     "counting_buffer": Refused("Cannot form 2 stages"),  # a buffer that is changed first and read last
@@ -136,6 +153,12 @@ def test_equal_or_refused(ranks: Ranks, request: pytest.FixtureRequest, name: st
             assert verdict.words in refusal
         return
     assert not refusals, refusals[0]
+    said = [text for result in results for text in result["said"] if Warned.words in text]
+    if isinstance(verdict, Warned):
+        assert len(said) == 1
+        assert verdict.words in said[0]
+        return
+    assert said == []
     assert_equal_to_one_device(results, expected)
 
 

@@ -1,0 +1,329 @@
+"""Checks that the microbatches' losses make the loss of the whole batch, which nothing but the user's code can tell.
+
+After the schedule of a training batch the last stage runs the step once more, on the whole batch: in it the pipelined call
+returns the outputs of all microbatches together, so that the loss is the one device's. Nothing is logged, and all that the step
+changes is undone. If that loss is the mean or the sum of the microbatches' losses, it is known how to weigh them. If it is
+neither, a warning says so.
+
+The first training batch with several microbatches is checked, and the first of each further trace, which may be another loss;
+what it costs is little next to the trace. Its gradients were computed with the weights in use until then; they are linear in
+them and are corrected when the check finds others, so no batch runs twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat import (
+    FakeTensor,
+    StandIns,
+    silenced_loggers,
+    symbolic_expression,
+)
+from lightning_fxpipe.containers import leaves_with_path
+from lightning_fxpipe.exchange import remembered_generators
+from lightning_fxpipe.frames import raising_source
+from lightning_fxpipe.metrics import StepLog
+from lightning_fxpipe.microbatch import Pass
+from lightning_fxpipe.region import StepCall, find_region, replaced_region
+from lightning_fxpipe.replay import Replayer, watched_step
+from lightning_fxpipe.span import Span, StepRegion
+from lightning_fxpipe.step import BatchRun, KeptOutputs, StageSetup, loss_of
+from lightning_fxpipe.structure import Template
+from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.undo import TooMuchToUndo, undone
+from lightning_fxpipe.weighting import Finding, LossOptions, LossReduction, Verdict, compare, loss_weights
+
+# Traces whose loss is known; as many as the runtime keeps.
+_MAX_TRACES = 32
+# Losses that are exactly zero tell nothing; after so many batches of them the check ends.
+_MAX_UNCLEAR = 10
+
+_SILENT = Finding(verdict=Verdict.IMPOSSIBLE)
+
+
+class LossCheck:
+    """Decides how the losses of microbatches are weighted. The same on every rank of the pipeline.
+
+    Args:
+        root: The LightningModule.
+        options: What the user says about the loss.
+        topology: This rank's place.
+    """
+
+    def __init__(self, root: nn.Module, options: LossOptions, topology: Topology) -> None:
+        self.root = root
+        self.options = options
+        self.topology = topology
+        self._known: list[TracedRegion] = []
+        self._num_unclear = 0
+        self._ended = False
+        self._said_impossible = False
+
+    @property
+    def reduction(self) -> LossReduction:
+        """What the loss is taken to be."""
+        return self.options.reduction or LossReduction.MEAN
+
+    def weights(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
+        """Factor of each microbatch's loss in the batch's loss."""
+        return self.options.weights(self.reduction, microbatches, sizes)
+
+    def begin(self, run: BatchRun, batch: Any, traced: TracedRegion) -> BatchCheck | None:
+        """Called before a batch runs through the graph; None where there is nothing to check."""
+        wanted = run.step.is_training and len(run.sizes) > 1 and not self._ended
+        if not wanted or any(known is traced for known in self._known):
+            return None
+        return BatchCheck(self, run, batch, traced)
+
+    def learn(self, finding: Finding, traced: TracedRegion) -> Finding:
+        """Takes over what the last stage has found; returns what the user is to be told."""
+        if finding.verdict is Verdict.UNCLEAR:
+            self._num_unclear += 1
+            if self._num_unclear < _MAX_UNCLEAR:
+                return finding
+            self._ended = True
+            return impossible(f"in {_MAX_UNCLEAR} batches it was zero or not finite, or there was none")
+        self._known = [*self._known[-(_MAX_TRACES - 1) :], traced]
+        if finding.verdict is Verdict.DIFFERS or finding.is_warning:
+            self._ended = True  # once is enough
+        if finding.verdict is Verdict.FITS:
+            self.options = dataclasses.replace(self.options, reduction=finding.reduction)
+        if finding.verdict is Verdict.IMPOSSIBLE:
+            finding, self._said_impossible = finding if not self._said_impossible else _SILENT, True
+        return finding
+
+
+class BatchCheck:
+    """The check of one batch, while it runs; made by :meth:`LossCheck.begin` on every rank."""
+
+    def __init__(self, check: LossCheck, run: BatchRun, batch: Any, traced: TracedRegion) -> None:
+        self._check = check
+        self._run = run
+        self._traced = traced
+        self._parked: list[tuple[Pass, list[tuple[nn.Parameter, Tensor]]]] = []
+        self._mine = [parameter for parameter in check.root.parameters() if not parameter.is_meta]
+        self._batch: Any = None
+        self._fingerprints: list[tuple[float, float]] = []
+        self._failure: Finding | None = None
+        if not check.topology.is_last:
+            return
+        self._rewind_generators = remembered_generators(check.root)
+        try:
+            self._fingerprints = [_fingerprint(parameter) for parameter in self._mine]
+            # The step may change its batch in place.
+            self._batch = copy.deepcopy(batch, _cloned_tensors(batch))
+            run.kept = []
+        except Exception as error:
+            self._failure = impossible(f"the batch cannot be copied ({type(error).__name__}: {error})")
+
+    def end_pass(self, part: Pass) -> None:
+        """Called after a pass has run backward: keeps its gradients apart from those of passes with other weights."""
+        self._parked.append((part, [(p, p.grad) for p in self._mine if p.grad is not None]))
+        for parameter in self._mine:
+            parameter.grad = None
+
+    def finish(self) -> Finding:
+        """Called after all passes by every rank: checks the loss on the last stage, and sums the gradients with the weights
+        that are right."""
+        topology, before = self._check.topology, self._check.reduction
+        finding = self._find() if topology.is_last else None
+        group = topology.control_group
+        if group is not None:
+            shared = [finding]
+            dist.broadcast_object_list(shared, src=topology.rank_of(topology.num_stages - 1), group=group)
+            (finding,) = shared
+        assert finding is not None
+        finding = self._check.learn(finding, self._traced)
+        sizes = self._run.sizes
+        now = loss_weights(self._check.reduction, sizes)
+        factors = [a / b for a, b in zip(now, loss_weights(before, sizes), strict=True)]
+        if self._check.reduction is not before:
+            self._run.weights = now
+        for part, gradients in self._parked:
+            for parameter, gradient in gradients:
+                if factors[part.first] != 1:
+                    gradient.mul_(factors[part.first])
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return finding
+
+    # ------------------------------------------------------------------ on the last stage
+
+    def _find(self) -> Finding:
+        run = self._run
+        if self._failure is not None:
+            return self._failure
+        if len(run.losses) != len(run.sizes):
+            return Finding(verdict=Verdict.UNCLEAR)  # a step that skipped a microbatch
+        before = zip(self._mine, self._fingerprints, strict=True)
+        changed = [parameter for parameter, fingerprint in before if _fingerprint(parameter) != fingerprint]
+        outputs = _WholeOutputs(run, self._batch)
+        try:
+            with undone(self._check.root, parameters=changed):
+                loss = self._loss_of_whole_batch(outputs)
+            if isinstance(loss, FakeTensor):
+                return impossible(outputs.reason)
+        except TooMuchToUndo as error:
+            return impossible(str(error))
+        except Exception as error:
+            if outputs.missing:
+                return impossible(outputs.reason)
+            where = raising_source(error) or "source unknown"
+            return impossible(f"the step fails on it ({type(error).__name__}: {error}; {where})", is_warning=True)
+        if loss is None:
+            return Finding(verdict=Verdict.UNCLEAR)
+        losses = torch.stack(run.losses).to("cpu", torch.float64).tolist()
+        return compare(float(loss), losses, run.sizes, self._check.options, run.weights, run.losses[0].dtype)
+
+    def _loss_of_whole_batch(self, outputs: _WholeOutputs) -> Tensor | None:
+        run, root = self._run, self._check.root
+        self._rewind_generators()
+        muted = StepLog()
+        # With gradients enabled, as the step expects it: the outputs need none, so there is no graph.
+        with (
+            silenced_loggers(root),
+            muted.capture(root),
+            run.step.context(),
+            run.randomness.whole_batch(),
+            outputs.in_place_of_region(),
+        ):
+            muted.begin_microbatch(sum(run.sizes))
+            return loss_of(run.step.function(self._batch, *run.step.rest))
+
+
+class _WholeOutputs:
+    """The region's outputs for a whole batch, put together from those of its microbatches.
+
+    An output without a batch dimension is another one for the whole batch, unless it depends on no input. In its place
+    stands a tensor without data, so that a step can use it for nothing that matters here.
+
+    Args:
+        run: The batch, after all its microbatches have run.
+        batch: The whole batch.
+    """
+
+    def __init__(self, run: BatchRun, batch: Any) -> None:
+        assert run.kept
+        self._run = run
+        self._batch = batch
+        self._kept: list[KeptOutputs] = run.kept
+        self._setup: StageSetup = run.kept[0].setup
+        self.missing: list[str] = []
+
+    @property
+    def reason(self) -> str:
+        """Why there is no loss of the whole batch, where outputs are missing."""
+        return f"it uses {', '.join(self.missing)} of the model, which has no batch dimension along which to join microbatches"
+
+    @contextmanager
+    def in_place_of_region(self) -> Iterator[None]:
+        """In the block, the step's code for the whole batch, the region returns the outputs."""
+        run = self._run
+        traced = self._setup.traced if run.sizes[0] > 1 else self._trace_whole()
+        if traced.record is None:
+            path = traced.signature.path
+            assert path is not None
+
+            def run_region(*args: Any, **kwargs: Any) -> Any:
+                with mode.in_stage():
+                    tensors = self._made(traced, (args, kwargs))
+                return traced.result(tensors)
+
+            with watched_step(run.randomness.draws) as mode, replaced_region(run.root, path, run_region):
+                yield
+            return
+        example = self._batch, run.step.rest[1:]
+        replayer = Replayer(run.root, traced.record, self._sizes(traced, example), run.device.type)
+        with replayer.lead(example, run.randomness.draws, lambda inputs: self._made(traced, example)):
+            yield
+
+    def _trace_whole(self) -> TracedRegion:
+        """The graph of the whole batch: one of a single sample does not tell which dimension is the batch."""
+        run, record = self._run, self._setup.traced.record
+        step = StepCall(function=run.step.function, args=(self._batch, *run.step.rest), kwargs={})
+        num_samples = sum(run.sizes)
+        if record is not None:
+            span = Span(first=record.first, last=record.last, wanted=record.outputs)
+            region: Any = StepRegion(step=step, span=span, batch_size=num_samples)
+        else:
+            pipelined = run.root.get_submodule(self._setup.traced.signature.path or "")
+            region = find_region(run.root, step, batch_size=num_samples, is_region=lambda module: module is pipelined)
+        with torch.enable_grad():
+            return trace_region(run.root, region, opened=self._setup.traced.opened, device=run.device)
+
+    def _sizes(self, traced: TracedRegion, example: Any) -> dict[Any, int]:
+        shapes = tuple(tuple(tensor.shape) for tensor in Template.of(example).tensors)
+        sizes = traced.bind_sizes(shapes)
+        if sizes is None:
+            raise ValueError("the graph that was recorded for a microbatch is not that of the whole batch")
+        return sizes
+
+    def _made(self, traced: TracedRegion, example: Any) -> list[Tensor]:
+        """The outputs; what the region draws is drawn, so that the step goes on with the numbers that it has on one device."""
+        if traced.draw_nodes:
+            sizes = self._sizes(traced, example)
+            for node in traced.draw_nodes:
+                node.meta["draw"].make(self._run.randomness.draws, sizes)
+        nodes: Sequence[Any] = traced.output_node.args[0]  # type: ignore[assignment]
+        return [self._joined(traced, node, [kept.tensors[i] for kept in self._kept]) for i, node in enumerate(nodes)]
+
+    def _joined(self, traced: TracedRegion, node: fx.Node, parts: list[Tensor]) -> Tensor:
+        dimension = batch_dimension(traced, node)
+        device = self._run.device
+        if dimension is not None:
+            return torch.cat([part.to(device) for part in parts], dim=dimension)
+        if not _depends_on_inputs(node) and all(torch.equal(part, parts[0]) for part in parts):
+            return parts[0].to(device)
+        self.missing.append(f"an output of shape {tuple(parts[0].shape)} ({node.meta.get('source') or node.name})")
+        return StandIns().make(tuple(parts[0].shape), parts[0].dtype, device, requires_grad=False)
+
+
+def batch_dimension(traced: TracedRegion, node: fx.Node) -> int | None:
+    """The dimension of a node's result that is the batch; None where none is, or several depend on its size."""
+    symbols = {size for shape in traced.input_shapes for size in shape if not isinstance(size, int)}
+    sizes = [symbolic_expression(size) for size in node.meta["val"].shape]
+    depending = [dimension for dimension, size in enumerate(sizes) if not isinstance(size, int)]
+    return depending[0] if len(depending) == 1 and sizes[depending[0]] in symbols else None
+
+
+def _depends_on_inputs(node: fx.Node) -> bool:
+    """Whether a placeholder goes into a node's result."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        if current.op == "placeholder":
+            return True
+        new = [used for used in current.all_input_nodes if used not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:
+    """Differs where the step changes a parameter, as a teacher's. A tensor's version does not count changes of its data."""
+    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64) if values.is_floating_point() else values.abs().sum()
+    return float(values.sum(dtype=torch.float64)), float(norm)
+
+
+def _cloned_tensors(batch: Any) -> dict[int, Tensor]:
+    """Copies of a batch's tensors by id: deepcopy would copy all of the memory that a tensor is a view of."""
+    return {id(leaf): leaf.detach().clone() for _, leaf in leaves_with_path(batch) if isinstance(leaf, Tensor)}
+
+
+def impossible(reason: str, *, is_warning: bool = False) -> Finding:
+    """The finding that there is no loss to compare with."""
+    message = (
+        f"Whether the losses of microbatches make the loss of the batch could not be checked: {reason}. The loss is taken "
+        "to be what FxPipeStrategy(loss_reduction=..., loss_weight=...) say, by default a mean over samples."
+    )
+    return Finding(verdict=Verdict.IMPOSSIBLE, message=message, is_warning=is_warning)

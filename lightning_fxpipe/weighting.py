@@ -1,0 +1,238 @@
+"""How the losses of the microbatches make the loss of the batch: with which weights, and whether they do.
+
+A loss that is a mean over samples is the mean of the microbatches' losses weighted by size; a sum is their sum; a mean over
+tokens is weighted by the number of tokens, which only the user's own function can count. Some losses (contrastive ones, those
+with a batch statistic) are none of these.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, autograd
+
+from lightning_fxpipe._compat import isolated_rng
+from lightning_fxpipe.errors import UnsupportedError
+
+LossReductionName = Literal["auto", "mean", "sum"]
+LossWeight = Callable[[Any], "float | Tensor"]
+
+
+class LossReduction(Enum):
+    """How a loss depends on the number of samples."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What the user says about the loss.
+
+    Attributes:
+        reduction: What it is; None to find out.
+        weight: Weighs a microbatch in the mean; None weighs it by its samples.
+    """
+
+    reduction: LossReduction | None = None
+    weight: LossWeight | None = None
+
+    @classmethod
+    def of(cls, loss_reduction: str, loss_weight: str | LossWeight | None) -> LossOptions:
+        """From the strategy's arguments.
+
+        Raises:
+            ValueError: They contradict each other, or name something that does not exist.
+        """
+        if loss_reduction not in ("auto", "mean", "sum"):
+            raise ValueError(f"loss_reduction={loss_reduction!r}: expected 'auto', 'mean' or 'sum'")
+        if loss_weight is not None and loss_reduction == "sum":
+            raise ValueError("loss_weight weighs the microbatches in a mean, and loss_reduction='sum' says that it is none")
+        weight = _imported(loss_weight) if isinstance(loss_weight, str) else loss_weight
+        if weight is not None and not callable(weight):
+            raise ValueError(f"loss_weight={loss_weight!r}: expected a function of a batch, or its import path")
+        reduction = None if loss_reduction == "auto" else LossReduction(loss_reduction)
+        return cls(reduction=LossReduction.MEAN if weight is not None else reduction, weight=weight)
+
+    def weights(self, reduction: LossReduction, microbatches: Sequence[Any], sizes: Sequence[int]) -> tuple[float, ...]:
+        """Factor of each microbatch's loss in the batch's loss.
+
+        Raises:
+            UnsupportedError: The user's function gives weights that make no mean.
+        """
+        if self.weight is None:
+            return loss_weights(reduction, sizes)
+        with torch.no_grad(), isolated_rng():
+            counts = [float(self.weight(microbatch)) for microbatch in microbatches]
+        if any(not math.isfinite(count) or count < 0 for count in counts) or not any(counts):
+            raise UnsupportedError(
+                "The function given as loss_weight returned weights that make no mean.",
+                where=getattr(self.weight, "__qualname__", None),
+                observed=f"{counts} for the microbatches of one batch",
+                expected="numbers of at least zero, and not all zero",
+                todo="Return what the loss is divided by, such as the number of tokens that are not padding.",
+            )
+        return tuple(count / sum(counts) for count in counts)
+
+
+def loss_weights(reduction: LossReduction, sizes: Sequence[int]) -> tuple[float, ...]:
+    """Factor of each microbatch's loss for microbatches of these sizes.
+
+    >>> loss_weights(LossReduction.MEAN, [3, 1])
+    (0.75, 0.25)
+    >>> loss_weights(LossReduction.SUM, [3, 1])
+    (1.0, 1.0)
+    """
+    if reduction is LossReduction.SUM:
+        return (1.0,) * len(sizes)
+    return tuple(size / sum(sizes) for size in sizes)
+
+
+def weighted_sum(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The batch's value. A microbatch of weight zero does not count, whatever its value: a mean over no tokens is nan."""
+    return math.fsum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+
+
+def _imported(path: str) -> Any:
+    """The object at an import path such as ``package.module.function`` or ``package.module.Class.method``."""
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError as error:
+            if error.name is not None and not f"{path}.".startswith(f"{error.name}."):
+                raise  # the module is there, and what it imports is not
+            continue
+        for name in parts[count:]:
+            if not hasattr(found, name):
+                raise ValueError(f"loss_weight={path!r}: {'.'.join(parts[:count])} has no {'.'.join(parts[count:])}")
+            found = getattr(found, name)
+        return found
+    raise ValueError(f"loss_weight={path!r}: no such module; expected a path such as 'package.module.function'")
+
+
+def without_gradient(tensors: Sequence[Tensor]) -> Tensor:
+    """Zero, with gradients of zero for the tensors.
+
+    The loss of a microbatch with weight zero. Its own may be nan, and nan times zero is nan.
+    """
+    zero: Tensor = _WithoutGradient.apply(*tensors)  # type: ignore[no-untyped-call]
+    return zero
+
+
+class _WithoutGradient(autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        return tensors[0].new_zeros((), dtype=torch.get_default_dtype())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
+
+
+# --------------------------------------------------------------------------------------------------- comparing
+
+
+class Verdict(Enum):
+    """What the comparison of a batch with its microbatches has shown."""
+
+    FITS = "fits"
+    DIFFERS = "differs"
+    UNCLEAR = "unclear"  # such as losses that are zero: another batch may tell
+    IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of a check of the loss.
+
+    Attributes:
+        verdict: The kind of result.
+        reduction: What the loss is, where it fits.
+        message: What the user is told; empty where there is nothing to tell.
+        is_warning: Whether it is more than a note.
+    """
+
+    verdict: Verdict
+    reduction: LossReduction | None = None
+    message: str = ""
+    is_warning: bool = False
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative difference up to which two losses of this type are equal but for the order of their sums."""
+    eps = torch.finfo(dtype).eps
+    return 128 * eps if eps < 1e-5 else 4 * eps
+
+
+def compare(
+    whole: float,
+    losses: Sequence[float],
+    sizes: Sequence[int],
+    options: LossOptions,
+    weights: Sequence[float],
+    dtype: torch.dtype,
+) -> Finding:
+    """What the loss of a whole batch is, next to the losses of its microbatches.
+
+    Args:
+        whole: Loss of the batch in one piece.
+        losses: Losses of its microbatches.
+        sizes: Samples in each.
+        options: What the user says about the loss.
+        weights: The factors in use.
+        dtype: Type of the losses.
+    """
+    if options.weight is not None:
+        expected = {LossReduction.MEAN: weighted_sum(losses, weights)}
+    else:
+        expected = {kind: weighted_sum(losses, loss_weights(kind, sizes)) for kind in LossReduction}
+    counted = [abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight]
+    scale = max(abs(whole), sum(counted) / len(counted))
+    if not all(math.isfinite(value) for value in (whole, *expected.values())):
+        return Finding(verdict=Verdict.UNCLEAR)
+    if scale <= 8 * torch.finfo(dtype).eps:
+        return Finding(verdict=Verdict.UNCLEAR)  # zero, or what rounding has left of it
+    fitting = [kind for kind, value in expected.items() if abs(whole - value) <= tolerance(dtype) * max(scale, abs(value))]
+    if len(fitting) > 1:
+        return Finding(verdict=Verdict.UNCLEAR)
+    if fitting and options.reduction in (None, fitting[0]):
+        return Finding(verdict=Verdict.FITS, reduction=fitting[0])
+    return _difference(whole, expected, fitting, options)
+
+
+def _difference(
+    whole: float, expected: dict[LossReduction, float], fitting: list[LossReduction], options: LossOptions
+) -> Finding:
+    used = expected[options.reduction or LossReduction.MEAN]
+    name = {LossReduction.MEAN: "mean weighted by loss_weight" if options.weight else "mean", LossReduction.SUM: "sum"}
+    numbers = ", ".join(f"their {name[kind]} {value:.6g}" for kind, value in expected.items())
+    relative = abs(whole - used) / max(abs(whole), abs(used))
+    if fitting:
+        reason = f"It is a {fitting[0].value} over samples, not a {(options.reduction or LossReduction.MEAN).value}."
+        advice = f"Set FxPipeStrategy(loss_reduction='{fitting[0].value}'), or leave it at 'auto'."
+    else:
+        reason = (
+            "Losses that compare samples with each other, use statistics of the batch, or divide by something else than the "
+            "number of samples are other losses on microbatches."
+        )
+        advice = (
+            "For the loss of one device set FxPipeStrategy(num_microbatches=1); for a mean over tokens give "
+            "FxPipeStrategy(loss_weight=...), a function that returns the number of tokens in a batch, and log that number."
+        )
+    message = (
+        f"The loss of the batch is not what its microbatches make of it, so this run trains with another loss than one device: "
+        f"the whole batch in one piece gives {whole:.6g}, the losses of its microbatches give {numbers} (relative difference "
+        f"from the one that is trained with: {relative:.2g}). {reason} {advice}"
+    )
+    return Finding(verdict=Verdict.DIFFERS, message=message, is_warning=True)
