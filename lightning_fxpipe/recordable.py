@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import TreeSpec, tree_flatten, tree_leaves
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.record import CallContext, Recorder, RecorderSettings
+from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.steprecord import StepRecord
 
 INPUT_PREFIX = "region_input_"
@@ -32,6 +33,7 @@ class RegionCall:
         batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
+        varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
     """
 
     path: str
@@ -40,11 +42,17 @@ class RegionCall:
     batch_size: int
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
+    varying: DimGroups = ()
 
     @property
     def label(self) -> str:
         """What it is, for messages."""
         return self.path or "the module"
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+        return "args", "kwargs"
 
     @property
     def opened_path(self) -> str | None:
@@ -96,8 +104,18 @@ class Recordable(Protocol):
         ...
 
     @property
+    def varying(self) -> DimGroups:
+        """Dimensions of the example's tensors, besides the batch, whose sizes the trace should not depend on."""
+        ...
+
+    @property
     def label(self) -> str:
         """What it is, for messages."""
+        ...
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of the example are called in messages."""
         ...
 
     @property

@@ -1,8 +1,8 @@
 """The pipelined call of a module as a graph: runs the recorder, opens only the modules it is told to, checks what it may be
 used for.
 
-A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all batch sizes that
-satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
+A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all sizes of the batch
+and of the dimensions that vary which satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any
 
 import sympy
@@ -267,10 +267,15 @@ def fake_run(
         fqns[id(fake)] = fqn
         return fake
 
+    group_of = {place: number for number, group in enumerate(call.varying) for place in group}
+    positions = count()
+
     def fake_input(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
+        position = next(positions)
+        groups = {dim: group_of[position, dim] for dim in range(leaf.dim()) if (position, dim) in group_of}
+        return world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size), groups)
 
     with (
         exchanged_tensors(root, fake_of),

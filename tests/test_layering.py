@@ -19,10 +19,12 @@ MAX_LINES = 450
 ORDER = [
     *(
         "errors",
+        "lru",
         "table",
         "plan",
         "_compat",
         "containers",
+        "shapes",
         "sizes",
         "exchange",
         "probe",
@@ -33,6 +35,7 @@ ORDER = [
         "steprecord",
         "recordable",
         "trace",
+        "tracelog",
         "recompute",
         "cost",
         "partition",
@@ -41,7 +44,19 @@ ORDER = [
         "span",
         "planning",
     ),
-    *("split", "schedule", "replay", "metrics", "step", "topology", "agreement", "runtime", "gradients", "shard"),
+    *(
+        "split",
+        "schedule",
+        "replay",
+        "metrics",
+        "step",
+        "topology",
+        "agreement",
+        "stagetraces",
+        "runtime",
+        "gradients",
+        "shard",
+    ),
     *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
