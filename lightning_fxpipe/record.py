@@ -41,6 +41,7 @@ from lightning_fxpipe.calls import calls_through, is_query, raising_source, user
 from lightning_fxpipe.exchange import Attributes, assigned_tensors
 from lightning_fxpipe.probe import ProbeFailed, probe_result
 from lightning_fxpipe.randomness import DRAWN_AHEAD, Draw, LikeTensor, drawn_now_or_ahead
+from lightning_fxpipe.recurrent import shaped
 from lightning_fxpipe.sizes import as_size
 
 CONSTANT_PREFIX = "_fxpipe_constant_"
@@ -237,7 +238,7 @@ class Recorder(TorchFunctionMode):
         if self._paused or is_query(func):
             if self._whole_path is not None and func in DRAWN_AHEAD:
                 self.drawing.add(self._whole_path)
-            return func(*args, **kwargs)
+            return shaped(func, args)(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,7 +246,7 @@ class Recorder(TorchFunctionMode):
         ahead: tuple[fx.Node, ...] = ()
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), _watch_mutation(touched) as mutated:
-            result = func(*args, **kwargs)
+            result = shaped(func, args)(*args, **kwargs)
         if func in _NORMALISATIONS:
             statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
             mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))

@@ -31,6 +31,7 @@ ORDER = [
         "structure",
         "calls",
         "randomness",
+        "recurrent",
         "record",
         "steprecord",
         "recordable",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeError, FxPipeStrategy
 from tests.lit import make_trainer, snapshot
-from tests.zoo import steps_calls, steps_evaluation, steps_models, steps_random, steps_several, steps_state
+from tests.zoo import steps_calls, steps_evaluation, steps_models, steps_random, steps_several, steps_shapes, steps_state
 from tests.zoo.steps_case import Case
 
 CASES: dict[str, Case] = {
@@ -22,6 +22,7 @@ CASES: dict[str, Case] = {
     **steps_state.CASES,
     **steps_evaluation.CASES,
     **steps_models.CASES,
+    **steps_shapes.CASES,
 }
 
 
@@ -113,7 +114,8 @@ def run_piped(name: str, microbatches: int) -> dict[str, Any]:
     case = CASES[name]
     strategy = FxPipeStrategy(num_microbatches=microbatches)
     try:
-        return run_case(case, {"strategy": strategy, "devices": case.stages})
+        results = run_case(case, {"strategy": strategy, "devices": case.stages})
+        return results | {"traces": len(strategy.session.trace_log.traces)}
     except FxPipeError as error:
         if is_set_up(strategy):
             raise  # the other ranks wait for this one, so the processes must go

@@ -26,6 +26,7 @@ class Case:
         evaluations: Which of ``validate``, ``test`` and ``predict`` run after training.
         trainer: Options of the Trainer.
         callbacks: Make callbacks.
+        traces: How often the training step is traced, where that is part of the case.
     """
 
     make: Callable[[], L.LightningModule]
@@ -35,6 +36,7 @@ class Case:
     evaluations: tuple[str, ...] = ()
     trainer: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], L.Callback], ...] = ()
+    traces: int | None = None
 
 
 class Sgd(L.LightningModule):
