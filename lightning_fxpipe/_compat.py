@@ -68,17 +68,31 @@ class FakeWorld:
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self._num_inputs = 0
+        self._group_sizes: dict[int, Any] = {}
 
-    def input(self, tensor: Tensor, dynamic_dims: Iterable[int]) -> Tensor:
-        """A fake of ``tensor``; the sizes of ``dynamic_dims`` become symbols, the same one for the same size."""
-        dynamic = set(dynamic_dims)
-        sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
+    def input(self, tensor: Tensor, dynamic_dims: Iterable[int], groups: Mapping[int, int] | None = None) -> Tensor:
+        """A fake of ``tensor``.
+
+        Args:
+            tensor: A tensor with data.
+            dynamic_dims: Dimensions whose sizes become symbols, the same one for the same size.
+            groups: Other dimensions whose sizes become symbols, the same one for the same group.
+        """
+        groups = groups or {}
+        kinds = dict.fromkeys(dynamic_dims, DimDynamic.DUCK) | dict.fromkeys(groups, DimDynamic.DYNAMIC)
         self._num_inputs += 1
-        return self.mode.from_tensor(
+        fake = self.mode.from_tensor(
             tensor,
             source=ConstantSource(f"input_{self._num_inputs}"),
-            symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+            symbolic_context=StatelessSymbolicContext(
+                dynamic_sizes=[kinds.get(dim, DimDynamic.STATIC) for dim in range(tensor.dim())]
+            ),
         )
+        for dim, group in groups.items():
+            # Each has a symbol of its own, and the comparison tells torch that they are the same.
+            if self._group_sizes.setdefault(group, fake.shape[dim]) != fake.shape[dim]:
+                raise ValueError(f"dimension {dim} of input {self._num_inputs} differs from others of group {group}")
+        return fake
 
     def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """A fake of a parameter or buffer. One on the meta device is taken as if it were on ``device``."""
@@ -108,7 +122,11 @@ class FakeWorld:
 
     def replacements(self) -> dict[Any, Any]:
         """Symbols that the trace found equal to something else, a number included."""
-        return dict(self.shape_env.replacements)
+        found = dict(self.shape_env.replacements)
+        # What a symbol was replaced by may have been replaced later on.
+        for _ in found:
+            found = {symbol: value.xreplace(found) for symbol, value in found.items()}
+        return found
 
 
 def symbolic_expression(value: Any) -> Any:

@@ -85,10 +85,24 @@ def plan_passes(num_samples: int, num_microbatches: int) -> tuple[Pass, ...]:
 
 
 def default_num_microbatches(num_samples: int, num_stages: int) -> int:
-    """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would not divide evenly."""
-    wanted = max(1, min(num_samples, 4 * num_stages))
-    dividing = next(count for count in range(wanted, 0, -1) if num_samples % count == 0)
-    return dividing if dividing >= min(wanted, num_stages) else wanted
+    """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would have fewer than two
+    samples, or would not divide evenly while as many as stages do.
+
+    A microbatch of one sample is special: torch traces it by itself, and BatchNorm refuses some. One is left over only where
+    the pipeline would not fill otherwise.
+
+    >>> default_num_microbatches(64, 4), default_num_microbatches(8, 4), default_num_microbatches(7, 2)
+    (16, 4, 4)
+    """
+
+    def preference(count: int) -> tuple[bool, bool, bool, int]:
+        first, *rest = plan_passes(num_samples, count)
+        # 1F1B needs as many microbatches as stages in one pass.
+        fills = first.count >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
+        return fills, not rest, not rest or rest[0].size > 1, count
+
+    best = max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
+    return sum(part.count for part in plan_passes(num_samples, best))
 
 
 def split_batch(batch: Any, passes: Sequence[Pass]) -> list[Any]:

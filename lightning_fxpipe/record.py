@@ -44,6 +44,7 @@ from lightning_fxpipe.graphwriter import GraphWriter
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
 from lightning_fxpipe.probe import Probe, ProbeFailed
 from lightning_fxpipe.randomness import DRAWN_AHEAD, Draw, LikeTensor, drawn_now_or_ahead
+from lightning_fxpipe.recurrent import shaped
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.structure import graft
@@ -111,7 +112,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if self._paused or is_query(func):
             if self._whole_path is not None and func in DRAWN_AHEAD:
                 self.drawing.add(self._whole_path)
-            return func(*args, **kwargs)
+            return shaped(func, args)(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +156,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function on fakes or, where its kernel needs values, on made-up data."""
         try:
-            return func(*args, **kwargs)
+            return shaped(func, args)(*args, **kwargs)
         except NEEDS_VALUES as error:
             template = self._template_of((args, kwargs))
             call = partial(_without_module, func)

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.objects import lasting_objects
 from lightning_fxpipe.record import Recorder, RecorderSettings
+from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.signals import RecordError
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
@@ -33,6 +34,7 @@ class RegionCall:
         batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
+        varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
     """
 
     path: str
@@ -41,11 +43,17 @@ class RegionCall:
     batch_size: int
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
+    varying: DimGroups = ()
 
     @property
     def label(self) -> str:
         """What it is, for messages."""
         return self.path or "the module"
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+        return "args", "kwargs"
 
     @property
     def opened_path(self) -> str | None:
@@ -101,8 +109,18 @@ class Recordable(Protocol):
         ...
 
     @property
+    def varying(self) -> DimGroups:
+        """Dimensions of the example's tensors, besides the batch, whose sizes the trace should not depend on."""
+        ...
+
+    @property
     def label(self) -> str:
         """What it is, for messages."""
+        ...
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of the example are called in messages."""
         ...
 
     @property

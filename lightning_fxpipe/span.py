@@ -30,6 +30,7 @@ from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX
 from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
@@ -63,11 +64,17 @@ class StepRegion:
     prelude_paths: tuple[str, ...] = ()
     opened_path: str | None = None
     context: CallContext | None = None
+    varying: DimGroups = ()
 
     @property
     def label(self) -> str:
         """What it is, for messages."""
         return f"several calls of {step_name(self.step)}"
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+        return "batch", "args[2:]"
 
     def example(self) -> Any:
         """The batch, and what follows the batch's index among the step's arguments."""

@@ -109,6 +109,7 @@ class _StageBuilder:
         self._owners: dict[str, Any] = {}
         self._called_inside: dict[str, nn.Module] = {}
         self._called = {str(node.target) for node in self._nodes if node.op == "call_module"}
+        self._replacements = self._traced.world.replacements()
 
     def build(self) -> Stage:
         region_inputs = self._add_inputs()
@@ -161,6 +162,7 @@ class _StageBuilder:
             operands |= set(self._traced.output_node.all_input_nodes)
         symbols = {symbol for node in self._nodes for symbol in size_symbols((node.args, node.kwargs))}
         symbols |= {symbol for node in self._blank for symbol in _all_symbols(node)}
+        symbols = {known for symbol in symbols for known in self._current(symbol).free_symbols}
         symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
         used = []
         for i, node in enumerate((*self._traced.input_nodes, *self._traced.draw_nodes)):
@@ -236,8 +238,12 @@ class _StageBuilder:
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
         return value
 
+    def _current(self, expression: Any) -> Any:
+        """An expression with what the trace fixed, or found equal to something else, later on."""
+        return expression.xreplace(self._replacements)
+
     def _size(self, expression: Any) -> Any:
-        expression = expression.xreplace(self._traced.world.replacements())  # what the trace fixed later on
+        expression = self._current(expression)
         if expression.is_number:
             return as_number(expression)
         if expression in self._sizes:

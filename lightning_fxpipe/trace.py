@@ -1,8 +1,8 @@
 """The pipelined call of a module as a graph: runs the recorder, opens only the modules it is told to, checks what it may be
 used for.
 
-A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all batch sizes that
-satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
+A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all sizes of the batch
+and of the dimensions that vary which satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 """
 
 from __future__ import annotations
@@ -300,8 +300,12 @@ def fake_run(
         fqns[id(fake)] = fqn
         return fake
 
-    def fake_input(tensor: Tensor) -> Tensor:
-        return world.input(tensor.detach().requires_grad_(tensor.requires_grad), _batch_dims(tensor, call.batch_size))
+    group_of = {place: number for number, group in enumerate(call.varying) for place in group}
+
+    def fake_input(position: int, tensor: Tensor) -> Tensor:
+        groups = {dim: group_of[position, dim] for dim in range(tensor.dim()) if (position, dim) in group_of}
+        detached = tensor.detach().requires_grad_(tensor.requires_grad)
+        return world.input(detached, _batch_dims(tensor, call.batch_size), groups)
 
     with (
         exchanged_tensors(root, fake_of),
@@ -318,7 +322,7 @@ def fake_run(
             lasting=lasting,
         )
         recorder = call.make_recorder(settings)
-        fakes = [fake_input(tensor) for tensor in template.tensors]
+        fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
         for index, fake in enumerate(fakes):
             recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
         names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]

@@ -87,7 +87,9 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
     count = default_num_microbatches(num_samples, num_stages)
     assert 1 <= count <= min(num_samples, 4 * num_stages)
     # 1F1B needs as many microbatches as stages in one pass.
-    assert plan_passes(num_samples, count)[0].count >= min(num_samples, num_stages)
+    first, *rest = plan_passes(num_samples, count)
+    assert first.count >= min(num_samples // 2, num_stages)
+    assert first.size >= min(num_samples, 2)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,12 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
         (64, 4, 16),  # four for each stage
         (60, 4, 15),  # 16 would leave a remainder
         (62, 4, 16),  # 2 divides, but leaves the pipeline empty: better a remainder
-        (3, 4, 3),  # fewer samples than stages
+        (3, 4, 1),  # no two microbatches of two samples
+        (8, 2, 4),  # not eight of one sample
+        (7, 2, 4),  # rather a rest of one than a pipeline that does not fill
+        (13, 2, 3),  # a rest of three, not of one
+        (14, 2, 7),
+        (1, 4, 1),
         (8, 1, 4),
     ],
 )

@@ -160,6 +160,8 @@ def test_equal_or_refused(ranks: Ranks, request: pytest.FixtureRequest, name: st
         return
     assert said == []
     assert_equal_to_one_device(results, expected)
+    traces = CASES[name].traces
+    assert traces is None or [result["traces"] for result in results] == [traces] * len(results)
 
 
 def test_the_table_of_verdicts_names_cases_that_exist() -> None:
