@@ -56,6 +56,8 @@ def reorder(graph: fx.Graph, units: Sequence[Unit], rank_of: Callable[[int, int]
     Returns:
         Whether the order changed.
     """
+    if any(node.meta.get("checkpoints") for node in graph.nodes):
+        return False  # what runs under one checkpoint must stay together
     ranks: list[int] = []
     for position, before in enumerate(predecessors(graph, units)):
         ranks.append(rank_of(position, max((ranks[other] for other in before), default=-1)))
