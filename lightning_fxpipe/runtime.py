@@ -121,7 +121,7 @@ class PipelineRuntime:
         self._topology = topology
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
-        self._loss = LossCheck(root, loss, topology)
+        self._loss = LossCheck(root, plan, loss, topology)
         self._pipelines: _Cache[_Prepared] = _Cache(_MAX_PIPELINES)
         self._traces: list[_StageTrace] = []
         self._read_keys: dict[ReadKey, None] = {}

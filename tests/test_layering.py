@@ -45,7 +45,20 @@ ORDER = [
         "span",
         "planning",
     ),
-    *("split", "schedule", "replay", "metrics", "step", "topology", "agreement", "reduction", "runtime", "gradients", "shard"),
+    *(
+        "split",
+        "schedule",
+        "replay",
+        "metrics",
+        "step",
+        "topology",
+        "agreement",
+        "wholebatch",
+        "reduction",
+        "runtime",
+        "gradients",
+        "shard",
+    ),
     *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
