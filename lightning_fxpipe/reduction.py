@@ -14,34 +14,26 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from lightning_fxpipe._compat import (
-    FakeTensor,
-    StandIns,
-    silenced_loggers,
-    symbolic_expression,
-)
+from lightning_fxpipe._compat import FakeTensor, silenced_loggers
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.exchange import remembered_generators
 from lightning_fxpipe.frames import raising_source
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.microbatch import Pass
-from lightning_fxpipe.region import StepCall, find_region, replaced_region
-from lightning_fxpipe.replay import Replayer, watched_step
-from lightning_fxpipe.span import Span, StepRegion
-from lightning_fxpipe.step import BatchRun, KeptOutputs, StageSetup, loss_of
-from lightning_fxpipe.structure import Template
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.step import BatchRun, loss_of
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.undo import TooMuchToUndo, undone
 from lightning_fxpipe.weighting import Finding, LossOptions, LossReduction, Verdict, compare, loss_weights
+from lightning_fxpipe.wholebatch import NotJoinable, WholeBatch
 
 # Traces whose loss is known; as many as the runtime keeps.
 _MAX_TRACES = 32
@@ -56,12 +48,14 @@ class LossCheck:
 
     Args:
         root: The LightningModule.
+        plan: Which stage holds what.
         options: What the user says about the loss.
         topology: This rank's place.
     """
 
-    def __init__(self, root: nn.Module, options: LossOptions, topology: Topology) -> None:
+    def __init__(self, root: nn.Module, plan: PartitionPlan, options: LossOptions, topology: Topology) -> None:
         self.root = root
+        self.plan = plan
         self.options = options
         self.topology = topology
         self._known: list[TracedRegion] = []
@@ -166,16 +160,16 @@ class BatchCheck:
             return Finding(verdict=Verdict.UNCLEAR)  # a step that skipped a microbatch
         before = zip(self._mine, self._fingerprints, strict=True)
         changed = [parameter for parameter, fingerprint in before if _fingerprint(parameter) != fingerprint]
-        outputs = _WholeOutputs(run, self._batch)
+        outputs = WholeBatch(run, self._batch, self._check.plan)
         try:
             with undone(self._check.root, parameters=changed):
                 loss = self._loss_of_whole_batch(outputs)
-            if isinstance(loss, FakeTensor):
+            if isinstance(loss, FakeTensor):  # made of a stand-in for an output
                 return impossible(outputs.reason)
-        except TooMuchToUndo as error:
+        except (TooMuchToUndo, NotJoinable) as error:
             return impossible(str(error))
         except Exception as error:
-            if outputs.missing:
+            if not outputs.is_complete:
                 return impossible(outputs.reason)
             where = raising_source(error) or "source unknown"
             return impossible(f"the step fails on it ({type(error).__name__}: {error}; {where})", is_warning=True)
@@ -184,7 +178,7 @@ class BatchCheck:
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist()
         return compare(float(loss), losses, run.sizes, self._check.options, run.weights, run.losses[0].dtype)
 
-    def _loss_of_whole_batch(self, outputs: _WholeOutputs) -> Tensor | None:
+    def _loss_of_whole_batch(self, outputs: WholeBatch) -> Tensor | None:
         run, root = self._run, self._check.root
         self._rewind_generators()
         muted = StepLog()
@@ -198,114 +192,6 @@ class BatchCheck:
         ):
             muted.begin_microbatch(sum(run.sizes))
             return loss_of(run.step.function(self._batch, *run.step.rest))
-
-
-class _WholeOutputs:
-    """The region's outputs for a whole batch, put together from those of its microbatches.
-
-    An output without a batch dimension is another one for the whole batch, unless it depends on no input. In its place
-    stands a tensor without data, so that a step can use it for nothing that matters here.
-
-    Args:
-        run: The batch, after all its microbatches have run.
-        batch: The whole batch.
-    """
-
-    def __init__(self, run: BatchRun, batch: Any) -> None:
-        assert run.kept
-        self._run = run
-        self._batch = batch
-        self._kept: list[KeptOutputs] = run.kept
-        self._setup: StageSetup = run.kept[0].setup
-        self.missing: list[str] = []
-
-    @property
-    def reason(self) -> str:
-        """Why there is no loss of the whole batch, where outputs are missing."""
-        return f"it uses {', '.join(self.missing)} of the model, which has no batch dimension along which to join microbatches"
-
-    @contextmanager
-    def in_place_of_region(self) -> Iterator[None]:
-        """In the block, the step's code for the whole batch, the region returns the outputs."""
-        run = self._run
-        traced = self._setup.traced if run.sizes[0] > 1 else self._trace_whole()
-        if traced.record is None:
-            path = traced.signature.path
-            assert path is not None
-
-            def run_region(*args: Any, **kwargs: Any) -> Any:
-                with mode.in_stage():
-                    tensors = self._made(traced, (args, kwargs))
-                return traced.result(tensors)
-
-            with watched_step(run.randomness.draws) as mode, replaced_region(run.root, path, run_region):
-                yield
-            return
-        example = self._batch, run.step.rest[1:]
-        replayer = Replayer(run.root, traced.record, self._sizes(traced, example), run.device.type)
-        with replayer.lead(example, run.randomness.draws, lambda inputs: self._made(traced, example)):
-            yield
-
-    def _trace_whole(self) -> TracedRegion:
-        """The graph of the whole batch: one of a single sample does not tell which dimension is the batch."""
-        run, record = self._run, self._setup.traced.record
-        step = StepCall(function=run.step.function, args=(self._batch, *run.step.rest), kwargs={})
-        num_samples = sum(run.sizes)
-        if record is not None:
-            span = Span(first=record.first, last=record.last, wanted=record.outputs)
-            region: Any = StepRegion(step=step, span=span, batch_size=num_samples)
-        else:
-            pipelined = run.root.get_submodule(self._setup.traced.signature.path or "")
-            region = find_region(run.root, step, batch_size=num_samples, is_region=lambda module: module is pipelined)
-        with torch.enable_grad():
-            return trace_region(run.root, region, opened=self._setup.traced.opened, device=run.device)
-
-    def _sizes(self, traced: TracedRegion, example: Any) -> dict[Any, int]:
-        shapes = tuple(tuple(tensor.shape) for tensor in Template.of(example).tensors)
-        sizes = traced.bind_sizes(shapes)
-        if sizes is None:
-            raise ValueError("the graph that was recorded for a microbatch is not that of the whole batch")
-        return sizes
-
-    def _made(self, traced: TracedRegion, example: Any) -> list[Tensor]:
-        """The outputs; what the region draws is drawn, so that the step goes on with the numbers that it has on one device."""
-        if traced.draw_nodes:
-            sizes = self._sizes(traced, example)
-            for node in traced.draw_nodes:
-                node.meta["draw"].make(self._run.randomness.draws, sizes)
-        nodes: Sequence[Any] = traced.output_node.args[0]  # type: ignore[assignment]
-        return [self._joined(traced, node, [kept.tensors[i] for kept in self._kept]) for i, node in enumerate(nodes)]
-
-    def _joined(self, traced: TracedRegion, node: fx.Node, parts: list[Tensor]) -> Tensor:
-        dimension = batch_dimension(traced, node)
-        device = self._run.device
-        if dimension is not None:
-            return torch.cat([part.to(device) for part in parts], dim=dimension)
-        if not _depends_on_inputs(node) and all(torch.equal(part, parts[0]) for part in parts):
-            return parts[0].to(device)
-        self.missing.append(f"an output of shape {tuple(parts[0].shape)} ({node.meta.get('source') or node.name})")
-        return StandIns().make(tuple(parts[0].shape), parts[0].dtype, device, requires_grad=False)
-
-
-def batch_dimension(traced: TracedRegion, node: fx.Node) -> int | None:
-    """The dimension of a node's result that is the batch; None where none is, or several depend on its size."""
-    symbols = {size for shape in traced.input_shapes for size in shape if not isinstance(size, int)}
-    sizes = [symbolic_expression(size) for size in node.meta["val"].shape]
-    depending = [dimension for dimension, size in enumerate(sizes) if not isinstance(size, int)]
-    return depending[0] if len(depending) == 1 and sizes[depending[0]] in symbols else None
-
-
-def _depends_on_inputs(node: fx.Node) -> bool:
-    """Whether a placeholder goes into a node's result."""
-    waiting, seen = [node], {node}
-    while waiting:
-        current = waiting.pop()
-        if current.op == "placeholder":
-            return True
-        new = [used for used in current.all_input_nodes if used not in seen]
-        seen.update(new)
-        waiting += new
-    return False
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:

@@ -93,7 +93,7 @@ class PipelineRuntime:
         self._topology = topology
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
-        self._loss = LossCheck(root, loss, topology)
+        self._loss = LossCheck(root, plan, loss, topology)
         self._traces = StageTraces(root, plan, topology, trace_log)
         self._found: LruCache[Hashable, tuple[StageTrace, Shapes]] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, _Prepared] = LruCache(_MAX_PIPELINES)

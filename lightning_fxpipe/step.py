@@ -99,10 +99,11 @@ class StageSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOutputs:
-    """What the region gave for one microbatch: copies on the CPU, where there is room until the batch is done."""
+    """What the last stage got and gave for one microbatch: copies on the CPU, where there is room until the batch is done."""
 
     setup: StageSetup
-    tensors: tuple[Tensor, ...]
+    received: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 @dataclass(kw_only=True)
@@ -219,8 +220,7 @@ class BatchRun:
             set_generator_state(state)
         self._region_outputs = _kept_from(outputs, received)
         if self.kept is not None:
-            copies = tuple(output.detach().to("cpu", copy=True) for output in self._region_outputs)
-            self.kept.append(KeptOutputs(setup=setup, tensors=copies))
+            self.kept.append(KeptOutputs(setup=setup, received=_copies(received), outputs=_copies(self._region_outputs)))
         return list(self._region_outputs)
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:
@@ -285,6 +285,10 @@ class BatchRun:
             return without_gradient(self._region_outputs)
         # A product, not a view: torch detaches what the last stage returns in place.
         return loss.reshape(()) * weight
+
+
+def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach().to("cpu", copy=True) for tensor in tensors)
 
 
 def loss_of(result: Any) -> Tensor | None:

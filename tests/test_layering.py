@@ -67,6 +67,7 @@ ORDER = [
         "topology",
         "agreement",
         "stagetraces",
+        "wholebatch",
         "reduction",
         "runtime",
         "gradients",

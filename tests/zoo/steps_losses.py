@@ -102,15 +102,37 @@ class SumAndConstant(Plain):
         return F.cross_entropy(self.model(batch[0]), batch[1], reduction="sum") + 0.25
 
 
-class LossInModel(Plain):
-    """The model computes the loss, so that no code after it could tell what the batch's would be."""
+class LanguageModel(nn.Module):
+    """Computes its loss itself, in Hugging Face's manner: a mean over the labels that are not ignored."""
 
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model(x)
-        return F.cross_entropy(logits, y), logits
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.token, self.body, self.head = nn.Embedding(11, 10), mlp(10, 10, 10, 10), nn.Linear(10, 11)
+        self.reduction = reduction
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.body(self.token(ids)))
+        flat = logits.reshape(-1, 11), labels.reshape(-1)
+        loss = F.cross_entropy(*flat, ignore_index=PADDING, reduction=self.reduction)
+        return {"loss": loss * (0.1 if self.reduction == "sum" else 1), "logits": logits}
+
+
+class LossInModel(Plain):
+    """No code of the step could tell what the loss of the whole batch is."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.model = LanguageModel(reduction)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(*batch)[0]
+        loss = self.model(**batch)["loss"]
+        self.log("loss", loss)
+        return loss
+
+
+class SumInModel(LossInModel):
+    def __init__(self) -> None:
+        super().__init__("sum")
 
 
 class TimeFirst(Plain):
@@ -161,6 +183,13 @@ CASES: dict[str, Case] = {
     "sum_and_constant": Case(make=SumAndConstant, batches=labelled, microbatches=(2,)),
     "contrastive": Case(make=Clip, batches=labelled, microbatches=(2,)),
     "contrastive_of_one_encoder": Case(make=SimClr, batches=labelled, microbatches=(2,)),
-    "loss_in_model": Case(make=LossInModel, batches=labelled, microbatches=(2,)),
+    "loss_in_model": Case(make=LossInModel, batches=lambda: token_batches(2, 3, 5, 6), microbatches=(2, 4)),
+    "loss_in_model_weighted": Case(
+        make=LossInModel,
+        batches=lambda: token_batches(2, 3, 0, 6),
+        microbatches=(2, 4),
+        strategy={"loss_weight": num_tokens},
+    ),
+    "sum_in_model": Case(make=SumInModel, batches=lambda: token_batches(2, 3, 5, 6), microbatches=(2, 4)),
     "time_first": Case(make=TimeFirst, batches=labelled, microbatches=(2, 8)),
 }

@@ -67,6 +67,7 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong | Warned] = {
     "skips_after_the_call": Refused("returned no loss for a microbatch", late=True),
     "skips_before_the_call": Refused("did not call model for this microbatch", late=True),
     "mean_over_tokens": Warned("divide by something else than the number of samples"),
+    "loss_in_model": Warned("divide by something else than the number of samples"),
     ("standardised", 2): Warned("divide by something else"),
     "sum_and_constant": Warned(),
     "sum_told_to_be_a_mean": Warned("It is a sum over samples, not a mean."),

@@ -1,0 +1,211 @@
+"""A step on a whole batch after its microbatches have run: the pipelined call returns what they gave, put together.
+
+Outputs of the region are joined along their batch dimension, which the symbolic shapes of the trace name. An output without one
+(a loss that the model computes itself) is another one for the whole batch: the last stage computes it again, from what it
+received for all microbatches. Where it cannot, a tensor without data stands for the output, so that the step can use it for
+nothing that matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_fxpipe._compat import (
+    StandIns,
+    isolated_rng,
+    rng_state,
+    same_rng,
+    symbolic_expression,
+)
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.planning import follow_plan
+from lightning_fxpipe.region import StepCall, find_region, replaced_region
+from lightning_fxpipe.replay import Replayer, watched_step
+from lightning_fxpipe.span import Span, StepRegion
+from lightning_fxpipe.split import Stage, build_stage
+from lightning_fxpipe.step import BatchRun, KeptOutputs
+from lightning_fxpipe.structure import Template
+from lightning_fxpipe.trace import TracedRegion, trace_region
+
+
+class NotJoinable(Exception):
+    """What the microbatches gave does not make what the whole batch would give."""
+
+
+class WholeBatch:
+    """What the region gives for a whole batch.
+
+    Args:
+        run: The batch, after all its microbatches have run on the last stage.
+        batch: The whole batch.
+        plan: Which stage holds what.
+    """
+
+    def __init__(self, run: BatchRun, batch: Any, plan: PartitionPlan) -> None:
+        assert run.kept
+        self._run = run
+        self._batch = batch
+        self._plan = plan
+        self._kept: list[KeptOutputs] = run.kept
+        self._setup = run.kept[0].setup
+        self._missing: list[str] = []
+        self._obstacle = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all outputs have data."""
+        return not self._missing
+
+    @property
+    def reason(self) -> str:
+        """What is missing, and why."""
+        return (
+            f"it uses {', '.join(self._missing)} of the model, which has no batch dimension along which to join microbatches, "
+            f"and {self._obstacle}"
+        )
+
+    @contextmanager
+    def in_place_of_region(self) -> Iterator[None]:
+        """In the block, the step's code for the whole batch, the region returns its outputs for the whole batch."""
+        run = self._run
+        # The trace of a single sample does not tell which dimension is the batch.
+        traced = self._setup.traced if run.sizes[0] > 1 else self._trace_whole()
+        if traced.record is None:
+            path = traced.signature.path
+            assert path is not None
+
+            def run_region(*args: Any, **kwargs: Any) -> Any:
+                with mode.in_stage():
+                    tensors = self._outputs(traced, _tensors((args, kwargs)), (args, kwargs))
+                return traced.result(tensors)
+
+            with watched_step(run.randomness.draws) as mode, replaced_region(run.root, path, run_region):
+                yield
+            return
+        example = self._batch, run.step.rest[1:]
+        replayer = Replayer(run.root, traced.record, _sizes(traced, example), run.device.type)
+        with replayer.lead(example, run.randomness.draws, lambda inputs: self._outputs(traced, inputs, example)):
+            yield
+
+    def _trace_whole(self) -> TracedRegion:
+        """The graph of the whole batch."""
+        run, record = self._run, self._setup.traced.record
+        step = StepCall(function=run.step.function, args=(self._batch, *run.step.rest), kwargs={})
+        num_samples = sum(run.sizes)
+        if record is not None:
+            span = Span(first=record.first, last=record.last, wanted=record.outputs)
+            region: Any = StepRegion(step=step, span=span, batch_size=num_samples)
+        else:
+            pipelined = run.root.get_submodule(self._setup.traced.signature.path or "")
+            region = find_region(run.root, step, batch_size=num_samples, is_region=lambda module: module is pipelined)
+        return trace_region(run.root, region, opened=self._setup.traced.opened, device=run.device)
+
+    # ------------------------------------------------------------------ the region's outputs
+
+    def _outputs(self, traced: TracedRegion, inputs: Sequence[Tensor], example: Any) -> list[Tensor]:
+        """The outputs, for the region's input tensors. What its own Python draws is drawn, as on one device."""
+        sizes = _sizes(traced, example) if traced.draw_nodes else {}
+        drawn = [node.meta["draw"].make(self._run.randomness.draws, sizes) for node in traced.draw_nodes]
+        nodes: Sequence[Any] = traced.output_node.args[0]  # type: ignore[assignment]
+        parts = [[kept.outputs[i] for kept in self._kept] for i in range(len(nodes))]
+        outputs = [self._joined(traced, node, tensors) for node, tensors in zip(nodes, parts, strict=True)]
+        if all(output is not None for output in outputs):
+            return [output for output in outputs if output is not None]
+        try:
+            again = self._computed_again(traced, [*inputs, *drawn], example)
+            return [other if output is None else output for output, other in zip(outputs, again, strict=True)]
+        except NotJoinable as error:
+            self._obstacle = str(error)
+        self._missing = [
+            f"an output of shape {tuple(tensors[0].shape)} ({node.meta.get('source') or node.name})"
+            for node, output, tensors in zip(nodes, outputs, parts, strict=True)
+            if output is None
+        ]
+        stand_ins = [StandIns().make(tuple(p[0].shape), p[0].dtype, self._run.device, requires_grad=False) for p in parts]
+        return [stand_in if output is None else output for output, stand_in in zip(outputs, stand_ins, strict=True)]
+
+    def _joined(self, traced: TracedRegion, node: fx.Node, parts: Sequence[Tensor]) -> Tensor | None:
+        """A node's result for the whole batch, from those for the microbatches; None where they do not tell."""
+        dimension = batch_dimension(traced, node)
+        if dimension is not None:
+            return torch.cat([part.to(self._run.device) for part in parts], dim=dimension)
+        if not _depends_on_inputs(node) and all(torch.equal(part, parts[0]) for part in parts):
+            return parts[0].to(self._run.device)
+        return None
+
+    def _computed_again(self, traced: TracedRegion, values: Sequence[Tensor], example: Any) -> tuple[Tensor, ...]:
+        """What the last stage gives for what it received for all microbatches.
+
+        Raises:
+            NotJoinable: It received what cannot be joined, or it draws random numbers, which would be others.
+        """
+        _sizes(traced, example)  # the graph must be that of the whole batch
+        stage = self._stage_of(traced)
+        received = []
+        for i, node in enumerate(stage.boundary_in):
+            tensor = self._joined(traced, node, [kept.received[i] for kept in self._kept])
+            if tensor is None:
+                raise NotJoinable(f"neither has what the last stage receives from {node.name}")
+            received.append(tensor)
+        with torch.no_grad(), isolated_rng():
+            before = rng_state()
+            outputs: tuple[Tensor, ...] = stage.module(*received, *(values[i] for i in stage.region_inputs))
+            after = rng_state()
+        if not same_rng(before, after) or not torch.equal(before.get("cuda", _NOTHING), after.get("cuda", _NOTHING)):
+            raise NotJoinable("the last stage draws random numbers (dropout), so that it cannot compute the output again")
+        return outputs
+
+    def _stage_of(self, traced: TracedRegion) -> Stage:
+        """The last stage in a graph of the same step."""
+        known = self._setup.stage
+        if traced is self._setup.traced:
+            return known
+        stage = build_stage(follow_plan(self._plan, traced), known.index)
+        if [node.name for node in stage.boundary_in] != [node.name for node in known.boundary_in]:
+            raise NotJoinable("the stages of the whole batch receive other tensors")
+        return stage
+
+
+_NOTHING = torch.empty(0)
+
+
+def batch_dimension(traced: TracedRegion, node: fx.Node) -> int | None:
+    """The dimension of a node's result that is the batch; None where none is, or several depend on its size."""
+    batch = {shape[0] for shape in traced.input_shapes if shape and not isinstance(shape[0], int)}
+    sizes = [symbolic_expression(size) for size in node.meta["val"].shape]
+    depending = [dim for dim, size in enumerate(sizes) if batch & getattr(size, "free_symbols", set())]
+    return depending[0] if len(depending) == 1 and sizes[depending[0]] in batch else None
+
+
+def _depends_on_inputs(node: fx.Node) -> bool:
+    """Whether a placeholder goes into a node's result."""
+    waiting, seen = [node], {node}
+    while waiting:
+        current = waiting.pop()
+        if current.op == "placeholder":
+            return True
+        new = [used for used in current.all_input_nodes if used not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _tensors(example: Any) -> list[Tensor]:
+    return list(Template.of(example).tensors)
+
+
+def _sizes(traced: TracedRegion, example: Any) -> dict[Any, int]:
+    """Values of the symbols for a call.
+
+    Raises:
+        NotJoinable: The graph is one of other sizes.
+    """
+    sizes = traced.bind_sizes(tuple(tuple(tensor.shape) for tensor in _tensors(example)))
+    if sizes is None:
+        raise NotJoinable("the graph that was recorded for a microbatch is not that of the whole batch")
+    return sizes
