@@ -1,13 +1,16 @@
 """Shapes of what a module returns, where its Python looks at tensor values and so cannot run without any.
 
 The module runs on made-up data of the shapes that the trace has. Only the shapes, dtypes and gradients of its results are
-kept, so its weights are made up too: a rank that has dropped them gets the same answer. Three runs tell what a size follows
-from: two on different data must agree, and one with other sizes shows which sizes change along.
+kept, so its weights are made up too: a rank that has dropped them gets the same answer. Some runs tell what a size follows
+from: two on different data must agree, and two with other values of each symbol show which sizes change along, and how.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -39,13 +42,21 @@ def probe_result(call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: M
         raise ProbeFailed(f"on made-up data: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
     if _shapes(first) != _shapes(again):
         raise ProbeFailed("the sizes of its results depend on the data")
+    runs = []
     try:
-        larger = _run(call, module, args, kwargs, {symbol: size_hint(size) + 1 for symbol, size in symbols.items()}, seed=1)
-        sizes = [list(zip(a, b, strict=True)) for a, b in zip(_shapes(first), _shapes(larger), strict=True)]
-    except Exception:
-        # It does not run at other sizes. What has the size of an input is taken to follow it.
-        sizes = [[(size, size + 1 if _followed(symbols, size) else size) for size in shape] for shape in _shapes(first)]
-    symbolic = iter([[_size_of(pair, symbols) for pair in shape] for shape in sizes])
+        for symbol, size in symbols.items():
+            for other in (size_hint(size) + 1, 2 * size_hint(size) + 1):
+                shapes = _shapes(_run(call, module, args, kwargs, {symbol: other}, seed=1))
+                runs.append(_OtherSizes(symbol=symbol, size=other, sizes=_all_sizes(_shapes(first), shapes)))
+    except Exception as error:
+        if len(symbols) > 1:
+            raise ProbeFailed("it does not run at other sizes") from error
+        # What has the size of the batch is taken to follow it.
+        flat = [size for shape in _shapes(first) for size in shape]
+        follows = [(symbol, size_hint(size)) for symbol, size in symbols.items()]
+        runs = [_OtherSizes(symbol=s, size=h + 1, sizes=[n + 1 if n == h else n for n in flat]) for s, h in follows]
+    numbers = count()
+    symbolic = iter([[_size_of(size, next(numbers), runs, symbols) for size in shape] for shape in _shapes(first)])
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -98,19 +109,29 @@ def _shapes(result: Any) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def _followed(symbols: Mapping[Any, Any], size: int) -> bool:
-    return any(size_hint(symbol) == size for symbol in symbols.values())
+@dataclass(frozen=True, kw_only=True)
+class _OtherSizes:
+    """All sizes of the results with one symbol at another value."""
+
+    symbol: Any
+    size: int
+    sizes: list[int]
 
 
-def _size_of(pair: tuple[int, int], symbols: Mapping[Any, Any]) -> int | torch.SymInt:
-    """A size that was ``pair[0]``, and ``pair[1]`` with every symbol one larger."""
-    before, after = pair
-    if before == after:
-        return before
-    for size in symbols.values():
-        hint = size_hint(size)
-        factor = after - before  # d(factor * symbol) when the symbol grows by one
-        if before == factor * hint:
-            followed: torch.SymInt = size * factor
-            return followed
-    raise ProbeFailed(f"a size of its results, {before} and then {after}, follows from no input")
+def _all_sizes(before: list[tuple[int, ...]], after: list[tuple[int, ...]]) -> list[int]:
+    if [len(shape) for shape in before] != [len(shape) for shape in after]:
+        raise ProbeFailed("its results have other dimensions at other sizes")
+    return [size for shape in after for size in shape]
+
+
+def _size_of(before: int, number: int, runs: list[_OtherSizes], symbols: Mapping[Any, Any]) -> int | torch.SymInt:
+    """A size as a multiple of the symbols that it grows with; ``number`` is its place among all sizes."""
+    followed = {run.symbol: size_hint(symbols[run.symbol]) for run in runs if run.sizes[number] != before}
+    coefficient, rest = divmod(before, math.prod(followed.values()))
+    size: int | torch.SymInt = coefficient
+    for symbol, hint in followed.items():
+        grown = [(run.size, run.sizes[number]) for run in runs if run.symbol == symbol]
+        if rest or any(after * hint != before * other for other, after in grown):
+            raise ProbeFailed(f"a size of its results, {before} and then {grown[0][1]}, is no multiple of an input's")
+        size = size * symbols[symbol]
+    return size
