@@ -10,8 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -48,6 +46,8 @@ from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+from lightning_fxpipe.rng import isolated_rng
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -244,56 +244,6 @@ def patched_attributes(*patches: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
             stack.callback(delattr, owner, name) if absent else stack.callback(setattr, owner, name, previous)
         yield
-
-
-@contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Restores the generators of python, numpy and torch after the block."""
-    state = rng_state()
-    try:
-        yield
-    finally:
-        set_rng_state(state)
-
-
-def rng_state() -> dict[str, Any]:
-    """States of the generators of python, numpy (where it is in use) and torch, of the current device too."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Inverse of :func:`rng_state`."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def python_rng() -> tuple[Any, ...]:
-    """State of the generators that draw even while tensors are fake, python's and numpy's; comparable."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    name, keys, *rest = numpy.random.get_state()
-    return random.getstate(), name, keys.tobytes(), *rest
-
-
-def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of the generators are equal; those of the CPU, which all ranks share."""
-    return bool(
-        torch.equal(one["torch"], other["torch"])
-        and one["python"] == other["python"]
-        and repr(one.get("numpy")) == repr(other.get("numpy"))
-        and ("numpy" not in one or bool((one["numpy"][1] == other["numpy"][1]).all()))
-    )
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_fxpipe._compat import isolated_rng, outside_fakes, storage_key
+from lightning_fxpipe._compat import outside_fakes, storage_key
+from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.sizes import SymbolicSize, as_number
 from lightning_fxpipe.torchcalls import CallContext
 

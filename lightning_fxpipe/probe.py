@@ -2,12 +2,14 @@
 
 The module runs on made-up data of the shapes that the trace has. Only the shapes, dtypes and gradients of its results are
 kept, so its weights are made up too: a rank that has dropped them gets the same answer. Integers and masks mean something
-(lengths, class numbers, places), so those that follow from the region's inputs are the example's own. Three runs tell what a
-size follows from: two on different data show which sizes depend on data, and one with other sizes shows which change along.
+(lengths, class numbers, places), so those that follow from the region's inputs are the example's own. Some runs tell what a
+size follows from: two on different data show which sizes depend on data, and two with other values of each symbol which change
+along.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -68,13 +70,7 @@ class Probe:
             raise ProbeFailed("what it returns depends on data")
         runs = [first, again, other]
         symbols = self._symbols()
-        try:
-            larger = self._run({symbol: size_hint(size) + 1 for symbol, size in symbols.items()}, seed=1, filler=filler)
-            grown = [tuple(tensor.shape) for tensor in larger.tensors]
-            assert [len(shape) for shape in grown] == [tensor.dim() for tensor in first.tensors]
-        except Exception:
-            # It does not run at other sizes. What has the size of an input is taken to follow it.
-            grown = [tuple(n + 1 if _followed(symbols, n) else n for n in tensor.shape) for tensor in first.tensors]
+        changes = self._changes(first, symbols, filler)
         results = []
         for index, tensor in enumerate(first.tensors):
             if (given := first.given[index]) is not None:
@@ -82,11 +78,33 @@ class Probe:
                 continue
             same = list(zip(*(run.tensors[index].shape for run in runs), strict=True))
             sizes = [
-                _size_of((before[0], after), symbols) if len(set(before)) == 1 else unknown_size(self._environment())
-                for before, after in zip(same, grown[index], strict=True)
+                _size_of(before[0], [(c.symbol, c.value, c.shapes[index][dim]) for c in changes], symbols)
+                if len(set(before)) == 1
+                else unknown_size(self._environment())
+                for dim, before in enumerate(same)
             ]
             results.append(torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad))
         return first.structure.fill(results)
+
+    def _changes(self, first: _Run, symbols: Mapping[Any, Any], filler: int) -> list[_Change]:
+        """Shapes of the results with each symbol at two other values, the others as they are."""
+        found = []
+        try:
+            for symbol, size in symbols.items():
+                for value in (size_hint(size) + 1, 2 * size_hint(size) + 1):
+                    shapes = [tuple(tensor.shape) for tensor in self._run({symbol: value}, seed=1, filler=filler).tensors]
+                    assert [len(shape) for shape in shapes] == [tensor.dim() for tensor in first.tensors]
+                    found.append(_Change(symbol, value, shapes))
+        except Exception as error:
+            if len(symbols) > 1:
+                raise ProbeFailed("it does not run at other sizes") from error
+            # What has the size of the batch is taken to follow it.
+            found = [
+                _Change(symbol, hint + 1, [tuple(n + 1 if n == hint else n for n in tensor.shape) for tensor in first.tensors])
+                for symbol, size in symbols.items()
+                if (hint := size_hint(size))
+            ]
+        return found
 
     def _environment(self) -> Tensor:
         return self.template.tensors[0]
@@ -137,6 +155,14 @@ class _Run(NamedTuple):
     given: tuple[Tensor | None, ...]
 
 
+class _Change(NamedTuple):
+    """The shapes of the results with one symbol at another value."""
+
+    symbol: Any
+    value: int
+    shapes: list[tuple[int, ...]]
+
+
 def _concrete(size: Any, sizes: Mapping[Any, int]) -> int:
     expression = symbolic_expression(size)
     return size_hint(size) if isinstance(expression, int) else int(expression.subs({**_hints(size), **sizes}))
@@ -169,19 +195,20 @@ def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.clone()
 
 
-def _followed(symbols: Mapping[Any, Any], size: int) -> bool:
-    return any(size_hint(symbol) == size for symbol in symbols.values())
+def _size_of(before: int, changes: Sequence[tuple[Any, int, int]], symbols: Mapping[Any, Any]) -> int | torch.SymInt:
+    """A size as a multiple of the symbols that it grows with.
 
-
-def _size_of(pair: tuple[int, int], symbols: Mapping[Any, Any]) -> int | torch.SymInt:
-    """A size that was ``pair[0]``, and ``pair[1]`` with every symbol one larger."""
-    before, after = pair
-    if before == after:
-        return before
-    for size in symbols.values():
-        hint = size_hint(size)
-        factor = after - before  # d(factor * symbol) when the symbol grows by one
-        if before == factor * hint:
-            followed: torch.SymInt = size * factor
-            return followed
-    raise ProbeFailed(f"a size of its results, {before} and then {after}, follows from no input")
+    Args:
+        before: The size.
+        changes: What it is with a symbol at another value: (symbol, value, size).
+        symbols: The symbols as sizes.
+    """
+    followed = {symbol: size_hint(symbols[symbol]) for symbol, _, after in changes if after != before}
+    coefficient, rest = divmod(before, math.prod(followed.values()))
+    size: int | torch.SymInt = coefficient
+    for symbol, hint in followed.items():
+        grown = [(value, after) for changed, value, after in changes if changed == symbol]
+        if rest or any(after * hint != before * value for value, after in grown):
+            raise ProbeFailed(f"a size of its results, {before} and then {grown[0][1]}, is no multiple of an input's")
+        size = size * symbols[symbol]
+    return size

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat import isolated_rng, rng_state, set_rng_state, tree_map
+from lightning_fxpipe._compat import tree_map
+from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.sizes import SymbolicSize
 
 

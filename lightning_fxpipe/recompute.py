@@ -24,8 +24,6 @@ from lightning_fxpipe._compat import (
     FakeWorld,
     TorchDispatchMode,
     has_hooks,
-    isolated_rng,
-    python_rng,
     size_hint,
     storage_key,
     symbolic_expression,
@@ -33,6 +31,7 @@ from lightning_fxpipe._compat import (
     tree_map,
 )
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors
+from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols, tensor_bytes
 from lightning_fxpipe.trace import TracedRegion
 

@@ -29,8 +29,6 @@ from lightning_fxpipe._compat import (
     SYMBOLIC_TYPES,
     FakeTensor,
     depends_on_data,
-    isolated_rng,
-    python_rng,
     storage_key,
     tree_leaves,
     tree_map,
@@ -45,6 +43,7 @@ from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answe
 from lightning_fxpipe.probe import Probe, ProbeFailed
 from lightning_fxpipe.randomness import DRAWN_AHEAD, Draw, LikeTensor, drawn_now_or_ahead
 from lightning_fxpipe.recurrent import shaped
+from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.structure import graft

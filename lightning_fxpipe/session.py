@@ -12,7 +12,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat import set_rng_state
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
@@ -21,6 +20,7 @@ from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_b
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.microbatch import merge_outputs
 from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages

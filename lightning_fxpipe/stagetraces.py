@@ -23,7 +23,7 @@ from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
-from lightning_fxpipe.tracelog import Traced, TraceLog, input_names
+from lightning_fxpipe.tracelog import Traced, TraceLog, input_constants, input_names
 
 # A trace costs a fraction of a second to make, and little memory: its graph has tens of nodes.
 MAX_TRACES = 32
@@ -133,10 +133,15 @@ class StageTraces:
         self.read_keys |= dict.fromkeys(made.traced.reads)
         open_dims = {place for group in symbolic for place in group if not _is_specialised(made.traced, *place)}
         seconds = time.perf_counter() - begin
-        names = input_names(region)
-        self._log.add(
-            Traced(step=kind.value, seconds=seconds, signature=signature, shapes=shapes, names=names), frozenset(open_dims)
+        record = Traced(
+            step=kind.value,
+            seconds=seconds,
+            signature=signature,
+            shapes=shapes,
+            names=input_names(region),
+            constants=input_constants(region),
         )
+        self._log.add(record, frozenset(open_dims))
         return made, shapes
 
     def _warn_of_changes(self, region: Recordable) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import rng_state, same_rng
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import (
@@ -29,6 +28,7 @@ from lightning_fxpipe.randomness import (
 )
 from lightning_fxpipe.region import StageExit, replaced_region
 from lightning_fxpipe.replay import Replayer, watched_step
+from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.split import Stage, TensorSpec
 from lightning_fxpipe.structure import describe
 from lightning_fxpipe.trace import TracedRegion

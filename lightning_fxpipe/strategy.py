@@ -25,9 +25,7 @@ from lightning_fxpipe._compat import (
     batch_counter,
     first_batch,
     init_process_group,
-    rng_state,
     set_rank_zero_only,
-    set_rng_state,
     subprocess_launcher,
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
@@ -37,6 +35,7 @@ from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.region import StepCall, holds_any, trains
+from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind

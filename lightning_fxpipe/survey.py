@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import FakeTensor, isolated_rng, outside_fakes, size_hint, tree_leaves
+from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_leaves
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.span import Span, SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.steprecord import TensorKey

@@ -23,8 +23,6 @@ from lightning_fxpipe._compat import (
     FakeWorld,
     depends_on_data,
     has_hooks,
-    isolated_rng,
-    python_rng,
     size_hint,
     symbolic_expression,
     tracing_friendly_torch,
@@ -38,6 +36,7 @@ from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, context_of, sign, taken_apart
 from lightning_fxpipe.recording import recording
+from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ _KEPT = 64
 _OTHER = {
     "label": "what is called",
     "path": "what is called",
-    "structure": "a constant among the inputs, or their structure",
+    "structure": "the structure of the inputs",
     "training": "train or eval mode of a module",
     "trainable": "which parameters require gradients",
     "context": "grad mode or autocast",
@@ -34,6 +35,7 @@ class Traced:
         seconds: How long it took.
         signature, shapes: Of the recorded calls.
         names: Names of the input tensors.
+        constants: Plain values among the inputs, by name.
     """
 
     step: str
@@ -41,6 +43,7 @@ class Traced:
     signature: Signature
     shapes: Shapes
     names: tuple[str, ...]
+    constants: Mapping[str, Any]
 
 
 class TraceLog:
@@ -80,9 +83,15 @@ class TraceLog:
 
 def input_names(call: Recordable) -> tuple[str, ...]:
     """Names of the tensors that the call gets, in the order of its signature, as far as containers name them."""
-    parts = call.example_names
-    paths = [path for path, leaf in leaves_with_path(call.example()) if isinstance(leaf, Tensor)]
-    return tuple(parts[getattr(path[0], "idx", 0)] + "".join(map(str, path[1:])) for path in paths)
+    parts = zip(call.example_names, call.example(), strict=True)
+    return tuple(name + path for name, part in parts for path, leaf in leaves_with_path(part) if isinstance(leaf, Tensor))
+
+
+def input_constants(call: Recordable) -> dict[str, Any]:
+    """The plain values that the call gets, by name."""
+    parts = zip(call.example_names, call.example(), strict=True)
+    leaves = ((name + path, leaf) for name, part in parts for path, leaf in leaves_with_path(part))
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, (bool, int, float, str, type(None)))}
 
 
 def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) -> dict[str, str]:
@@ -91,6 +100,10 @@ def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) 
     for field in fields(Signature):
         if field.name in _OTHER and getattr(before.signature, field.name) != getattr(made.signature, field.name):
             found[_OTHER[field.name]] = f"{_OTHER[field.name]} changed"
+    new = {name: value for name, value in made.constants.items() if before.constants.get(name, value) != value}
+    if new:
+        found.pop(_OTHER["structure"], None)
+        found |= {name: f"{name} is {value!r} after {before.constants[name]!r}" for name, value in new.items()}
     if len(before.shapes) != len(made.shapes):
         return found or {"the inputs": "the inputs are others"}
     names = made.names if len(made.names) == len(made.shapes) else [f"tensor {index}" for index in range(len(made.shapes))]

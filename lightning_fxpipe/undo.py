@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import isolated_rng
 from lightning_fxpipe.exchange import kept_generators
+from lightning_fxpipe.rng import isolated_rng
 
 # Beyond this many objects (a replay buffer in the module) remembering them would take longer than what they are needed for.
 _MAX_OBJECTS = 20_000

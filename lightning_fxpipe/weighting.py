@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, autograd
 
-from lightning_fxpipe._compat import isolated_rng
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.rng import isolated_rng
 
 LossReductionName = Literal["auto", "mean", "sum"]
 LossWeight = Callable[[Any], "float | Tensor"]

@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_fxpipe._compat import (
-    StandIns,
-    isolated_rng,
-    rng_state,
-    same_rng,
-    symbolic_expression,
-)
+from lightning_fxpipe._compat import StandIns, symbolic_expression
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.region import StepCall, find_region, replaced_region
 from lightning_fxpipe.replay import Replayer, watched_step
+from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.span import Span, StepRegion
 from lightning_fxpipe.split import Stage, build_stage
 from lightning_fxpipe.step import BatchRun, KeptOutputs

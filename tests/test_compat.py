@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_fxpipe.strategy
-from lightning_fxpipe import _compat
+from lightning_fxpipe import _compat, rng
 from lightning_fxpipe._compat import FakeTensor, FakeWorld
 from tests.lit import make_trainer
 
@@ -45,14 +45,14 @@ def test_every_function_here_has_a_canary() -> None:
 
 
 def test_python_rng_sees_draws_of_python_and_numpy_but_not_of_torch() -> None:
-    before = _compat.python_rng()
+    before = rng.python_rng()
     torch.rand(3)
-    assert _compat.python_rng() == before
+    assert rng.python_rng() == before
     random.random()
-    between = _compat.python_rng()
+    between = rng.python_rng()
     assert between != before
     numpy.random.rand()
-    assert _compat.python_rng() != between
+    assert rng.python_rng() != between
 
 
 # ------------------------------------------------------------------ fake tensors with symbolic sizes
@@ -336,14 +336,14 @@ def draw() -> tuple[float, float, float]:
 
 def test_isolated_rng_restores_all_generators_also_after_an_exception() -> None:
     def fail() -> None:
-        with _compat.isolated_rng():
+        with rng.isolated_rng():
             draw()
             torch.manual_seed(1)
             raise KeyError
 
-    state = _compat.rng_state()
+    state = rng.rng_state()
     expected = draw()
-    _compat.set_rng_state(state)
+    rng.set_rng_state(state)
     with pytest.raises(KeyError):
         fail()
     assert draw() == expected
@@ -351,33 +351,33 @@ def test_isolated_rng_restores_all_generators_also_after_an_exception() -> None:
 
 @pytest.mark.parametrize("advance", [lambda: torch.rand(1), random.random, numpy.random.rand], ids=["torch", "python", "numpy"])
 def test_states_are_the_same_until_one_generator_has_drawn(advance: Callable[[], Any]) -> None:
-    with _compat.isolated_rng():
-        before = _compat.rng_state()
-        assert _compat.same_rng(before, _compat.rng_state())
+    with rng.isolated_rng():
+        before = rng.rng_state()
+        assert rng.same_rng(before, rng.rng_state())
         advance()
-        assert not _compat.same_rng(before, _compat.rng_state())
-        _compat.set_rng_state(before)
-        assert _compat.same_rng(before, _compat.rng_state())
+        assert not rng.same_rng(before, rng.rng_state())
+        rng.set_rng_state(before)
+        assert rng.same_rng(before, rng.rng_state())
 
 
 def test_states_differ_in_a_single_word_of_many() -> None:
     """Printed, numpy's 624 words are shortened to the first and last few."""
-    state = _compat.rng_state()
+    state = rng.rng_state()
     name, words, *rest = state["numpy"]
     changed = words.copy()
     changed[300] ^= 1
-    assert not _compat.same_rng(state, state | {"numpy": (name, changed, *rest)})
-    assert _compat.same_rng(state, state | {"numpy": (name, words.copy(), *rest)})
+    assert not rng.same_rng(state, state | {"numpy": (name, changed, *rest)})
+    assert rng.same_rng(state, state | {"numpy": (name, words.copy(), *rest)})
 
 
 @pytest.mark.parametrize("advance", [random.random, numpy.random.rand], ids=["python", "numpy"])
 def test_python_rng_changes_when_python_or_numpy_draw_and_not_with_torch(advance: Callable[[], Any]) -> None:
-    with _compat.isolated_rng():
-        before = _compat.python_rng()
+    with rng.isolated_rng():
+        before = rng.python_rng()
         torch.rand(1)
-        assert _compat.python_rng() == before
+        assert rng.python_rng() == before
         advance()
-        assert _compat.python_rng() != before
+        assert rng.python_rng() != before
 
 
 # ------------------------------------------------------------------ Lightning: processes
@@ -619,9 +619,9 @@ def test_first_loader_batch_leaves_a_loaders_own_generator() -> None:
 
 
 def test_first_loader_batch_leaves_the_default_generators() -> None:
-    state = _compat.rng_state()
+    state = rng.rng_state()
     expected = draw()
-    _compat.set_rng_state(state)
+    rng.set_rng_state(state)
 
     class Augmented(Pids):
         def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]

@@ -22,6 +22,7 @@ ORDER = [
         "lru",
         "table",
         "plan",
+        "rng",
         "_compat",
         "containers",
         "shapes",

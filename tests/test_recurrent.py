@@ -33,7 +33,7 @@ def described(result: Any) -> list[tuple[Any, ...]]:
 
 
 def recorder() -> Recorder:
-    return Recorder(RecorderSettings(module_paths={}, tensor_fqns={}, is_whole=lambda *_: True, device_type="cpu"))
+    return Recorder(RecorderSettings(modules={}, tensor_fqns={}, is_whole=lambda *_: True, device_type="cpu", lasting={}))
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "__name__", str(value)))

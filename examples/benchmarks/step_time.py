@@ -222,8 +222,9 @@ def run_torch(work: Work, clock: Clock) -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     from lightning_fxpipe.planning import follow_plan, make_plan
+    from lightning_fxpipe.recordable import RegionCall
     from lightning_fxpipe.split import build_stage
-    from lightning_fxpipe.trace import RegionCall, trace_region
+    from lightning_fxpipe.trace import trace_region
 
     dist.init_process_group("gloo")
     rank, last = dist.get_rank(), work.stages - 1
