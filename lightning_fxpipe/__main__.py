@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--data", metavar="CLASS", help="import path of the LightningDataModule, if the config has none")
     plan.add_argument("--num-stages", type=_positive, metavar="N", help="number of stages (default: the config's devices)")
     plan.add_argument(
-        "--num-microbatches", type=_positive, metavar="M", help="microbatches of a batch (default: up to four for each stage)"
+        "--num-microbatches",
+        type=_positive,
+        metavar="M",
+        help="microbatches of a batch (default: up to four for each stage, of two samples or more)",
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
     options = parser.parse_args(arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 # Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
@@ -24,8 +26,13 @@ from torch._dispatch.python import enable_python_dispatcher
 
 # A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
 from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 # The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
@@ -45,6 +52,12 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+# Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
+NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
+
+# ``checkpoint`` is imported by name everywhere, so it cannot be replaced; what it calls can. torch 2.11-2.15.
+CHECKPOINT_GENERATOR = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
+
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -55,17 +68,31 @@ class FakeWorld:
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self._num_inputs = 0
+        self._group_sizes: dict[int, Any] = {}
 
-    def input(self, tensor: Tensor, dynamic_dims: Iterable[int]) -> Tensor:
-        """A fake of ``tensor``; the sizes of ``dynamic_dims`` become symbols, the same one for the same size."""
-        dynamic = set(dynamic_dims)
-        sizes = [DimDynamic.DUCK if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
+    def input(self, tensor: Tensor, dynamic_dims: Iterable[int], groups: Mapping[int, int] | None = None) -> Tensor:
+        """A fake of ``tensor``.
+
+        Args:
+            tensor: A tensor with data.
+            dynamic_dims: Dimensions whose sizes become symbols, the same one for the same size.
+            groups: Other dimensions whose sizes become symbols, the same one for the same group.
+        """
+        groups = groups or {}
+        kinds = dict.fromkeys(dynamic_dims, DimDynamic.DUCK) | dict.fromkeys(groups, DimDynamic.DYNAMIC)
         self._num_inputs += 1
-        return self.mode.from_tensor(
+        fake = self.mode.from_tensor(
             tensor,
             source=ConstantSource(f"input_{self._num_inputs}"),
-            symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+            symbolic_context=StatelessSymbolicContext(
+                dynamic_sizes=[kinds.get(dim, DimDynamic.STATIC) for dim in range(tensor.dim())]
+            ),
         )
+        for dim, group in groups.items():
+            # Each has a symbol of its own, and the comparison tells torch that they are the same.
+            if self._group_sizes.setdefault(group, fake.shape[dim]) != fake.shape[dim]:
+                raise ValueError(f"dimension {dim} of input {self._num_inputs} differs from others of group {group}")
+        return fake
 
     def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """A fake of a parameter or buffer. One on the meta device is taken as if it were on ``device``."""
@@ -95,7 +122,11 @@ class FakeWorld:
 
     def replacements(self) -> dict[Any, Any]:
         """Symbols that the trace found equal to something else, a number included."""
-        return dict(self.shape_env.replacements)
+        found = dict(self.shape_env.replacements)
+        # What a symbol was replaced by may have been replaced later on.
+        for _ in found:
+            found = {symbol: value.xreplace(found) for symbol, value in found.items()}
+        return found
 
 
 def symbolic_expression(value: Any) -> Any:
@@ -159,6 +190,15 @@ def size_hint(value: int | torch.SymInt) -> int:
     return int(value)
 
 
+def unknown_size(like: Any) -> torch.SymInt:
+    """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.11-2.15."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    size: torch.SymInt = like.fake_mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.11-2.15."""
     return int(tensor.untyped_storage()._cdata)
@@ -178,6 +218,10 @@ def tracing_friendly_torch() -> Iterator[None]:
     """
     import torch.nn.modules.transformer as transformer
 
+    # It reports each kernel that cannot run without data, although another way is found then.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     detect = transformer._detect_is_causal_mask
     fastpath = torch.backends.mha.get_fastpath_enabled()
     transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
@@ -185,6 +229,7 @@ def tracing_friendly_torch() -> Iterator[None]:
     try:
         yield
     finally:
+        log.setLevel(level)
         transformer._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
@@ -298,14 +343,9 @@ def first_batch(trainer: Trainer) -> Any:
     """
     from lightning.pytorch.trainer.states import TrainerFn
 
-    loops = {
-        TrainerFn.FITTING: trainer.fit_loop,
-        TrainerFn.VALIDATING: trainer.validate_loop,
-        TrainerFn.TESTING: trainer.test_loop,
-        TrainerFn.PREDICTING: trainer.predict_loop,
-    }
+    names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test"}
     assert trainer.state.fn is not None
-    source = loops[trainer.state.fn]._data_source  # type: ignore[attr-defined]
+    source = getattr(trainer, f"{names.get(trainer.state.fn, 'predict')}_loop")._data_source
     if not source.is_defined():
         return None
     with isolated_rng():
@@ -384,7 +424,7 @@ def silenced_loggers(module: Any) -> Iterator[None]:
 
 @contextmanager
 def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
-    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``; public names, where a Trainer is."""
+    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``."""
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         yield

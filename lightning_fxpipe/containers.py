@@ -7,13 +7,16 @@ dataclass. To it they are single objects, and the tensors in them would be overl
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_fxpipe._compat import tree_flatten_with_path, tree_unflatten
+
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,20 @@ def leaves_with_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, entry in container.entries:
         yield from leaves_with_path(entry, path + name)
+
+
+def fingerprint(value: Any) -> Hashable | None:
+    """Equal for values with equal constants and with tensors of equal shape and kind in equal containers. None where the value
+    holds something that cannot be compared: an array, or an object that is neither a container nor a plain value."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple(value.shape), value.dtype, value.requires_grad
+    if value is None or isinstance(value, _PLAIN_TYPES):
+        return type(value), value
+    container = opened(value)
+    if container is None:
+        return None
+    entries = tuple((name, fingerprint(entry)) for name, entry in container.entries)
+    return None if any(entry is None for _, entry in entries) else (type(value), entries)
 
 
 def _mapping_like(value: Mapping[Any, Any], keys: Sequence[Any], values: Sequence[Any]) -> Any:

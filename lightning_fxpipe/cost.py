@@ -115,9 +115,12 @@ def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = (), keep_
         # A tensor that is a plain attribute or a constant has no name here: every rank has it.
         return frozenset(names[fqn] for node in sources for fqn in node_fqns(node, traced.root) if fqn in names)
 
+    def has_parameters(unit: Iterable[fx.Node]) -> bool:
+        return not sizes.keys().isdisjoint(fqns_of(unit))
+
     fixed = sizes.keys() | set(kept_apart)
     groups, position_of = grouped(traced.graph)
-    if not keep_order and bring_repeated_calls_together(traced.graph, groups):
+    if not keep_order and bring_repeated_calls_together(traced.graph, groups, has_parameters):
         groups, position_of = grouped(traced.graph)
     recomputation = find_recomputed(traced, lambda node: not fixed.isdisjoint(fqns_of([node])))
     units: list[Unit] = []

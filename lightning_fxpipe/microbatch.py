@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_fxpipe.containers import leaves_with_path, opened
 from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.structure import Template, map_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,12 @@ def batch_size(batch: Any) -> int:
     Raises:
         BatchError: No tensor has a first dimension, or two disagree on it.
     """
-    named = [(path, leaf.shape[0]) for path, leaf in leaves_with_path(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    named = [
+        (path, tensor.shape[0])
+        for path, leaf in leaves_with_path(batch)
+        for tensor in Template.of(leaf).tensors  # of one, or of an object that hides some
+        if tensor.dim() > 0
+    ]
     sizes = {size for _, size in named}
     if not named:
         raise BatchError(
@@ -79,10 +85,24 @@ def plan_passes(num_samples: int, num_microbatches: int) -> tuple[Pass, ...]:
 
 
 def default_num_microbatches(num_samples: int, num_stages: int) -> int:
-    """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would not divide evenly."""
-    wanted = max(1, min(num_samples, 4 * num_stages))
-    dividing = next(count for count in range(wanted, 0, -1) if num_samples % count == 0)
-    return dividing if dividing >= min(wanted, num_stages) else wanted
+    """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would have fewer than two
+    samples, or would not divide evenly while as many as stages do.
+
+    A microbatch of one sample is special: torch traces it by itself, and BatchNorm refuses some. One is left over only where
+    the pipeline would not fill otherwise.
+
+    >>> default_num_microbatches(64, 4), default_num_microbatches(8, 4), default_num_microbatches(7, 2)
+    (16, 4, 4)
+    """
+
+    def preference(count: int) -> tuple[bool, bool, bool, int]:
+        first, *rest = plan_passes(num_samples, count)
+        # 1F1B needs as many microbatches as stages in one pass.
+        fills = first.count >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
+        return fills, not rest, not rest or rest[0].size > 1, count
+
+    best = max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
+    return sum(part.count for part in plan_passes(num_samples, best))
 
 
 def split_batch(batch: Any, passes: Sequence[Pass]) -> list[Any]:
@@ -118,9 +138,7 @@ def _part(value: Any, start: int, size: int, total: int) -> Any:
         return value[start : start + size]
     container = opened(value)
     if container is None:
-        if size < total:
-            _check_holds_no_tensors(value)
-        return value
+        return map_tensors(lambda tensor: _part(tensor, start, size, total), value) if Template.of(value).tensors else value
     return container.rebuilt([_part(entry, start, size, total) for _, entry in container.entries])
 
 
@@ -132,18 +150,6 @@ def _is_per_sample(value: Any, total: int) -> bool:
     if type(value) not in (list, tuple) or len(value) != total:
         return False
     return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
-
-
-def _check_holds_no_tensors(value: Any) -> None:
-    """An object with tensors that nobody can split would give every microbatch the samples of all."""
-    names = [name for name, held in getattr(value, "__dict__", {}).items() if isinstance(held, Tensor) and held.dim() > 0]
-    if names:
-        raise BatchError(
-            "The batch cannot be split into microbatches.",
-            observed=f"a {type(value).__name__} with the tensor {names[0]}, of which nothing says how to split it",
-            expected="tensors in mappings, lists, tuples, dataclasses or types registered as pytrees",
-            todo="Return one of those from the dataloader, or set num_microbatches=1.",
-        )
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -22,7 +22,7 @@ from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.reorder import reorder
 from lightning_fxpipe.sizes import tensor_bytes
-from lightning_fxpipe.span import locate_region
+from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.trace import TracedRegion, trace_region
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
@@ -115,9 +115,10 @@ def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: t
     chain = open_until_balanced(root, call, num_stages=num_stages, device=device)
     assignment = _best_assignment(chain, call, num_stages)
     needed = _opened_by_a_cut(assignment)
-    if set(needed) != set(chain.traced.opened):
-        chain = build_chain(trace_region(root, call, opened=needed, device=device))
-        assignment = _best_assignment(chain, call, num_stages)
+    # Once more, now compared with a second recording; what could not be opened is asked for again, so that the plan says why.
+    unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
+    chain = build_chain(trace_region(root, call, opened={*needed, *unable}, device=device))
+    assignment = _best_assignment(chain, call, num_stages)
     return describe_plan(assignment, call)
 
 
@@ -141,7 +142,7 @@ def open_until_balanced(root: nn.Module, call: Recordable, *, num_stages: int, d
     """
     opened: set[str] = set()
     while True:
-        traced = trace_region(root, call, opened=opened, device=device)
+        traced = trace_region(root, call, opened=opened, device=device, check=False)
         chain = build_chain(traced)
         candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
         if not candidates:

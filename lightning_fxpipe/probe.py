@@ -1,101 +1,172 @@
 """Shapes of what a module returns, where its Python looks at tensor values and so cannot run without any.
 
 The module runs on made-up data of the shapes that the trace has. Only the shapes, dtypes and gradients of its results are
-kept, so its weights are made up too: a rank that has dropped them gets the same answer. Three runs tell what a size follows
-from: two on different data must agree, and one with other sizes shows which sizes change along.
+kept, so its weights are made up too: a rank that has dropped them gets the same answer. Integers and masks mean something
+(lengths, class numbers, places), so those that follow from the region's inputs are the example's own. Three runs tell what a
+size follows from: two on different data show which sizes depend on data, and one with other sizes shows which change along.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import outside_fakes, size_hint, symbolic_expression, tree_leaves, tree_map
+from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbolic_expression, unknown_size
 from lightning_fxpipe.exchange import exchanged_tensors
+from lightning_fxpipe.structure import Structure, Template
 
 Call = Callable[..., Any]
+Example = Callable[[Tensor], Tensor | None]
 
 
 class ProbeFailed(Exception):
-    """The module cannot run on made-up data, or the sizes of its results depend on the data."""
+    """The module cannot run on made-up data."""
 
 
-def probe_result(call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The result of ``call(module, *args, **kwargs)`` with fake tensors, found by running on made-up ones.
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A call of a module with fake tensors.
 
-    Called under the fake mode that the arguments belong to.
-
-    Raises:
-        ProbeFailed: No such result can be found.
+    Attributes:
+        call: ``call(module, *args, **kwargs)`` calls it.
+        module: The module.
+        template: Its (args, kwargs).
+        example: The value that a tensor has in the traced call, or None where it is not known.
     """
-    symbols = _symbolic_sizes((args, kwargs))
-    try:
-        first = _run(call, module, args, kwargs, {}, seed=1)
-        again = _run(call, module, args, kwargs, {}, seed=2)
-    except Exception as error:
-        raise ProbeFailed(f"on made-up data: {type(error).__name__}: {str(error).splitlines()[:1]}") from error
-    if _shapes(first) != _shapes(again):
-        raise ProbeFailed("the sizes of its results depend on the data")
-    try:
-        larger = _run(call, module, args, kwargs, {symbol: size_hint(size) + 1 for symbol, size in symbols.items()}, seed=1)
-        sizes = [list(zip(a, b, strict=True)) for a, b in zip(_shapes(first), _shapes(larger), strict=True)]
-    except Exception:
-        # It does not run at other sizes. What has the size of an input is taken to follow it.
-        sizes = [[(size, size + 1 if _followed(symbols, size) else size) for size in shape] for shape in _shapes(first)]
-    symbolic = iter([[_size_of(pair, symbols) for pair in shape] for shape in sizes])
 
-    def fake(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.empty(next(symbolic), dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)
+    call: Call
+    module: nn.Module
+    template: Template
+    example: Example
 
-    return tree_map(fake, first)
+    def result(self) -> Any:
+        """The result, and the arguments as the call leaves them, with fakes.
+
+        Called under the fake mode that the arguments belong to.
+
+        Raises:
+            ProbeFailed: No such result can be found.
+        """
+        for filler in (0, 1):
+            try:
+                first = self._run({}, seed=1, filler=filler)
+                break
+            except Exception as error:
+                failure = error
+        else:
+            raise ProbeFailed(f"on made-up data: {type(failure).__name__}: {str(failure).splitlines()[:1]}") from failure
+        again = self._run({}, seed=2, filler=filler)
+        try:
+            other = self._run({}, seed=2, filler=filler, altered=True)
+        except Exception:
+            other = again  # it accepts the example's integers only
+        if any(run.structure != first.structure for run in (again, other)):
+            raise ProbeFailed("what it returns depends on data")
+        runs = [first, again, other]
+        symbols = self._symbols()
+        try:
+            larger = self._run({symbol: size_hint(size) + 1 for symbol, size in symbols.items()}, seed=1, filler=filler)
+            grown = [tuple(tensor.shape) for tensor in larger.tensors]
+            assert [len(shape) for shape in grown] == [tensor.dim() for tensor in first.tensors]
+        except Exception:
+            # It does not run at other sizes. What has the size of an input is taken to follow it.
+            grown = [tuple(n + 1 if _followed(symbols, n) else n for n in tensor.shape) for tensor in first.tensors]
+        results = []
+        for index, tensor in enumerate(first.tensors):
+            if (given := first.given[index]) is not None:
+                results.append(given)
+                continue
+            same = list(zip(*(run.tensors[index].shape for run in runs), strict=True))
+            sizes = [
+                _size_of((before[0], after), symbols) if len(set(before)) == 1 else unknown_size(self._environment())
+                for before, after in zip(same, grown[index], strict=True)
+            ]
+            results.append(torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad))
+        return first.structure.fill(results)
+
+    def _environment(self) -> Tensor:
+        return self.template.tensors[0]
+
+    def _symbols(self) -> dict[Any, Any]:
+        """Sizes of the arguments that are a symbol by themselves, by that symbol."""
+        sizes = [size for tensor in self.template.tensors for size in tensor.shape]
+        known = {symbolic_expression(size): size for size in sizes if not depends_on_data(size)}
+        return {symbol: size for symbol, size in known.items() if getattr(symbol, "is_Symbol", False)}
+
+    def _run(self, sizes: Mapping[Any, int], *, seed: int, filler: int, altered: bool = False) -> _Run:
+        generator = torch.Generator().manual_seed(seed)
+
+        def made_up(tensor: Tensor, _: str = "") -> Tensor:
+            example = None if tensor.is_floating_point() else self.example(tensor)
+            try:
+                shape = [_concrete(size, sizes) for size in tensor.shape]
+            except (ValueError, TypeError):  # it depends on data
+                if example is None:
+                    raise
+                shape = list(example.shape)
+            with outside_fakes(), torch.no_grad():
+                if tensor.is_floating_point():
+                    made = torch.randn(shape, generator=generator).to(tensor.dtype).to(tensor.device)
+                elif example is not None:
+                    made = _resized(_smallest_sample(example) if altered else example, shape)
+                else:
+                    made = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return made.requires_grad_(tensor.requires_grad)
+
+        values = [made_up(tensor) for tensor in self.template.tensors]
+        numbers = [_concrete(size, sizes) for size in self.template.sizes]
+        args, kwargs = self.template.structure.fill(values, numbers)
+        with exchanged_tensors(self.module, made_up), outside_fakes():
+            result = self.call(self.module, *args, **kwargs)
+        after = Template.of((result, args, kwargs))
+        given = {id(value): tensor for value, tensor in zip(values, self.template.tensors, strict=True)}
+        return _Run(after.structure, after.tensors, tuple(given.get(id(tensor)) for tensor in after.tensors))
 
 
-def _symbolic_sizes(tree: Any) -> dict[Any, Any]:
-    """Sizes of the arguments that are a symbol by themselves, by that symbol."""
-    sizes = [size for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) for size in leaf.shape]
-    return {symbolic_expression(size): size for size in sizes if getattr(symbolic_expression(size), "is_Symbol", False)}
+class _Run(NamedTuple):
+    """(result, args, kwargs) after a call: structure, tensors, and for each of these the argument that it was before."""
+
+    structure: Structure
+    tensors: tuple[Tensor, ...]
+    given: tuple[Tensor | None, ...]
 
 
-def _run(call: Call, module: nn.Module, args: Any, kwargs: Mapping[str, Any], sizes: Mapping[Any, int], *, seed: int) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-
-    def concrete(size: int | torch.SymInt) -> int:
-        expression = symbolic_expression(size)
-        return size_hint(size) if isinstance(expression, int) else int(expression.subs({**_hints(size), **sizes}))
-
-    def made_up(leaf: Any, _: str = "") -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        shape = [concrete(size) for size in leaf.shape]
-        with outside_fakes(), torch.no_grad():
-            if leaf.is_floating_point():
-                tensor = torch.randn(shape, generator=generator).to(leaf.dtype).to(leaf.device)
-            else:
-                tensor = torch.zeros(shape, dtype=leaf.dtype, device=leaf.device)
-        if isinstance(leaf, nn.Parameter):
-            return nn.Parameter(tensor, requires_grad=leaf.requires_grad)
-        return tensor.requires_grad_(leaf.requires_grad)
-
-    values = tree_map(made_up, (args, dict(kwargs)))
-    with exchanged_tensors(module, made_up), outside_fakes():
-        return call(module, *values[0], **values[1])
+def _concrete(size: Any, sizes: Mapping[Any, int]) -> int:
+    expression = symbolic_expression(size)
+    return size_hint(size) if isinstance(expression, int) else int(expression.subs({**_hints(size), **sizes}))
 
 
 def _hints(size: torch.SymInt | int) -> dict[Any, int]:
     """Every symbol of a size at the value that the trace ran with."""
     if not isinstance(size, torch.SymInt):
         return {}
+    if depends_on_data(size):
+        raise ValueError(f"{size} depends on data")
     environment = size.node.shape_env
     return {symbol: int(environment.size_hint(symbol)) for symbol in size.node.expr.free_symbols}
 
 
-def _shapes(result: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+def _smallest_sample(tensor: Tensor) -> Tensor:
+    """All samples as the one whose numbers are smallest: what depends on the largest of them comes out otherwise."""
+    if tensor.dim() == 0 or len(tensor) == 0:
+        return tensor
+    sums = tensor.reshape(len(tensor), -1).sum(dim=1)
+    return tensor[sums.argmin()].expand_as(tensor).clone()
+
+
+def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor with its last entries repeated, or left out, along each dimension."""
+    for dim, size in enumerate(shape):
+        if tensor.shape[dim] != size:
+            index = torch.arange(size, device=tensor.device).clamp(max=tensor.shape[dim] - 1)
+            tensor = tensor.index_select(dim, index)
+    return tensor.clone()
 
 
 def _followed(symbols: Mapping[Any, Any], size: int) -> bool:

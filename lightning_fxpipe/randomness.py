@@ -192,7 +192,8 @@ class BatchDraws:
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
-        self._made: list[tuple[Callable[..., Any], Tensor | None]] = []
+        # The function, what it drew, and whether that has an entry for each sample.
+        self._made: list[tuple[Callable[..., Any], Tensor | None, bool]] = []
         self._position = self._start = 0
         self._size = batch_size
 
@@ -207,25 +208,26 @@ class BatchDraws:
             return function(*args, **kwargs)
         position, self._position = self._position, self._position + 1
         if position == len(self._made):
-            self._made.append((function, self._draw(kind, function, args, kwargs)))
-        known, drawn = self._made[position]
+            self._made.append((function, *self._draw(kind, function, args, kwargs)))
+        known, drawn, per_sample = self._made[position]
         if known is not function or drawn is None:
             return function(*args, **kwargs)
-        shape = kind.shape(args, kwargs)
-        part = drawn[self._start : self._start + self._size] if shape and shape[0] == self._size else drawn
-        if tuple(part.shape) != shape:
+        part = drawn[self._start : self._start + self._size] if per_sample else drawn
+        if tuple(part.shape) != kind.shape(args, kwargs):
             return function(*args, **kwargs)
         return kind.finish(part.clone(), args, kwargs)
 
-    def _draw(self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
-        """The draw for the whole batch; None where each microbatch must make its own."""
+    def _draw(
+        self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments
+    ) -> tuple[Tensor | None, bool]:
+        """The draw for the whole batch, None where each microbatch must make its own; and whether it is one per sample."""
         shape = kind.shape(args, kwargs)
         if not shape or shape[0] != self._size:
             drawn: Tensor = function(*args, **kwargs)  # nothing of the batch: all microbatches share it
-            return drawn.clone()
+            return drawn.clone(), False
         if kind.whole is None:
-            return None
-        return kind.whole(function, (self._batch_size, *shape[1:]), args, kwargs)
+            return None, True
+        return kind.whole(function, (self._batch_size, *shape[1:]), args, kwargs), True
 
 
 def _size_argument(skip: int) -> Callable[[tuple[Any, ...], Arguments], Shape]:

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_fxpipe._compat import TreeSpec, tree_flatten, tree_leaves
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.record import CallContext, Recorder, RecorderSettings
+from lightning_fxpipe.objects import lasting_objects
+from lightning_fxpipe.record import Recorder, RecorderSettings
+from lightning_fxpipe.shapes import DimGroups
+from lightning_fxpipe.signals import RecordError
 from lightning_fxpipe.steprecord import StepRecord
+from lightning_fxpipe.structure import NotFillable, Structure, Template
+from lightning_fxpipe.torchcalls import CallContext
 
 INPUT_PREFIX = "region_input_"
-
-CONSTANT_TYPES = (type(None), bool, int, float, str, complex, torch.dtype, torch.device, slice, range)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,7 @@ class RegionCall:
         batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
+        varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
     """
 
     path: str
@@ -40,11 +43,17 @@ class RegionCall:
     batch_size: int
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
+    varying: DimGroups = ()
 
     @property
     def label(self) -> str:
         """What it is, for messages."""
         return self.path or "the module"
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+        return "args", "kwargs"
 
     @property
     def opened_path(self) -> str | None:
@@ -66,10 +75,14 @@ class RegionCall:
 
     def run(self, root: nn.Module, recorder: Recorder, example: Any) -> Any:
         """Makes the call on fakes of :meth:`example`, under the recorder; returns what later code may use."""
-        for index, tensor in enumerate(leaf for leaf in tree_leaves(example) if isinstance(leaf, Tensor)):
-            recorder.add_input(f"{INPUT_PREFIX}{index}", tensor)
         args, kwargs = example
-        return root.get_submodule(self.path).forward(*args, **kwargs)
+        lasting = lasting_objects(root)
+        known = set(map(id, Template.of(example, shared=lasting).tensors))
+        result = root.get_submodule(self.path).forward(*args, **kwargs)
+        # What the forward puts into its arguments would be missing in them when the stages run.
+        if any(id(tensor) not in known for tensor in Template.of(example, shared=lasting).tensors):
+            raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
+        return result
 
     def record_of(self, recorder: Recorder) -> StepRecord | None:
         """What is needed to repeat the step's other calls: nothing, with a single one."""
@@ -96,8 +109,18 @@ class Recordable(Protocol):
         ...
 
     @property
+    def varying(self) -> DimGroups:
+        """Dimensions of the example's tensors, besides the batch, whose sizes the trace should not depend on."""
+        ...
+
+    @property
     def label(self) -> str:
         """What it is, for messages."""
+        ...
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of the example are called in messages."""
         ...
 
     @property
@@ -132,8 +155,8 @@ class Signature:
 
     label: str
     path: str | None  # of the module whose forward was recorded; None where a step's own code was
-    structure: TreeSpec
-    leaves: tuple[Any, ...]  # constants, and (rank, dtype, device, requires_grad) of tensors
+    structure: Structure  # of the example, constants included
+    tensors: tuple[tuple[int, torch.dtype, torch.device, bool], ...]  # (rank, dtype, device, requires_grad)
     training: tuple[bool, ...]
     trainable: tuple[bool, ...]
     context: CallContext
@@ -143,38 +166,47 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
     """The signature of a call and the shapes of its tensors.
 
     Raises:
-        TraceError: An argument is neither a tensor nor a plain constant.
+        TraceError: An argument has tensors that cannot be exchanged.
     """
-    context = call.context or CallContext.current(device_type(call))
-    leaves, structure = tree_flatten(call.example())
-    described: list[Any] = []
-    shapes: list[tuple[int, ...]] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            described.append((leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad))
-            shapes.append(tuple(leaf.shape))
-        elif isinstance(leaf, CONSTANT_TYPES):
-            described.append((type(leaf), leaf))
-        else:
-            raise TraceError(
-                f"The call of {call.label} has an argument that cannot be recorded.",
-                observed=f"an object of type {type(leaf).__name__}",
-                expected="tensors and plain values, in dicts, lists, tuples or types registered as pytrees",
-                todo="Pass the object's tensors instead, or register its type with torch.utils._pytree.",
-            )
+    template = taken_apart(root, call, lasting_objects(root))
     region = root.get_submodule(call.opened_path or "")
     signature = Signature(
         label=call.label,
         path=call.opened_path,
-        structure=structure,
-        leaves=tuple(described),
+        structure=template.structure,
+        tensors=tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in template.tensors),
         training=tuple(module.training for module in region.modules()),
         trainable=tuple(parameter.requires_grad for parameter in region.parameters()),
-        context=context,
+        context=context_of(call),
     )
-    return signature, tuple(shapes)
+    return signature, tuple(tuple(tensor.shape) for tensor in template.tensors)
 
 
-def device_type(call: Recordable) -> str:
-    """Device of the first tensor that it gets."""
-    return next((leaf.device.type for leaf in tree_leaves(call.example()) if isinstance(leaf, Tensor)), "cpu")
+def taken_apart(root: nn.Module, call: Recordable, lasting: Mapping[int, Any]) -> Template:
+    """What the call gets, as tensors and the rest.
+
+    Args:
+        root: The module that paths are relative to.
+        call: The call.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+
+    Raises:
+        TraceError: An argument has tensors that cannot be exchanged.
+    """
+    try:
+        return Template.of(call.example(), shared=lasting)
+    except NotFillable as error:
+        raise TraceError(
+            f"The call of {call.label} has an argument that cannot be recorded.",
+            observed=str(error),
+            expected="tensors in containers or objects",
+            todo="Pass the tensors as arguments of their own.",
+        ) from error
+
+
+def context_of(call: Recordable) -> CallContext:
+    """The modes that the call is made under."""
+    if call.context is not None:
+        return call.context
+    tensors = Template.of(call.example()).tensors
+    return CallContext.current(tensors[0].device.type if tensors else "cpu")

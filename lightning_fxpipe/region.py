@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import isolated_rng, patched_attributes, tree_leaves, tree_map
-from lightning_fxpipe.calls import user_source
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.exchange import Attributes, kept_generators
-from lightning_fxpipe.record import CallContext
+from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.recordable import RegionCall
+from lightning_fxpipe.torchcalls import CallContext
 
 IsRegion = Callable[[nn.Module], bool]
 

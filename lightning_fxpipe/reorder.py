@@ -75,22 +75,33 @@ def reorder(graph: fx.Graph, units: Sequence[Unit], rank_of: Callable[[int, int]
     return True
 
 
-def bring_repeated_calls_together(graph: fx.Graph, units: Sequence[Unit]) -> bool:
+def bring_repeated_calls_together(graph: fx.Graph, units: Sequence[Unit], has_parameters: Callable[[Unit], bool]) -> bool:
     """Puts each call of a module that has been called before behind the first one's, if it need not wait for others.
+
+    Args:
+        graph: The graph; changed in place.
+        units: Its calls, in order.
+        has_parameters: Whether a unit uses parameters; only those matter.
 
     Returns:
         Whether the order changed.
     """
-    targets = [str(unit[0].target) if unit[0].op == "call_module" else None for unit in units]
-    first_call: dict[str, int] = {}
-    for position, target in enumerate(targets):
-        if target is not None:
-            first_call.setdefault(target, position)
-    if len(first_call) == sum(target is not None for target in targets):
+    used = [_used_by(unit) if has_parameters(unit) else () for unit in units]
+    first_use: dict[tuple[str, ...], int] = {}
+    for position, names in enumerate(used):
+        first_use.setdefault(names, position)
+    if all(not names or first_use[names] == position for position, names in enumerate(used)):
         return False
 
     def rank_of(position: int, before: int) -> int:
-        target = targets[position]
-        return before if target is None else max(first_call[target], before)
+        names = used[position]
+        return max(first_use[names], before) if names else before
 
     return reorder(graph, units, rank_of)
+
+
+def _used_by(unit: Unit) -> tuple[str, ...]:
+    """The module that a unit calls, or the tensors of the model that it takes."""
+    if unit[0].op == "call_module":
+        return (str(unit[0].target),)
+    return tuple(str(operand.target) for node in unit for operand in node.all_input_nodes if operand.op == "get_attr")

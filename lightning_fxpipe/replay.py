@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed, tree_flatten
-from lightning_fxpipe.calls import call_name, calls_through, is_query, user_source
+from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_call
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.randomness import BatchDraws
-from lightning_fxpipe.record import CallContext
 from lightning_fxpipe.sizes import SymbolicSize
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
+from lightning_fxpipe.torchcalls import CallContext, is_query
 
 RunRegion = Callable[[list[Tensor]], "list[Tensor]"]
 
@@ -87,6 +88,7 @@ class Replayer:
     def __init__(self, root: nn.Module, record: StepRecord, sizes: Mapping[Any, int], device_type: str) -> None:
         self.root = root
         self.record = record
+        self.own_call_classes = classes_with_own_call(root.modules())
         self.module_paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
         self.device_type = device_type
         self._sizes = sizes
@@ -158,6 +160,10 @@ class _Replay(StepMode):
         if self._in_stage or self._is_inside or path is None:
             return original_call(module, *args, **kwargs)
         return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
+
+    def classes_with_own_call(self) -> set[type[nn.Module]]:
+        """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
+        return self._replayer.own_call_classes
 
     def _number(
         self,

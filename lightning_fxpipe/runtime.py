@@ -1,68 +1,39 @@
-"""Runs batches through the pipeline: splits them, keeps a trace for each kind of step and a schedule for each shape."""
+"""Runs batches through the pipeline: splits them, finds a trace for each step and keeps a schedule for each shape."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import tree_flatten
 from lightning_fxpipe.agreement import check_agreement, digest
-from lightning_fxpipe.errors import BatchError, FxPipeError, TraceError
+from lightning_fxpipe.containers import fingerprint
+from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.randomness import BatchRandomness, generator_state
-from lightning_fxpipe.reads import ReadKey, changed_reads, current_reads
-from lightning_fxpipe.recordable import Recordable, sign
+from lightning_fxpipe.reads import current_reads
 from lightning_fxpipe.reduction import BatchCheck, LossCheck
-from lightning_fxpipe.region import StepCall, find_region, trains
+from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
-from lightning_fxpipe.span import Span, StepRegion, locate_region
-from lightning_fxpipe.split import Stage, TensorSpec, boundary_specs, build_stage
-from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
+from lightning_fxpipe.shapes import Shapes
+from lightning_fxpipe.split import TensorSpec, boundary_specs
+from lightning_fxpipe.stagetraces import StageTrace, StageTraces
+from lightning_fxpipe.step import BatchRun, StageSetup, Step
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.trace import TracedRegion
+from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import Finding, LossOptions, weighted_sum
 
-# A schedule keeps receive buffers for all its microbatches, so few are kept; a trace costs a fraction of a second to make.
+# A schedule keeps receive buffers for all its microbatches, and is made in milliseconds, so few are kept.
 _MAX_PIPELINES = 8
-_MAX_TRACES = 32
-
-Value = TypeVar("Value")
-
-
-class _Cache(Generic[Value]):
-    """Keeps the most recently used values. Every rank uses it in the same order, so all drop the same ones."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        if key not in self._values:
-            self._values[key] = make()
-            if len(self._values) > self._capacity:
-                self._values.popitem(last=False)
-        self._values.move_to_end(key)
-        return self._values[key]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StageTrace:
-    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make."""
-
-    kind: StepKind
-    span: Span | None
-    traced: TracedRegion
-    stage: Stage
+_MAX_FOUND = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +75,7 @@ class PipelineRuntime:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+        trace_log: Gets each trace that is made.
     """
 
     def __init__(
@@ -115,20 +87,18 @@ class PipelineRuntime:
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
+        trace_log: TraceLog,
     ) -> None:
         self._root = root
-        self._plan = plan
         self._topology = topology
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
         self._loss = LossCheck(root, plan, loss, topology)
-        self._pipelines: _Cache[_Prepared] = _Cache(_MAX_PIPELINES)
-        self._traces: list[_StageTrace] = []
-        self._read_keys: dict[ReadKey, None] = {}
-        self._warned_of: set[str] = set()
+        self._traces = StageTraces(root, plan, topology, trace_log)
+        self._found: LruCache[Hashable, tuple[StageTrace, Shapes]] = LruCache(_MAX_FOUND)
+        self._pipelines: LruCache[Hashable, _Prepared] = LruCache(_MAX_PIPELINES)
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
-        self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
 
     def run(self, step: Step, batch: Any) -> BatchResult:
         """Runs one batch, in training forward and backward. Called by every rank of the pipeline.
@@ -178,23 +148,31 @@ class PipelineRuntime:
     # ------------------------------------------------------------------ what runs a pass
 
     def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:
-        leaves, structure = tree_flatten((microbatch, step.rest[1:]))
+        constants = fingerprint((microbatch, step.rest[1:]))
         key = (
             step.kind,
-            part.count,
-            self._run is not None and len(self._run.sizes) == 1,
-            structure,
-            tuple(
-                (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), _hashable(leaf))
-                for leaf in leaves
-            ),
+            part.size,
+            constants,
             tuple(module.training for module in self._root.modules()),
             tuple(parameter.requires_grad for parameter in self._root.parameters()),
         )
-        values = current_reads(self._root, self._read_keys)
-        return self._pipelines.get((key, tuple(values.values())), lambda: self._make_pipeline(step, microbatch, part))
 
-    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:
+        def find() -> tuple[StageTrace, Shapes]:
+            call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
+            with step.context():
+                return self._traces.find(step.kind, call, part.size)
+
+        reads = tuple(current_reads(self._root, self._traces.read_keys).values())
+        # What the model is called with follows from the batch's shapes and constants; where those cannot be compared, and
+        # where they are new, such as the names of the samples, the step tells.
+        stage_trace, shapes = find() if constants is None else self._found.get((key, reads), find)
+        is_alone = self._run is not None and len(self._run.sizes) == 1
+        return self._pipelines.get(
+            (stage_trace, shapes, part.count, is_alone, step.is_training),
+            lambda: self._make_pipeline(step, microbatch, part, stage_trace, shapes),
+        )
+
+    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass, stage_trace: StageTrace, shapes: Shapes) -> _Prepared:
         check_agreement(
             self._topology.control_group,
             digest(microbatch),
@@ -204,9 +182,6 @@ class PipelineRuntime:
                 todo="Make the data the same in every process: call seed_everything before random data is made or split.",
             ),
         )
-        call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
-        with step.context():
-            stage_trace, shapes = self._stage_trace(step.kind, call, part.size)
         traced, stage, device = stage_trace.traced, stage_trace.stage, self._topology.device
         sizes = traced.bind_sizes(shapes)
         assert sizes is not None
@@ -241,70 +216,8 @@ class PipelineRuntime:
         assert self._run is not None
         return self._run.run_microbatch(self._offset + index, setup, received)
 
-    def _is_staged(self, module: nn.Module) -> bool:
-        return any(id(parameter) in self._staged for parameter in module.parameters())
-
-    def _stage_trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[_StageTrace, tuple[tuple[int, ...], ...]]:
-        """A trace that covers the step's calls of the model, and the shapes that they get."""
-        is_region = trains if kind is StepKind.TRAIN else self._is_staged
-        for known in self._traces:
-            if known.kind is kind or known.span is None:
-                region = self._region_as(known, call, size)
-                if region is not None and known.traced.covers(region):
-                    return known, sign(self._root, region)[1]
-        region = locate_region(self._root, call, batch_size=size, device=self._topology.device, fallback=is_region)
-        made = self._make_stage_trace(kind, region)
-        return made, sign(self._root, region)[1]
-
-    def _region_as(self, known: _StageTrace, call: StepCall, size: int) -> Recordable | None:
-        """The region of a step if it makes the calls of a known trace."""
-        if known.span is not None:
-            return StepRegion(step=call, span=known.span, batch_size=size)
-        try:
-            return find_region(self._root, call, batch_size=size, is_region=self._is_staged)
-        except FxPipeError:
-            return None
-
-    def _make_stage_trace(self, kind: StepKind, region: Recordable) -> _StageTrace:
-        traced = trace_region(self._root, region, opened=self._plan.opened, device=self._topology.device)
-        assignment = follow_plan(self._plan, traced)
-        check_agreement(
-            self._topology.control_group,
-            [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)],
-            TraceError(
-                "The ranks recorded different graphs of the same step.",
-                expected="the same tensors across each cut on every rank",
-                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
-            ),
-        )
-        span = region.span if isinstance(region, StepRegion) else None
-        made = _StageTrace(kind=kind, span=span, traced=traced, stage=build_stage(assignment, self._topology.stage_index))
-        self._warn_of_changes(region)
-        self._traces = [*self._traces[-(_MAX_TRACES - 1) :], made]
-        self._read_keys |= dict.fromkeys(traced.reads)
-        return made
-
-    def _warn_of_changes(self, region: Recordable) -> None:
-        """Says once which attribute makes the model be traced again."""
-        known = (trace.traced for trace in self._traces if trace.traced.computes(region))
-        changed = {name for traced in known for name in changed_reads(self._root, traced.reads)} - self._warned_of
-        if changed:
-            self._warned_of |= changed
-            rank_zero_warn(
-                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward reads. Where it "
-                "changes often, read it in a submodule that stays whole, or use the value after the model's call."
-            )
-
 
 def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
     """What carries the state of a device's random numbers over a boundary."""
     state = generator_state(device)
     return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)
-
-
-def _hashable(value: Any) -> Hashable:
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return value  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -27,6 +27,7 @@ from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step
 from lightning_fxpipe.support import report_batch_norm, report_loss
 from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
 
 
@@ -61,7 +62,16 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self._parked = ParkedGradients()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
-        self._runtime = PipelineRuntime(module, plan, topology, num_microbatches=num_microbatches, schedule=schedule, loss=loss)
+        self.trace_log = TraceLog(rank_zero_info, rank_zero_warn)
+        self._runtime = PipelineRuntime(
+            module,
+            plan,
+            topology,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            loss=loss,
+            trace_log=self.trace_log,
+        )
         rank_zero_info(f"\n{plan}\n")
         report_batch_norm(module, num_microbatches)
 

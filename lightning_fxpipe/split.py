@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key, symbolic_expression
+from lightning_fxpipe.checkpointing import run_checkpoints
+from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
 from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.record import CONSTANT_PREFIX, CallContext
 from lightning_fxpipe.sizes import SymbolicSize, as_number, as_size, size_symbols
+from lightning_fxpipe.torchcalls import CallContext
 from lightning_fxpipe.trace import TracedRegion
 
 
@@ -105,8 +107,9 @@ class _StageBuilder:
         self._values: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Any, fx.Node | int] = {}
         self._owners: dict[str, Any] = {}
-        self._called_under_context: dict[str, nn.Module] = {}
+        self._called_inside: dict[str, nn.Module] = {}
         self._called = {str(node.target) for node in self._nodes if node.op == "call_module"}
+        self._replacements = self._traced.world.replacements()
 
     def build(self) -> Stage:
         region_inputs = self._add_inputs()
@@ -120,8 +123,9 @@ class _StageBuilder:
         for size in self._sizes.values():
             if isinstance(size, fx.Node) and not size.users:
                 self._graph.erase_node(size)
+        self._called_inside.update(run_checkpoints(self._graph, self._owners))
         module = fx.GraphModule(self._owners, self._graph, class_name=f"Stage{self._index}")
-        for path, submodule in self._called_under_context.items():
+        for path, submodule in self._called_inside.items():
             module.add_submodule(path, submodule)
         return Stage(
             index=self._index,
@@ -158,6 +162,7 @@ class _StageBuilder:
             operands |= set(self._traced.output_node.all_input_nodes)
         symbols = {symbol for node in self._nodes for symbol in size_symbols((node.args, node.kwargs))}
         symbols |= {symbol for node in self._blank for symbol in _all_symbols(node)}
+        symbols = {known for symbol in symbols for known in self._current(symbol).free_symbols}
         symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
         used = []
         for i, node in enumerate((*self._traced.input_nodes, *self._traced.draw_nodes)):
@@ -194,14 +199,16 @@ class _StageBuilder:
             module = self._traced.root.get_submodule(str(target))
             sides = node.meta.get("sides")
             if context is not None or sides:
-                self._called_under_context[_free_name(str(target))] = module
+                self._called_inside[_free_name(str(target))] = module
                 module, target = _ModuleUnder(module, context, sides), f"_fxpipe_under_{len(self._owners)}"
             target = _free_name(str(target))
             self._owners[target] = module
         elif context is not None:
             operation, target = "call_function", _function_under(target, context)
         copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
-        copy.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"))
+        copy.meta.update(
+            module_path=node.meta["module_path"], source=node.meta.get("source"), checkpoints=node.meta.get("checkpoints")
+        )
         self._values[node] = copy
         if isinstance(node.meta.get("val"), Tensor):
             self._offer_sizes(node)  # one that depends on data is known only here
@@ -231,8 +238,12 @@ class _StageBuilder:
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
         return value
 
+    def _current(self, expression: Any) -> Any:
+        """An expression with what the trace fixed, or found equal to something else, later on."""
+        return expression.xreplace(self._replacements)
+
     def _size(self, expression: Any) -> Any:
-        expression = expression.xreplace(self._traced.world.replacements())  # what the trace fixed later on
+        expression = self._current(expression)
         if expression.is_number:
             return as_number(expression)
         if expression in self._sizes:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import rng_state, same_rng, tree_flatten, tree_unflatten
+from lightning_fxpipe._compat import rng_state, same_rng
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import (
@@ -30,7 +30,8 @@ from lightning_fxpipe.randomness import (
 from lightning_fxpipe.region import StageExit, replaced_region
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.split import Stage, TensorSpec
-from lightning_fxpipe.trace import TensorAt, TracedRegion
+from lightning_fxpipe.structure import describe
+from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.weighting import without_gradient
 
 
@@ -184,8 +185,7 @@ class BatchRun:
             inputs = self._checked_inputs(args, kwargs, setup)
             with mode.in_stage():
                 outputs = self._run_stage(index, setup, inputs, received)
-            leaves = [outputs[leaf.index] if isinstance(leaf, TensorAt) else leaf for leaf in traced.output_leaves]
-            return tree_unflatten(leaves, traced.output_structure)
+            return traced.result(outputs)
 
         path = traced.signature.path
         assert path is not None
@@ -225,14 +225,11 @@ class BatchRun:
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:
         """The region's input tensors, if they are what the pass was set up for; all ranks have already agreed on that."""
-        traced = setup.traced
-        leaves, structure = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        constants = [(type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-        expected = [leaf for leaf in traced.signature.leaves if len(leaf) == 2]
-        if structure != traced.signature.structure or constants != expected:
-            raise self._varying("other arguments", str(constants), str(expected), traced)
-        return tensors
+        tensors = setup.traced.input_tensors(args, kwargs)
+        if tensors is None:
+            expected = "the same arguments but for the tensors"
+            raise self._varying("other arguments", describe((args, kwargs)), expected, setup.traced)
+        return list(tensors)
 
     def _check_shapes(self, inputs: list[Tensor], setup: StageSetup) -> None:
         actual = tuple(tuple(tensor.shape) for tensor in inputs)

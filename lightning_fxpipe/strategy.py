@@ -39,9 +39,9 @@ from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
-from lightning_fxpipe.span import locate_region
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer
+from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 

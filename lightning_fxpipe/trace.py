@@ -1,13 +1,13 @@
 """The pipelined call of a module as a graph: runs the recorder, opens only the modules it is told to, checks what it may be
 used for.
 
-A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all batch sizes that
-satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
+A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all sizes of the batch
+and of the dimensions that vary which satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,23 +21,26 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat import (
     FakeTensor,
     FakeWorld,
-    TreeSpec,
     depends_on_data,
     has_hooks,
     isolated_rng,
     python_rng,
+    size_hint,
     symbolic_expression,
     tracing_friendly_torch,
-    tree_flatten,
-    tree_unflatten,
 )
-from lightning_fxpipe.calls import raising_source, user_source
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
+from lightning_fxpipe.frames import raising_source, user_source
+from lightning_fxpipe.objects import Unsent, lasting_objects
 from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
-from lightning_fxpipe.record import CallContext, MustStayWhole, Recorder, RecordError, RecorderSettings, recording
-from lightning_fxpipe.recordable import CONSTANT_TYPES, Recordable, Signature, device_type, sign
+from lightning_fxpipe.record import Recorder, RecorderSettings
+from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, context_of, sign, taken_apart
+from lightning_fxpipe.recording import recording
+from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.steprecord import StepRecord
+from lightning_fxpipe.structure import NotFillable, Structure, Template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +58,8 @@ class TracedRegion:
     signature: Signature = field(repr=False)
     batch_size: int
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
-    output_structure: TreeSpec = field(repr=False)
-    output_leaves: tuple[Any, ...]  # an index into the output node's list for tensors (as TensorAt), else the constant
+    output_structure: Structure = field(repr=False)
+    wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
     constants: Mapping[str, Tensor] = field(repr=False)
     world: FakeWorld = field(repr=False)
     opened: tuple[str, ...]
@@ -101,6 +104,25 @@ class TracedRegion:
             return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
         return sizes
 
+    @cached_property
+    def _lasting(self) -> Mapping[int, Any]:
+        return lasting_objects(self.root)
+
+    def input_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
+        """The tensors in the arguments of a call, in the order of the graph's inputs; None where other things differ."""
+        template = Template.of((args, dict(kwargs)), shared=self._lasting)
+        return template.tensors if template.structure == self.signature.structure else None
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """What the module returns, of the type that it returns, from the graph's outputs."""
+        values: list[Any] = [
+            Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
+            for index in range(self.output_structure.num_tensors)
+        ]
+        for index, output in zip(self.wanted, outputs, strict=True):
+            values[index] = output
+        return self.output_structure.fill(values)
+
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
         return self.computes(call) and not changed_reads(self.root, self.reads)
@@ -109,13 +131,6 @@ class TracedRegion:
         """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
         signature, shapes = sign(self.root, call)
         return signature == self.signature and self.bind_sizes(shapes) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorAt:
-    """Stands in a region's result for the tensor at this position of the graph's output."""
-
-    index: int
 
 
 def is_torch_leaf(path: str, module: nn.Module) -> bool:
@@ -129,6 +144,8 @@ def trace_region(
     *,
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
+    wanted: Collection[int] | None = None,
+    check: bool = True,
 ) -> TracedRegion:
     """Records the call of one module.
 
@@ -141,6 +158,9 @@ def trace_region(
         opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
             everything down to torch.nn's own modules.
         device: Device that parameters on the meta device are taken to be on.
+        wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
+            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` wants all.
+        check: Whether to record twice and compare; without, the graph is good for planning only.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
@@ -151,9 +171,9 @@ def trace_region(
         try:
             with isolated_rng():
                 before = python_rng()
-                traced = _record(root, call, signature, opened, kept_whole, device)
+                traced = _record(root, call, signature, opened, kept_whole, device, wanted)
                 drew = before != python_rng()
-                again = _record(root, call, signature, opened, kept_whole, device)
+                again = _record(root, call, signature, opened, kept_whole, device, wanted) if check else traced
         except MustStayWhole as stop:
             if stop.path in ("", call.opened_path) or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
@@ -175,6 +195,7 @@ def _record(
     opened: Collection[str] | None,
     kept_whole: dict[str, str],
     device: torch.device | None,
+    wanted: Collection[int] | None,
 ) -> TracedRegion:
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
@@ -197,9 +218,9 @@ def _record(
         for path in actually_opened:
             if path or call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
                 _check_unchanged(path, run.attributes[path], recorder)
-        output_leaves, output_structure = tree_flatten(result)
-        output_nodes, described = _describe_output(recorder, output_leaves)
-        recorder.graph.output(output_nodes)
+        output = _taken_apart(result, run.lasting)
+        chosen = tuple(index for index in range(len(output.tensors)) if wanted is None or index in wanted)
+        recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     _erase_unused(recorder.graph)
     return TracedRegion(
         graph=recorder.graph,
@@ -207,8 +228,8 @@ def _record(
         signature=signature,
         batch_size=call.batch_size,
         input_shapes=run.input_shapes,
-        output_structure=output_structure,
-        output_leaves=described,
+        output_structure=output.structure,
+        wanted=chosen,
         constants=recorder.constants,
         world=run.world,
         opened=tuple(path for path in actually_opened if path != call.opened_path),
@@ -220,18 +241,19 @@ def _record(
     )
 
 
-def _describe_output(recorder: Recorder, leaves: list[Any]) -> tuple[list[fx.Node], tuple[Any, ...]]:
-    nodes: list[fx.Node] = []
-    described: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            described.append(TensorAt(len(nodes)))
-            nodes.append(recorder.argument(leaf))
-        elif isinstance(leaf, CONSTANT_TYPES):
-            described.append(leaf)
-        else:
-            raise RecordError(f"the result has an object of type {type(leaf).__name__}, which cannot be looked into")
-    return nodes, tuple(described)
+def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
+    try:
+        output = Template.of(result, shared=lasting)
+    except NotFillable as error:
+        raise RecordError(str(error)) from error
+    if output.sizes:
+        raise RecordError("the result has a size of a tensor in it, as a number")
+    return output
+
+
+def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
+    sizes = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
+    return {symbolic_expression(size): size_hint(size) for size in sizes}
 
 
 def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
@@ -246,7 +268,8 @@ class FakeRun:
         world: The fakes' world.
         recorder: The recorder, active.
         example: The region's example with fakes for its tensors.
-        input_shapes: Shapes of those.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+        input_shapes: Shapes of the fakes.
         attributes: What each module has, by path, before it runs.
         reads: Plain values that the recorded code has read from modules so far.
     """
@@ -254,6 +277,7 @@ class FakeRun:
     world: FakeWorld
     recorder: Recorder
     example: Any
+    lasting: Mapping[int, Any]
     input_shapes: tuple[tuple[Any, ...], ...]
     attributes: dict[str, Attributes]
     reads: Mapping[ReadKey, Any]
@@ -265,10 +289,10 @@ def fake_run(
 ) -> Iterator[FakeRun]:
     """Exchanges all tensors of the module for fakes, and records what the block runs."""
     world = FakeWorld()
-    leaves, structure = tree_flatten(call.example())
-    context = call.context or CallContext.current(device_type(call))
-    device = device or next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+    lasting = lasting_objects(root)
+    template = taken_apart(root, call, lasting)
+    context = context_of(call)
+    device = device or next((tensor.device for tensor in template.tensors), torch.device("cpu"))
     fqns: dict[int, str] = {}
 
     def fake_of(tensor: Tensor, fqn: str) -> Tensor:
@@ -276,10 +300,12 @@ def fake_run(
         fqns[id(fake)] = fqn
         return fake
 
-    def fake_input(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return world.input(leaf.detach().requires_grad_(leaf.requires_grad), _batch_dims(leaf, call.batch_size))
+    group_of = {place: number for number, group in enumerate(call.varying) for place in group}
+
+    def fake_input(position: int, tensor: Tensor) -> Tensor:
+        groups = {dim: group_of[position, dim] for dim in range(tensor.dim()) if (position, dim) in group_of}
+        detached = tensor.detach().requires_grad_(tensor.requires_grad)
+        return world.input(detached, _batch_dims(tensor, call.batch_size), groups)
 
     with (
         exchanged_tensors(root, fake_of),
@@ -288,10 +314,19 @@ def fake_run(
         context.active(),
     ):
         attributes = {path: Attributes(module) for path, module in root.named_modules()}
-        settings = RecorderSettings(module_paths=paths, tensor_fqns=fqns, is_whole=is_whole, device_type=device.type)
+        settings = RecorderSettings(
+            modules=dict(root.named_modules()),
+            tensor_fqns=fqns,
+            is_whole=is_whole,
+            device_type=device.type,
+            lasting=lasting,
+        )
         recorder = call.make_recorder(settings)
-        fakes = [fake_input(leaf) for leaf in leaves]
-        shapes = (fake.shape for fake in fakes if isinstance(fake, Tensor))
+        fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
+        for index, fake in enumerate(fakes):
+            recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
+        names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
+        recorder.use_examples(dict(zip(names, template.tensors, strict=True)), _symbol_values(fakes))
         with (
             tracing_friendly_torch(),
             world.active(),
@@ -301,8 +336,9 @@ def fake_run(
             yield FakeRun(
                 world=world,
                 recorder=recorder,
-                example=tree_unflatten(fakes, structure),
-                input_shapes=tuple(tuple(symbolic_expression(size) for size in shape) for shape in shapes),
+                example=template.fill(fakes),
+                lasting=lasting,
+                input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),
                 attributes=attributes,
                 reads=reads,
             )
@@ -343,14 +379,14 @@ def _name(root: nn.Module, call: Recordable) -> str:
 def _erase_unused(graph: fx.Graph) -> None:
     """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("mutated_storages"):
+        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
+            continue
+        if node.meta.get("mutated_storages"):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
             continue
-        if not any(
-            word in str(node.target).lower() for word in ("rand", "draw", "dropout", "bernoulli", "normal", "multinomial")
-        ):
+        if not draws(node):
             graph.erase_node(node)
 
 

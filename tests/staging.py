@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import tree_flatten, tree_leaves, tree_unflatten
+from lightning_fxpipe._compat import tree_flatten, tree_leaves
 from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage
-from lightning_fxpipe.trace import TensorAt, trace_region
+from lightning_fxpipe.trace import trace_region
 
 BATCH = 4
 WIDTH = 6
@@ -131,13 +131,14 @@ def run_staged(assignment: Assignment, args: Sequence[Tensor], seed: int = 0) ->
         assert all(torch.equal(now, then) for now, then in zip(arriving, before, strict=True))
         received.append(arriving)
         sent.append([output if stage.is_last else output.contiguous() for output in outputs])
-    leaves = [sent[-1][leaf.index] if isinstance(leaf, TensorAt) else leaf for leaf in traced.output_leaves]
+    result = traced.result(sent[-1])
+    sent[-1] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # one may be there twice
     gradients: list[Tensor | None] = [gradient_for(output) for output in sent[-1]]
     for arriving, outputs in zip(reversed(received), reversed(sent), strict=True):
         backward_from(outputs, gradients)
         gradients = [tensor.grad for tensor in arriving]
     return Outcome(
-        result=tree_unflatten(leaves, traced.output_structure),
+        result=result,
         gradients=summed_gradients(ranks),
         buffers=held_buffers(ranks),
     )

@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_fxpipe.strategy
@@ -706,3 +708,109 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
     checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
     assert checkpoint["epoch"] == 3
     torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ questions about values, checkpoints
+
+
+def test_unknown_size_is_a_size_that_depends_on_data() -> None:
+    world = FakeWorld()
+    like = world.input(torch.ones(3, 2), [0])
+    with world.active():
+        size = _compat.unknown_size(like)
+        assert _compat.depends_on_data(size)
+        assert _compat.depends_on_data(torch.empty(size, 2).shape[0])
+
+
+def test_kernels_that_need_values_say_so() -> None:
+    with FakeWorld().active():
+        lengths, targets = torch.zeros(2, dtype=torch.long), torch.zeros(2, 3, dtype=torch.long)
+        with pytest.raises(_compat.NEEDS_VALUES):
+            F.ctc_loss(torch.zeros(3, 2, 5), targets, lengths, lengths)
+
+
+def test_checkpoint_calls_the_generator_by_its_name() -> None:
+    owner, name = _compat.CHECKPOINT_GENERATOR
+    calls = []
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        calls.append(args)
+        yield
+
+    with _compat.patched_attributes((owner, name, generator)):
+        torch.utils.checkpoint.checkpoint(torch.relu, torch.ones(2), use_reentrant=False)
+    (arguments,) = calls
+    assert arguments[:2] == (torch.relu, True)
+    assert arguments[3:6] == ("default", False, True)  # after the context function
+
+
+# ------------------------------------------------------------------ watching a step
+
+
+class Watching(TorchFunctionMode):
+    """Lists the torch functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_that_lies_on_top_can_be_taken_off_for_a_while() -> None:
+    x = torch.ones(2)
+    with Watching() as mode:
+        torch.sin(x)
+        with _compat.function_mode_removed(mode):
+            torch.cos(x)
+        torch.tan(x)
+        with Watching(), _compat.function_mode_removed(mode):  # not on top: it stays
+            torch.exp(x)
+    assert mode.seen == [torch.sin, torch.tan, torch.exp]
+
+
+def test_no_mode_sees_what_is_unwatched() -> None:
+    x = torch.ones(2)
+    with Watching() as mode:
+        with _compat.unwatched_torch():
+            torch.sin(x)
+        torch.cos(x)
+    assert mode.seen == [torch.cos]
+
+
+def test_a_stand_in_has_a_shape_and_no_data() -> None:
+    stand_in = _compat.StandIns().make((2, 3), torch.float64, torch.device("cpu"), requires_grad=True)
+    assert (tuple(stand_in.shape), stand_in.dtype, stand_in.device.type, stand_in.requires_grad) == (
+        (2, 3),
+        torch.float64,
+        "cpu",
+        True,
+    )
+    assert isinstance(stand_in, _compat.FakeTensor)
+    with pytest.raises(Exception, match="fake|Fake"):
+        (stand_in + torch.ones(2, 3, dtype=torch.float64)).sum().item()
+
+
+def test_loggers_are_silent_for_a_while(tmp_path: Path) -> None:
+    module = L.LightningModule()
+    with _compat.silenced_loggers(module):
+        pass  # no Trainer yet
+    logger = CSVLogger(tmp_path)
+    module.trainer = L.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False)
+    with _compat.silenced_loggers(module):
+        assert module.logger is not logger
+        module.logger.log_metrics({"a": 1.0})
+    assert module.logger is logger
+    assert logger.experiment.metrics == []
+
+
+def test_readings_of_the_trainers_counters_are_seen() -> None:
+    module, seen = L.LightningModule(), []
+    module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with _compat.watched_trainer_counters(module, lambda name, value: seen.append((name, value))):
+        assert module.global_step == 0
+        assert module.trainer.current_epoch == 0
+    assert module.current_epoch == 0
+    assert seen == [("global_step", 0), ("current_epoch", 0)]

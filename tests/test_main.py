@@ -145,8 +145,8 @@ def test_it_runs_as_a_module() -> None:
 
 def test_a_config_is_planned_for_its_devices(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project))
-    # The default: up to four microbatches for each stage, so 8 of one sample.
-    assert out.strip() == str(plan_by_hand(2, num_microbatches=8)).strip()
+    # The default: up to four microbatches for each stage, of two samples or more, so 4.
+    assert out.strip() == str(plan_by_hand(2, num_microbatches=4)).strip()
     assert "in 2 stages" in out
 
 
@@ -205,7 +205,7 @@ def test_classes_beside_a_config_in_a_subfolder_are_found(
 def test_the_saved_plan_is_the_printed_one(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project), "--num-stages", "3", "--output", "plan.json")
     loaded = PartitionPlan.load(project / "plan.json")
-    assert loaded == plan_by_hand(3, num_microbatches=8)
+    assert loaded == plan_by_hand(3, num_microbatches=4)
     assert str(loaded) in out
     assert "plan.json" in out
 

@@ -87,7 +87,9 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
     count = default_num_microbatches(num_samples, num_stages)
     assert 1 <= count <= min(num_samples, 4 * num_stages)
     # 1F1B needs as many microbatches as stages in one pass.
-    assert plan_passes(num_samples, count)[0].count >= min(num_samples, num_stages)
+    first, *rest = plan_passes(num_samples, count)
+    assert first.count >= min(num_samples // 2, num_stages)
+    assert first.size >= min(num_samples, 2)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,12 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
         (64, 4, 16),  # four for each stage
         (60, 4, 15),  # 16 would leave a remainder
         (62, 4, 16),  # 2 divides, but leaves the pipeline empty: better a remainder
-        (3, 4, 3),  # fewer samples than stages
+        (3, 4, 1),  # no two microbatches of two samples
+        (8, 2, 4),  # not eight of one sample
+        (7, 2, 4),  # rather a rest of one than a pipeline that does not fill
+        (13, 2, 3),  # a rest of three, not of one
+        (14, 2, 7),
+        (1, 4, 1),
         (8, 1, 4),
     ],
 )
@@ -230,11 +237,12 @@ class Opaque:
         self.boxes = samples(4, 2)
 
 
-def test_an_object_that_hides_tensors_is_refused_where_there_are_several_microbatches() -> None:
+def test_tensors_inside_an_object_of_any_type_are_split() -> None:
     batch = {"x": samples(4), "targets": Opaque()}
-    assert split_batch(batch, plan_passes(4, 1))[0]["targets"] is batch["targets"]
-    with pytest.raises(BatchError, match="Opaque with the tensor boxes"):
-        split_batch(batch, plan_passes(4, 2))
+    first, second = split_batch(batch, plan_passes(4, 2))
+    assert isinstance(first["targets"], Opaque)
+    assert torch.equal(first["targets"].boxes, batch["targets"].boxes[:2])
+    assert torch.equal(second["targets"].boxes, batch["targets"].boxes[2:])
 
 
 def test_first_microbatch_is_the_first_of_the_split() -> None:
@@ -374,3 +382,13 @@ def test_single_microbatch_is_returned_as_it_is() -> None:
 
 def test_steps_that_return_nothing_merge_to_nothing() -> None:
     assert merge_outputs([None, None], [2, 2]) is None
+
+
+def test_object_in_a_batch_is_split_too() -> None:
+    batch = {"encoded": UserDict(ids=torch.arange(6).reshape(6, 1), names="x"), "y": torch.arange(6)}
+    assert batch_size(batch) == 6
+    first, *_, last = split_batch(batch, plan_passes(6, 3))
+    assert type(last["encoded"]) is UserDict
+    assert last["encoded"]["ids"].flatten().tolist() == [4, 5]
+    assert first["encoded"]["names"] == "x"
+    assert len(batch["encoded"]["ids"]) == 6

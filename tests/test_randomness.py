@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -10,9 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_fxpipe.randomness import own_random_numbers
+from lightning_fxpipe.randomness import (
+    BatchRandomness,
+    continued_random_numbers,
+    generator_state,
+    own_random_numbers,
+    set_generator_state,
+)
+from lightning_fxpipe.replay import watched_step
 
 # What blake2b gives for the key (42, "training_step", 10, 3, 1).
 FROZEN_SEED = 1282889949952987779
@@ -120,3 +128,105 @@ def test_dropout_repeats_under_its_key() -> None:
         again = dropout(x)
     torch.testing.assert_close(again, first, rtol=0, atol=0)
     assert not torch.equal(other, first)
+
+
+# --------------------------------------------------------------------------------------------- draws for a whole batch
+
+BATCH_SIZE = 12
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(len(x), 3),
+    "rand sizes": lambda x: torch.rand((len(x), 2), dtype=torch.float64),
+    "randn": lambda x: torch.randn(x.shape[0], 5),
+    "randn size": lambda x: torch.randn(size=(x.shape[0],)),
+    "randint": lambda x: torch.randint(0, 100, (len(x),)),
+    "randint high": lambda x: torch.randint(50, size=(len(x), 4)),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float64),
+    "randint_like": lambda x: torch.randint_like(x, 3, 90),
+    "normal": lambda x: torch.normal(2.0, 0.5, (len(x), 3)),
+    "normal of tensors": lambda x: torch.normal(x, x.abs() + 1),
+    "normal of a tensor": lambda x: torch.normal(x, 0.5),
+    "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "uniform_": lambda x: x.new_empty(len(x), 7).uniform_(-1, 1),
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "distribution": lambda x: torch.distributions.Normal(x, 2.0).sample(),
+    "of no sample": lambda x: torch.rand(()),
+    "of other size": lambda x: torch.randn(7, 2),
+    "beta": lambda x: torch.distributions.Beta(1.0, 1.0).sample(),
+}
+
+
+def whole_batch() -> Tensor:
+    return torch.randn(BATCH_SIZE, 3, generator=torch.Generator().manual_seed(1))
+
+
+def in_microbatches(draw: Callable[[Tensor], Any], sizes: list[int]) -> list[Any]:
+    """What each microbatch gets of a draw."""
+    randomness = BatchRandomness((0, "training_step", 0), sum(sizes))
+    parts, start = [], 0
+    for index, size in enumerate(sizes):
+        with randomness.microbatch(index, start, size), watched_step(randomness.draws):
+            parts.append(draw(whole_batch()[start : start + size]))
+        start += size
+    return parts
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("sizes", [[12], [4, 4, 4], [6, 6], [5, 5, 2]], ids=str)
+def test_microbatches_share_the_draw_of_one_device(name: str, sizes: list[int]) -> None:
+    def draw(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.randn_like(x)  # draws before and after must not move it
+        drawn = DRAWS[name](x)
+        return drawn, torch.rand(len(x)) + first[:, 0]
+
+    seed_everything(5)
+    expected, after = draw(whole_batch())
+    state = torch.get_rng_state()
+    seed_everything(5)
+    parts = in_microbatches(draw, sizes)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.cat([part[1] for part in parts]), after)
+    if name in ("of no sample", "of other size", "beta"):
+        for part, _ in parts:
+            assert torch.equal(part, expected)
+    else:
+        assert torch.equal(torch.cat([part for part, _ in parts]), expected)
+
+
+def test_python_and_numpy_give_each_microbatch_the_same_numbers() -> None:
+    def draw(x: Tensor) -> tuple[float, float]:
+        return random.random(), float(numpy.random.beta(1.0, 1.0))
+
+    seed_everything(3)
+    expected, following = draw(whole_batch()), draw(whole_batch())
+    seed_everything(3)
+    assert in_microbatches(draw, [4, 4, 4]) == [expected] * 3
+    assert draw(whole_batch()) == following
+
+
+def test_a_permutation_is_one_of_the_microbatch() -> None:
+    parts = in_microbatches(lambda x: torch.randperm(len(x)), [4, 4, 4])
+    assert [sorted(part.tolist()) for part in parts] == [[0, 1, 2, 3]] * 3
+    assert len({tuple(part.tolist()) for part in parts}) > 1
+
+
+def test_each_generator_is_used_once_for_the_batch() -> None:
+    def drawn(sizes: list[int]) -> Tensor:
+        generator = torch.Generator().manual_seed(8)
+        return torch.cat(in_microbatches(lambda x: torch.rand(len(x), generator=generator), sizes))
+
+    assert torch.equal(drawn([3, 3, 3, 3]), drawn([12]))
+
+
+def test_generator_state_goes_on_where_another_stopped() -> None:
+    seed_everything(1)
+    state = generator_state(torch.device("cpu"))
+    expected = torch.rand(4)
+    seed_everything(2)
+    before = torch.get_rng_state()
+    with continued_random_numbers(state, "key"):
+        assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+    set_generator_state(state)
+    assert torch.equal(torch.rand(4), expected)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
 from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.record import CONSTANT_PREFIX
 from lightning_fxpipe.split import build_stages
 from tests.staging import (
     WIDTH,

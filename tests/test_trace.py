@@ -16,11 +16,11 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import FakeTensor, tree_leaves
 from lightning_fxpipe.cost import build_chain
-from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.record import CONSTANT_PREFIX
+from lightning_fxpipe.errors import TraceError, UnsupportedError
+from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.sizes import SymbolicSize
-from lightning_fxpipe.trace import TensorAt, TracedRegion, trace_region
+from lightning_fxpipe.trace import TracedRegion, trace_region
 from tests.models import BasicBlock, ResNet18, SkipMLP, TiedGPT, make_model, make_samples
 
 BATCH = 4
@@ -693,7 +693,7 @@ def test_calls_without_effect_or_use_are_dropped_but_random_ones_stay() -> None:
             F.dropout(h)
             return h
 
-    assert names(trace(Net(), batch())) == ["first", "rand", "dropout", "last"]
+    assert names(trace(Net(), batch())) == ["first", "drawn_rand", "dropout", "last"]
 
 
 def test_questions_about_a_tensor_leave_no_node() -> None:
@@ -780,7 +780,7 @@ def test_results_in_dicts_with_none_and_constants_are_taken_apart() -> None:
     traced = trace(Net(), batch(), opened=())
     assert names(traced)[0] == "inner"
     assert [node.args[1] for node in traced.graph.nodes if target_name(node) == "getitem"][:3] == ["h", "more", 0]
-    assert traced.output_leaves == (TensorAt(0), TensorAt(1), None, "name", None)
+    assert traced.result(["a", "b"]) == {"logits": "a", "parts": ("b", None, "name"), "loss": None}
     assert len(traced.output_node.args[0]) == 2
 
 
@@ -841,7 +841,7 @@ def test_submodule_that_looks_at_values_stays_whole_with_a_reason() -> None:
     assert names(traced) == ["embed", "inner"]
     assert traced.opened == ()
     assert list(traced.kept_whole) == ["inner"]
-    assert "data-dependent" in traced.kept_whole["inner"]
+    assert "looks at values" in traced.kept_whole["inner"]
 
 
 def test_submodule_that_looks_at_values_may_stay_unopened() -> None:
@@ -852,7 +852,7 @@ def test_called_module_that_looks_at_values_is_refused_with_file_and_line() -> N
     with pytest.raises(TraceError, match="forward of Gate cannot be recorded") as caught:
         trace(Gate(), batch())
     assert line_of(Gate.between, "if h.sum() > 0") in (caught.value.where or "")
-    assert "data-dependent" in (caught.value.observed or "")
+    assert "looks at a value" in (caught.value.observed or "")
 
 
 def test_error_in_the_called_module_is_shown_with_file_and_line() -> None:
@@ -960,7 +960,7 @@ def test_size_as_a_result_is_refused() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.last(self.first(x)), x.shape[0]
 
-    with pytest.raises(TraceError, match="SymInt"):
+    with pytest.raises(TraceError, match="a size of a tensor"):
         trace(Sizes(), batch())
 
 
@@ -971,43 +971,74 @@ class Opaque:
         self.tensor = tensor
 
 
-def test_argument_of_an_opaque_type_is_refused() -> None:
+def test_tensors_of_an_object_that_is_an_argument_are_inputs() -> None:
     class Net(TwoLayers):
         def forward(self, x: Tensor, extra: Opaque) -> Tensor:
             return self.last(self.first(x) + extra.tensor)
 
-    with pytest.raises(TraceError, match="argument that cannot be recorded") as caught:
-        trace(Net(), batch(), Opaque(batch()))
-    assert caught.value.observed == "an object of type Opaque"
+    traced = trace(Net(), batch(), Opaque(batch()))
+    assert [tuple(node.meta["val"].shape[1:]) for node in traced.input_nodes] == [(WIDTH,), (WIDTH,)]
+    assert traced.covers(call_of(batch(7), Opaque(batch(7))))
+    assert not traced.covers(call_of(batch(7), (batch(7),)))
 
 
-def test_opaque_object_between_modules_keeps_the_module_around_them_whole() -> None:
+def test_object_goes_from_module_to_module_as_its_tensors() -> None:
     class Make(TwoLayers):
         def forward(self, x: Tensor) -> Opaque:
             return Opaque(self.first(x))
 
+    class Take(TwoLayers):
+        def forward(self, made: Opaque) -> Tensor:
+            return self.first(made.tensor)
+
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.make, self.take = Make(), nn.Linear(WIDTH, WIDTH)
+            self.make, self.take = Make(), Take()
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.take(self.make(x).tensor)
+            return self.take(self.make(x))
 
     traced = trace(Around(Inner()), batch(), opened=("inner",))
-    assert names(traced) == ["embed", "inner"]
-    assert "Opaque" in traced.kept_whole["inner"]
-    with pytest.raises(TraceError, match="Opaque"):
-        trace(Inner(), batch(), opened=())
+    assert names(traced) == ["embed", "inner.make", "tensor_inside", "refilled", "getitem", "inner.take"]
+    assert not traced.kept_whole
 
 
-def test_opaque_result_is_refused() -> None:
+def test_result_has_the_type_that_the_module_returns() -> None:
     class Net(TwoLayers):
         def forward(self, x: Tensor) -> Any:
             return Opaque(self.first(x))
 
-    with pytest.raises(TraceError, match="an object of type Opaque"):
-        trace(Net(), batch())
+    result = trace(Net(), batch()).result([torch.ones(2)])
+    assert type(result) is Opaque
+    assert torch.equal(result.tensor, torch.ones(2))
+
+
+def test_results_that_nobody_wants_are_left_out_and_cannot_be_used() -> None:
+    class Net(TwoLayers):
+        def forward(self, x: Tensor) -> Any:
+            hidden = self.first(x)
+            return {"hidden": Opaque(hidden), "out": self.last(hidden)}
+
+    traced = trace_region(Net(), call_of(batch()), wanted=[1])
+    assert [str(node.target) for node in traced.output_node.args[0]] == ["last"]
+    result = traced.result([torch.ones(2)])
+    assert torch.equal(result["out"], torch.ones(2))
+    assert result["hidden"].tensor.detach() is result["hidden"].tensor  # as Lightning does with whatever a step returns
+    with pytest.raises(UnsupportedError, match="Tensor 0 in the result of the module is used"):
+        _ = result["hidden"].tensor + 1
+    with pytest.raises(UnsupportedError, match="is used"):
+        _ = result["hidden"].tensor.shape
+
+
+def test_tensor_put_into_an_argument_is_refused() -> None:
+    class Net(TwoLayers):
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            x["hidden"] = self.first(x["x"])
+            return self.last(x["hidden"])
+
+    with pytest.raises(TraceError, match="puts a tensor into one of its arguments"):
+        trace_region(Net(), RegionCall(path="", args=({"x": batch()},), kwargs={}, batch_size=BATCH))
 
 
 def test_models_own_exception_handler_does_not_hide_that_a_call_cannot_be_recorded() -> None:
@@ -1021,3 +1052,59 @@ def test_models_own_exception_handler_does_not_hide_that_a_call_cannot_be_record
 
     with pytest.raises(TraceError, match="assigning to Tensor.data"):
         trace(Handled(), batch())
+
+
+class Checked(TwoLayers):
+    """Asks about its input before it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.isfinite(x).all():
+            return x
+        return super().forward(x)
+
+
+def test_question_about_an_input_is_answered_as_in_the_traced_call_and_checked() -> None:
+    traced = trace(Checked(), batch())
+    (check,) = [node for node in traced.graph.nodes if node.meta.get("checks")]
+    check.target(torch.tensor(True))
+    with pytest.raises(UnsupportedError, match="another path") as caught:
+        check.target(torch.tensor(False))
+    assert caught.value.where == line_of(Checked.forward, "isfinite")
+
+
+def test_question_about_a_random_number_is_answered_only_where_the_answer_is_always_the_same() -> None:
+    class Drop(TwoLayers):
+        probability = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x if torch.rand([]) < self.probability else super().forward(x)
+
+    assert "last" in names(trace(Drop(), batch()))
+    model = Drop()
+    model.probability = 0.5
+    with pytest.raises(TraceError, match="a path at random"):
+        trace(model, batch())
+
+
+def test_module_that_looks_at_integers_sees_those_of_the_example() -> None:
+    seen: list[list[int]] = []
+
+    class Lengths(TwoLayers):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            if not isinstance(lengths, FakeTensor):
+                seen.append(lengths.tolist())
+            return self.first(x)[:, : max(1, int(lengths.min()))]
+
+    class Net(TwoLayers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cut = Lengths()
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.cut(x, lengths + 1).sum()
+
+    lengths = torch.tensor([2, 3, 4, 4])
+    traced = trace(Net(), batch(), lengths, opened=())
+    assert [3, 4, 5, 5] in seen
+    assert [3, 3, 3, 3] in seen  # tells whether a size depends on them
+    assert names(traced)[-2:] == ["cut", "sum"]

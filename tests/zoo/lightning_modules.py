@@ -17,7 +17,16 @@ from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeError, FxPipeStrategy
 from tests.lit import make_trainer, snapshot
-from tests.zoo import steps_calls, steps_evaluation, steps_losses, steps_models, steps_random, steps_several, steps_state
+from tests.zoo import (
+    steps_calls,
+    steps_evaluation,
+    steps_losses,
+    steps_models,
+    steps_random,
+    steps_several,
+    steps_shapes,
+    steps_state,
+)
 from tests.zoo.steps_case import Case
 
 CASES: dict[str, Case] = {
@@ -28,6 +37,7 @@ CASES: dict[str, Case] = {
     **steps_losses.CASES,
     **steps_evaluation.CASES,
     **steps_models.CASES,
+    **steps_shapes.CASES,
 }
 
 
@@ -120,7 +130,8 @@ def run_piped(name: str, microbatches: int) -> dict[str, Any]:
     strategy = FxPipeStrategy(num_microbatches=microbatches, **case.strategy)
     try:
         with said_to_the_user() as said:
-            return run_case(case, {"strategy": strategy, "devices": case.stages}) | {"said": said}
+            results = run_case(case, {"strategy": strategy, "devices": case.stages})
+        return results | {"said": said, "traces": len(strategy.session.trace_log.traces)}
     except FxPipeError as error:
         if is_set_up(strategy):
             raise  # the other ranks wait for this one, so the processes must go

@@ -27,6 +27,7 @@ class Case:
         trainer: Options of the Trainer.
         strategy: Options of the strategy.
         callbacks: Make callbacks.
+        traces: How often the training step is traced, where that is part of the case.
     """
 
     make: Callable[[], L.LightningModule]
@@ -37,6 +38,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], L.Callback], ...] = ()
+    traces: int | None = None
 
 
 class Sgd(L.LightningModule):

@@ -1,0 +1,37 @@
+"""Where in the user's code something happened: neither torch's frames nor this package's help a reader of a message."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+
+def user_source() -> str | None:
+    """``file:line`` of the innermost frame that belongs to neither torch nor this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not _is_machinery(name):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def _is_machinery(module_name: str) -> bool:
+    return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, not too long."""
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+def raising_source(error: BaseException) -> str | None:
+    """``file:line`` of the innermost user frame of an error's traceback."""
+    source, trace = None, error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        if not _is_machinery(name):
+            source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return source

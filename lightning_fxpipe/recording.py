@@ -1,0 +1,58 @@
+"""Routes the calls of modules, autograd functions and checkpoints through a recorder."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_fxpipe._compat import CHECKPOINT_GENERATOR, FakeTensor, patched_attributes
+from lightning_fxpipe.calls import calls_through
+from lightning_fxpipe.record import Recorder
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Runs the block under ``recorder``, with all calls routed through it."""
+    original_len = builtins.len
+    original_generator = getattr(*CHECKPOINT_GENERATOR)
+
+    def checkpoint_generator(
+        fn: Any, preserve_rng_state: bool = True, context_fn: Any = None, determinism_check: str = "default",
+        debug: bool = False, early_stop: bool = True, *args: Any, **kwargs: Any,
+    ) -> Iterator[None]:  # fmt: skip
+        if recorder.is_paused:
+            ordered = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+            yield from original_generator(fn, *ordered, *args, **kwargs)
+            return
+        options = {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check, "debug": debug}
+        with recorder.under_checkpoint({**options, "context_fn": context_fn, "early_stop": early_stop}):
+            yield
+
+    def length(value: Any) -> Any:
+        # ``len(tensor)`` must be an int, which would fix the batch size for good.
+        return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
+
+    with calls_through(recorder):
+        original_apply = vars(torch.autograd.Function)["apply"].__func__
+
+        def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if cls is not CheckpointFunction or recorder.is_paused:
+                return original_apply(cls, *args, **kwargs)
+            function, preserve, *rest = args
+            # The reentrant kind trains nothing where no argument needs a gradient.
+            trains = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in rest)
+            with recorder.under_checkpoint({"preserve_rng_state": preserve}), torch.set_grad_enabled(trains):
+                return function(*rest)
+
+        with patched_attributes(
+            (torch.autograd.Function, "apply", classmethod(apply)),
+            (builtins, "len", length),
+            (*CHECKPOINT_GENERATOR, checkpoint_generator),
+        ):
+            yield

@@ -1,0 +1,26 @@
+"""What ends a recording before its time."""
+
+from __future__ import annotations
+
+from lightning_fxpipe.frames import user_source
+
+
+class RecordError(BaseException):
+    """A call cannot become a node. A ``BaseException``, so that a model's own ``except Exception`` does not hide it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.source = user_source()
+
+
+class HiddenTensor(RecordError):
+    """A tensor is used that no recorded call has made."""
+
+
+class MustStayWhole(BaseException):
+    """The Python of an opened module cannot be recorded; the trace starts again with the module whole."""
+
+    def __init__(self, path: str, reason: str, source: str | None) -> None:
+        super().__init__(path)
+        self.path, self.reason, self.source = path, reason, source

@@ -1,0 +1,184 @@
+"""This rank's stage of each trace, and which trace a step runs with: a known one that covers its shapes, or a new one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_fxpipe.agreement import check_agreement
+from lightning_fxpipe.errors import FxPipeError, TraceError
+from lightning_fxpipe.lru import LruCache
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.planning import Assignment, follow_plan
+from lightning_fxpipe.reads import ReadKey, changed_reads
+from lightning_fxpipe.recordable import Recordable, Signature, sign
+from lightning_fxpipe.region import StepCall, find_region, trains
+from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
+from lightning_fxpipe.span import Span, StepRegion
+from lightning_fxpipe.split import Stage, build_stage
+from lightning_fxpipe.step import StepKind
+from lightning_fxpipe.survey import locate_region
+from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.tracelog import Traced, TraceLog, input_names
+
+# A trace costs a fraction of a second to make, and little memory: its graph has tens of nodes.
+MAX_TRACES = 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTrace:
+    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make."""
+
+    kind: StepKind
+    span: Span | None
+    traced: TracedRegion
+    stage: Stage
+
+
+class StageTraces:
+    """The traces of a module's steps.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        log: Gets each trace that is made.
+    """
+
+    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
+        self._root = root
+        self._plan = plan
+        self._topology = topology
+        self._log = log
+        self._known: list[StageTrace] = []  # the one used last comes last
+        self._warned_of: set[str] = set()
+        self.read_keys: dict[ReadKey, None] = {}  # what the recorded code reads from modules
+        self._histories: LruCache[Signature, ShapeHistory] = LruCache(MAX_TRACES)
+        self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
+        """A trace that covers the step's calls of the model, and the shapes that they get.
+
+        Args:
+            kind: Which step.
+            call: It, with a microbatch.
+            size: Samples in that.
+        """
+        for is_span, region in self._regions(kind, call, size):
+            signature, shapes = sign(self._root, region)
+            for known in reversed(self._known):
+                alike = (known.span is not None) == is_span and (not is_span or known.kind is kind)
+                if alike and known.traced.signature == signature and known.traced.covers(region):
+                    self._known.remove(known)
+                    self._known.append(known)
+                    return known, shapes
+        return self._trace(kind, call, size)
+
+    def _regions(self, kind: StepKind, call: StepCall, size: int) -> Iterator[tuple[bool, Recordable]]:
+        """What the step's region would be if it were that of a known trace; and whether it is one of several calls."""
+        for known in reversed(self._known):
+            if known.span is not None and known.kind is kind:
+                # The span has no part in what it is signed by.
+                yield True, StepRegion(step=call, span=known.span, batch_size=size)
+                break
+        if any(known.span is None for known in self._known):
+            try:
+                region = find_region(self._root, call, batch_size=size, is_region=self._is_staged)
+            except FxPipeError:
+                return
+            yield False, region
+
+    def _is_staged(self, module: nn.Module) -> bool:
+        return any(id(parameter) in self._staged for parameter in module.parameters())
+
+    # ------------------------------------------------------------------ new ones
+
+    def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
+        begin = time.perf_counter()
+        fallback = trains if kind is StepKind.TRAIN else self._is_staged
+        region = locate_region(self._root, call, batch_size=size, device=self._topology.device, fallback=fallback)
+        signature, shapes = sign(self._root, region)
+        history = self._histories.get(signature, ShapeHistory)
+        history.observe(shapes, size)
+        groups = history.groups(shapes)
+        assignment, symbolic = self._assignment(region, groups, history)
+        for group in symbolic:
+            tensor, dim = group[0]
+            if _is_specialised(assignment.chain.traced, tensor, dim):
+                history.note_specialised(group, shapes[tensor][dim])
+        check_agreement(
+            self._topology.control_group,
+            (symbolic, [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]),
+            TraceError(
+                "The ranks recorded different graphs of the same step.",
+                expected="the same tensors across each cut on every rank",
+                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+            ),
+        )
+        made = StageTrace(
+            kind=kind,
+            span=region.span if isinstance(region, StepRegion) else None,
+            traced=assignment.chain.traced,
+            stage=build_stage(assignment, self._topology.stage_index),
+        )
+        self._warn_of_changes(region)
+        self._known = [*self._known[-(MAX_TRACES - 1) :], made]
+        self.read_keys |= dict.fromkeys(made.traced.reads)
+        open_dims = {place for group in symbolic for place in group if not _is_specialised(made.traced, *place)}
+        seconds = time.perf_counter() - begin
+        names = input_names(region)
+        self._log.add(
+            Traced(step=kind.value, seconds=seconds, signature=signature, shapes=shapes, names=names), frozenset(open_dims)
+        )
+        return made, shapes
+
+    def _warn_of_changes(self, region: Recordable) -> None:
+        """Says once which attribute makes the model be traced again."""
+        known = (trace.traced for trace in self._known if trace.traced.computes(region))
+        changed = {name for traced in known for name in changed_reads(self._root, traced.reads)} - self._warned_of
+        self._warned_of |= changed
+        if changed:
+            self._log.warn(
+                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward reads. Where it "
+                "changes often, read it in a submodule that stays whole, or use the value after the model's call."
+            )
+
+    def _assignment(self, region: Recordable, groups: DimGroups, history: ShapeHistory) -> tuple[Assignment, DimGroups]:
+        """The stages of a trace whose sizes are symbols in as many groups of dimensions as can be, and those groups."""
+        leaving_one_out = [tuple(g for g in groups if g is not left) for left in groups] if len(groups) > 1 else []
+        for attempt in (groups, *leaving_one_out):
+            if attempt:
+                try:
+                    assignment = self._follow_plan(replace_varying(region, attempt))
+                except FxPipeError:
+                    continue  # some code cannot do without knowing a size
+                break
+        else:
+            attempt, assignment = (), self._follow_plan(region)
+        for group in groups:
+            if group not in attempt:
+                history.keep_static(group)
+        return assignment, attempt
+
+    def _follow_plan(self, region: Recordable) -> Assignment:
+        traced = trace_region(self._root, region, opened=self._plan.opened, device=self._topology.device)
+        return follow_plan(self._plan, traced)
+
+
+def replace_varying(region: Recordable, groups: DimGroups) -> Recordable:
+    """The region with other dimensions that vary."""
+    changed: Recordable = replace(region, varying=groups)  # type: ignore[type-var]
+    return changed
+
+
+def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
+    """Whether the trace found a symbol to be a number after all."""
+    size = traced.input_shapes[tensor][dim]
+    return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))

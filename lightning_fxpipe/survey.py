@@ -1,0 +1,187 @@
+"""Finds what of a step is pipelined, by running the whole step once on fake tensors.
+
+The run tells which of the step's calls use parameters and what of their results later code uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat import FakeTensor, isolated_rng, outside_fakes, size_hint, tree_leaves
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.record import RecorderSettings
+from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable
+from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
+from lightning_fxpipe.span import Span, SpanRecorder, StepRegion, run_step, step_name
+from lightning_fxpipe.steprecord import TensorKey
+from lightning_fxpipe.structure import Template
+from lightning_fxpipe.trace import fake_run
+
+
+def locate_region(
+    root: nn.Module,
+    step: StepCall,
+    *,
+    batch_size: int,
+    device: torch.device | None = None,
+    fallback: IsRegion = trains,
+) -> Recordable:
+    """What of a step is pipelined: the only call that uses parameters, or the span of several.
+
+    Where the step cannot run on fake tensors far enough to tell, the first call of a module that ``fallback`` accepts is taken,
+    and later ones run on the last stage.
+
+    Raises:
+        TraceError: The step never calls a model with parameters.
+        UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline.
+    """
+    survey = _survey(root, step, batch_size, device)
+    if survey is None or not survey.users:
+        return find_region(root, step, batch_size=batch_size, is_region=fallback)
+    if len(survey.users) == 1 and not survey.leaves_something_behind():
+        # Also where a single function is all that uses parameters: there is no model to pipeline, and this says so.
+        return find_region(root, step, batch_size=batch_size, is_region=holds_any)
+    first, last = survey.users[0], survey.users[-1]
+    return StepRegion(
+        step=step, span=Span(first=first, last=last, wanted=survey.used_after(first, last)), batch_size=batch_size
+    )
+
+
+def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.device | None) -> _Survey | None:
+    """The calls of a step; None where it cannot run on fake tensors up to a call that uses parameters."""
+    call = _WholeStep(step=step, batch_size=batch_size, root=root)
+    with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
+        survey = run.recorder
+        assert isinstance(survey, _Survey)
+        try:
+            survey.know_batch(Template.of(run.example).tensors)
+            survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
+            survey.note_use([_held(module) for module in root.modules()])
+            survey.completed = True
+        except HiddenTensor as error:
+            if survey.users:
+                raise _hidden(step, error) from error
+            return None
+        except (Exception, MustStayWhole, RecordError):
+            return survey if survey.users else None
+    return survey
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module has as plain attributes, and in lists and dicts."""
+    values = [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _hidden(step: StepCall, error: HiddenTensor) -> TraceError:
+    return TraceError(
+        f"{step_name(step)} uses a tensor that the model has left somewhere during its call.",
+        where=error.source,
+        observed="a tensor that is neither a result of the call nor an attribute of a module",
+        expected="results, or attributes that the model's forward sets",
+        todo="Return the tensor from the model's forward, or keep it as an attribute of the module that computes it.",
+    )
+
+
+class _Survey(SpanRecorder):
+    """Records a whole step, all modules whole, to learn which calls use parameters and what is used after them.
+
+    Code after the region may look at values (``loss.item()``), of which there are none: it is shown ones, and no call after
+    such a look is counted to the region, because whether it is made may depend on the value.
+    """
+
+    def __init__(self, settings: RecorderSettings, root: nn.Module) -> None:
+        super().__init__(settings, Span(first=0, last=-1, wanted=()))
+        self.users: list[int] = []
+        self.completed = False
+        self._uses: list[tuple[float, TensorKey]] = []  # (number of a call, what it uses)
+        self._root = root
+        self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
+        self._has_looked = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_nested and func in _LOOKS and isinstance(args[0], FakeTensor) and self.users:
+            self._has_looked = True
+            self.note_use(args[0])
+            self._count += 1
+            shape = [size_hint(size) for size in args[0].shape]
+            with self.paused(), outside_fakes():
+                return _LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
+        """Calls that a graph cannot hold are made all the same: around the region they may stand."""
+        try:
+            return record()
+        except HiddenTensor:
+            raise
+        except RecordError:
+            if self.users:
+                self._has_looked = True
+            with self.paused():
+                result = execute()
+            for tensor in Template.of(result).tensors:
+                self.add_input(f"{INPUT_PREFIX}made_{self._count}", tensor)
+            return result
+
+    def after_call(self, number: int, num_nodes: int) -> None:
+        self._uses += [(number, leaf) for leaf in self.calls[-1].arguments if isinstance(leaf, TensorKey)]
+        new = list(self.graph.nodes)[num_nodes:]
+        if not self._has_looked and any(self._uses_parameters(node) for node in new):
+            self.users.append(number)
+
+    def _uses_parameters(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return holds_any(self._root.get_submodule(str(node.target)))
+        return node.op == "get_attr" and str(node.target) in self._parameters
+
+    def note_use(self, value: Any) -> None:
+        """The tensors in ``value`` are used by code that needs their values, wherever it stands."""
+        keys = [self.key_of(tensor) for tensor in Template.of(value).tensors]
+        self._uses += [(math.inf, key) for key in keys if key is not None]
+
+    def leaves_something_behind(self) -> bool:
+        """Whether a call that uses parameters leaves more than its result."""
+        return any(call.sides for call in self.calls if call.number in self.users)
+
+    def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
+        """The tensors made within the span that later code uses; all of them where the step did not come to its end."""
+        calls = [call for call in self.calls if first <= call.number <= last]
+        made = [key for call in calls for key in (*call.keys, *(key for *_, key in call.sides)) if key.call >= first]
+        used = {key for number, key in self._uses if number > last}
+        used |= {key for call in calls for path, _, key in call.sides if path == call.name}  # nobody else would set them
+        return tuple(dict.fromkeys(key for key in made if not self.completed or key in used))
+
+
+# Ways in which code looks at a tensor's values.
+_LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+    Tensor.numpy: Tensor.numpy,
+    Tensor.__array__: Tensor.numpy,
+    Tensor.__bool__: bool,
+    Tensor.__float__: float,
+    Tensor.__int__: int,
+    Tensor.__index__: int,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeStep(StepRegion):
+    """A step that is surveyed from its first call to its end."""
+
+    root: nn.Module
+    span: Span = Span(first=0, last=-1, wanted=())
+
+    def make_recorder(self, settings: RecorderSettings) -> _Survey:
+        """A recorder for it."""
+        return _Survey(settings, self.root)

@@ -1,0 +1,174 @@
+"""Which calls of a step are pipelined together, and what of them later code needs: found by running the step on fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.recordable import RegionCall
+from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.span import StepRegion
+from lightning_fxpipe.survey import locate_region
+from lightning_fxpipe.trace import trace_region
+
+BATCH = 4
+
+
+class Keeps(nn.Module):
+    """Leaves a penalty on itself, as layers with an auxiliary loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.penalty: Tensor | float = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.penalty = h.square().mean()
+        return h
+
+
+class Lit(L.LightningModule):
+    """Has parts to call; the tests give it the step that they are about."""
+
+    def __init__(self, step: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.teacher, self.keeps = nn.Linear(6, 6), nn.Linear(3, 6), nn.Linear(6, 6), Keeps()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.step = step
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.step(self, batch)
+
+
+def found(step: Callable[[Any, Tensor], Any]) -> Any:
+    return found_and_traced(step)[0]
+
+
+def found_and_traced(step: Callable[[Any, Tensor], Any]) -> tuple[Any, Any]:
+    module = Lit(step)
+    region = locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    return region, trace_region(module, region)
+
+
+def vae(module: Any, x: Tensor) -> Tensor:
+    mu, logvar = module.encoder(x * 2).chunk(2, 1)
+    z = mu + torch.exp(logvar / 2) * torch.randn_like(mu)
+    out = module.decoder(z)
+    return F.mse_loss(out, x) + (mu.square() - logvar).mean()
+
+
+def test_a_single_call_is_found_as_such() -> None:
+    region = found(lambda module, x: module.encoder(x + 1).mean())
+    assert isinstance(region, RegionCall)
+    assert region.path == "encoder"
+
+
+def test_several_calls_span_from_the_first_to_the_last_that_uses_a_parameter() -> None:
+    region, traced = found_and_traced(vae)
+    assert isinstance(region, StepRegion)
+    assert traced.record is not None
+    names = [call.name for call in traced.record.calls]
+    assert (names[0], names[-1]) == ("encoder", "decoder")
+    wanted = [names[key.call - region.span.first] for key in region.span.wanted]
+    assert wanted == ["chunk", "chunk", "decoder"]  # z and what leads to it stay on the stages
+
+
+def test_a_parameter_of_the_step_itself_belongs_to_the_span() -> None:
+    def step(module: Any, x: Tensor) -> Tensor:
+        return (module.encoder(x) * module.scale.exp()).mean()
+
+    region, traced = found_and_traced(step)
+    assert [call.name for call in traced.record.calls] == ["encoder", "exp"]
+
+
+def test_a_teacher_under_no_grad_belongs_to_the_span() -> None:
+    def step(module: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = module.teacher(x)
+        return F.mse_loss(module.encoder(x), target)
+
+    region, traced = found_and_traced(step)
+    teacher = next(node for node in traced.graph.nodes if node.name == "teacher")
+    assert not teacher.meta["val"].requires_grad
+    assert not teacher.meta["context"].grad_enabled
+
+
+def test_what_is_logged_returned_or_kept_is_an_output() -> None:
+    def step(module: Any, x: Tensor) -> Any:
+        h = module.encoder(x)
+        module.log("h", h.mean())
+        module.kept.append(h[:, :3])
+        return {"loss": module.decoder(h[:, 3:]).mean(), "h": h}
+
+    region, traced = found_and_traced(step)
+    names = {call.number: call.name for call in traced.record.calls}
+    assert [names[key.call] for key in region.span.wanted] == ["encoder", "mean", "__getitem__", "decoder"]
+
+
+def test_code_that_looks_at_values_after_the_calls_does_not_end_the_survey() -> None:
+    def step(module: Any, x: Tensor) -> Any:
+        h = module.encoder(x)
+        out = module.decoder(h[:, :3])
+        if out.mean().item() > 100 or bool((out > 5).any()) or out.detach().numpy().sum() < -1000:
+            return h.sum()
+        return out.mean()
+
+    region = found(step)
+    assert [key.call for key in region.span.wanted] == [0, 2]  # shown ones, the step returned the sum of `h`
+
+
+def test_no_call_after_a_look_at_a_value_is_counted() -> None:
+    def step(module: Any, x: Tensor) -> Any:
+        h = module.encoder(x)
+        if h.mean().item() > 0:
+            return module.decoder(h[:, :3]).mean()
+        return h.mean()
+
+    region = found(step)
+    assert isinstance(region, RegionCall)  # the decoder runs on the last stage
+    assert region.path == "encoder"
+
+
+def test_an_attribute_that_the_model_leaves_behind_is_an_output() -> None:
+    def step(module: Any, x: Tensor) -> Any:
+        return module.keeps(x).mean() + module.keeps.penalty
+
+    region = found(step)
+    assert isinstance(region, StepRegion)
+    assert [key.name for key in region.span.wanted] == ["", "keeps.penalty"]
+
+
+def test_a_tensor_hidden_elsewhere_is_refused() -> None:
+    stash: list[Tensor] = []
+
+    class Hides(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            stash.append(super().forward(x))
+            return stash[-1] * 2
+
+    def step(module: Any, x: Tensor) -> Any:
+        return module.hides(x).mean() + stash[-1].mean()
+
+    module = Lit(step)
+    module.hides = Hides(6, 6)
+    with pytest.raises(TraceError, match="has left somewhere"):
+        locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+
+
+def test_the_module_and_the_generators_are_left_as_they_were() -> None:
+    module = Lit(vae)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6, generator=torch.Generator())), batch_size=BATCH)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.kept == []
+    assert not any(isinstance(parameter.grad, Tensor) for parameter in module.parameters())
