@@ -5,9 +5,9 @@ returns the outputs of all microbatches together, so that the loss is the one de
 changes is undone. If that loss is the mean or the sum of the microbatches' losses, it is known how to weigh them. If it is
 neither, a warning says so.
 
-The first training batch with several microbatches is checked, and the first of each further trace, which may be another loss;
-what it costs is little next to the trace. Its gradients were computed with the weights in use until then; they are linear in
-them and are corrected when the check finds others, so no batch runs twice.
+The first training batch with several microbatches is checked; the tenth, the hundredth and so on, because padding may come
+late; and the first of each further trace, which may be another loss. The gradients of a checked batch were computed with the
+weights in use until then; they are linear in them and are corrected when the check finds others, so no batch runs twice.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class LossCheck:
         self.topology = topology
         self._known: list[TracedRegion] = []
         self._num_unclear = 0
+        self._num_batches = 0
         self._ended = False
         self._said_impossible = False
 
@@ -74,10 +75,11 @@ class LossCheck:
 
     def begin(self, run: BatchRun, batch: Any, traced: TracedRegion) -> BatchCheck | None:
         """Called before a batch runs through the graph; None where there is nothing to check."""
-        wanted = run.step.is_training and len(run.sizes) > 1 and not self._ended
-        if not wanted or any(known is traced for known in self._known):
+        if not run.step.is_training or len(run.sizes) < 2 or self._ended:
             return None
-        return BatchCheck(self, run, batch, traced)
+        self._num_batches += 1
+        is_new = not any(known is traced for known in self._known)
+        return BatchCheck(self, run, batch, traced) if is_new or _is_power_of_ten(self._num_batches) else None
 
     def learn(self, finding: Finding, traced: TracedRegion) -> Finding:
         """Takes over what the last stage has found; returns what the user is to be told."""
@@ -87,7 +89,7 @@ class LossCheck:
                 return finding
             self._ended = True
             return impossible(f"in {_MAX_UNCLEAR} batches it was zero or not finite, or there was none")
-        self._known = [*self._known[-(_MAX_TRACES - 1) :], traced]
+        self._known = [*[known for known in self._known if known is not traced][-(_MAX_TRACES - 1) :], traced]
         if finding.verdict is Verdict.DIFFERS or finding.is_warning:
             self._ended = True  # once is enough
         if finding.verdict is Verdict.FITS:
@@ -192,6 +194,10 @@ class BatchCheck:
         ):
             muted.begin_microbatch(sum(run.sizes))
             return loss_of(run.step.function(self._batch, *run.step.rest))
+
+
+def _is_power_of_ten(number: int) -> bool:
+    return set(str(number)[1:]) <= {"0"} and str(number)[0] == "1"
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[float, float]:

@@ -100,10 +100,10 @@ def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) 
     for field in fields(Signature):
         if field.name in _OTHER and getattr(before.signature, field.name) != getattr(made.signature, field.name):
             found[_OTHER[field.name]] = f"{_OTHER[field.name]} changed"
-    new = {name: value for name, value in made.constants.items() if before.constants.get(name, value) != value}
-    if new:
+    others = {name: value for name, value in made.constants.items() if before.constants.get(name, value) != value}
+    if others:
         found.pop(_OTHER["structure"], None)
-        found |= {name: f"{name} is {value!r} after {before.constants[name]!r}" for name, value in new.items()}
+        found |= {name: f"{name} is {value!r} after {before.constants[name]!r}" for name, value in others.items()}
     if len(before.shapes) != len(made.shapes):
         return found or {"the inputs": "the inputs are others"}
     names = made.names if len(made.names) == len(made.shapes) else [f"tensor {index}" for index in range(len(made.shapes))]

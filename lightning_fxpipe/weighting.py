@@ -220,7 +220,7 @@ def _difference(
     relative = abs(whole - used) / max(abs(whole), abs(used))
     if fitting:
         reason = f"It is a {fitting[0].value} over samples, not a {(options.reduction or LossReduction.MEAN).value}."
-        advice = f"Set FxPipeStrategy(loss_reduction='{fitting[0].value}'), or leave it at 'auto'."
+        advice = f"FxPipeStrategy(loss_reduction='{fitting[0].value}') trains with the {fitting[0].value}."
     else:
         reason = (
             "Losses that compare samples with each other, use statistics of the batch, or divide by something else than the "

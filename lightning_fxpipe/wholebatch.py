@@ -8,7 +8,7 @@ nothing that matters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat import StandIns, symbolic_expression
+from lightning_fxpipe.objects import lasting_objects
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.region import StepCall, find_region, replaced_region
@@ -76,15 +77,19 @@ class WholeBatch:
 
             def run_region(*args: Any, **kwargs: Any) -> Any:
                 with mode.in_stage():
-                    tensors = self._outputs(traced, _tensors((args, kwargs)), (args, kwargs))
+                    inputs = traced.input_tensors(args, kwargs)
+                    if inputs is None:
+                        raise NotJoinable("the model is called with other arguments for the whole batch")
+                    tensors = self._outputs(traced, inputs, inputs)
                 return traced.result(tensors)
 
             with watched_step(run.randomness.draws) as mode, replaced_region(run.root, path, run_region):
                 yield
             return
         example = self._batch, run.step.rest[1:]
-        replayer = Replayer(run.root, traced.record, _sizes(traced, example), run.device.type)
-        with replayer.lead(example, run.randomness.draws, lambda inputs: self._outputs(traced, inputs, example)):
+        given = Template.of(example, shared=lasting_objects(run.root)).tensors
+        replayer = Replayer(run.root, traced.record, _sizes(traced, given), run.device.type)
+        with replayer.lead(example, run.randomness.draws, lambda inputs: self._outputs(traced, inputs, given)):
             yield
 
     def _trace_whole(self) -> TracedRegion:
@@ -102,17 +107,24 @@ class WholeBatch:
 
     # ------------------------------------------------------------------ the region's outputs
 
-    def _outputs(self, traced: TracedRegion, inputs: Sequence[Tensor], example: Any) -> list[Tensor]:
-        """The outputs, for the region's input tensors. What its own Python draws is drawn, as on one device."""
-        sizes = _sizes(traced, example) if traced.draw_nodes else {}
+    def _outputs(self, traced: TracedRegion, inputs: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """The region's outputs. What its own Python draws is drawn, as on one device.
+
+        Args:
+            traced: The graph.
+            inputs: The region's input tensors.
+            given: The tensors that the graph's sizes follow from.
+        """
+        sizes = _sizes(traced, given)
+        symbols = self._batch_symbols(traced, sizes)
         drawn = [node.meta["draw"].make(self._run.randomness.draws, sizes) for node in traced.draw_nodes]
         nodes: Sequence[Any] = traced.output_node.args[0]  # type: ignore[assignment]
         parts = [[kept.outputs[i] for kept in self._kept] for i in range(len(nodes))]
-        outputs = [self._joined(traced, node, tensors) for node, tensors in zip(nodes, parts, strict=True)]
+        outputs = [self._joined(node, tensors, symbols) for node, tensors in zip(nodes, parts, strict=True)]
         if all(output is not None for output in outputs):
             return [output for output in outputs if output is not None]
         try:
-            again = self._computed_again(traced, [*inputs, *drawn], example)
+            again = self._computed_again(traced, [*inputs, *drawn], symbols)
             return [other if output is None else output for output, other in zip(outputs, again, strict=True)]
         except NotJoinable as error:
             self._obstacle = str(error)
@@ -124,26 +136,32 @@ class WholeBatch:
         stand_ins = [StandIns().make(tuple(p[0].shape), p[0].dtype, self._run.device, requires_grad=False) for p in parts]
         return [stand_in if output is None else output for output, stand_in in zip(outputs, stand_ins, strict=True)]
 
-    def _joined(self, traced: TracedRegion, node: fx.Node, parts: Sequence[Tensor]) -> Tensor | None:
+    def _batch_symbols(self, traced: TracedRegion, sizes: Mapping[Any, int]) -> frozenset[Any]:
+        """The symbols that stand for the number of samples: they differ between a microbatch and the batch, others do not."""
+        if traced is not self._setup.traced:
+            return frozenset(sizes)  # nothing but the batch is a symbol in it
+        before = self._setup.sizes
+        return frozenset(symbol for symbol, size in sizes.items() if size != before[symbol])
+
+    def _joined(self, node: fx.Node, parts: Sequence[Tensor], symbols: Set[Any]) -> Tensor | None:
         """A node's result for the whole batch, from those for the microbatches; None where they do not tell."""
-        dimension = batch_dimension(traced, node)
+        dimension = batch_dimension(node, symbols)
         if dimension is not None:
             return torch.cat([part.to(self._run.device) for part in parts], dim=dimension)
         if not _depends_on_inputs(node) and all(torch.equal(part, parts[0]) for part in parts):
             return parts[0].to(self._run.device)
         return None
 
-    def _computed_again(self, traced: TracedRegion, values: Sequence[Tensor], example: Any) -> tuple[Tensor, ...]:
+    def _computed_again(self, traced: TracedRegion, values: Sequence[Tensor], symbols: Set[Any]) -> tuple[Tensor, ...]:
         """What the last stage gives for what it received for all microbatches.
 
         Raises:
             NotJoinable: It received what cannot be joined, or it draws random numbers, which would be others.
         """
-        _sizes(traced, example)  # the graph must be that of the whole batch
         stage = self._stage_of(traced)
         received = []
         for i, node in enumerate(stage.boundary_in):
-            tensor = self._joined(traced, node, [kept.received[i] for kept in self._kept])
+            tensor = self._joined(node, [kept.received[i] for kept in self._kept], symbols)
             if tensor is None:
                 raise NotJoinable(f"neither has what the last stage receives from {node.name}")
             received.append(tensor)
@@ -169,12 +187,16 @@ class WholeBatch:
 _NOTHING = torch.empty(0)
 
 
-def batch_dimension(traced: TracedRegion, node: fx.Node) -> int | None:
-    """The dimension of a node's result that is the batch; None where none is, or several depend on its size."""
-    batch = {shape[0] for shape in traced.input_shapes if shape and not isinstance(shape[0], int)}
+def batch_dimension(node: fx.Node, symbols: Set[Any]) -> int | None:
+    """The dimension of a node's result that is the batch; None where none is, or several depend on its size.
+
+    Args:
+        node: The node.
+        symbols: Those that stand for the size of the batch.
+    """
     sizes = [symbolic_expression(size) for size in node.meta["val"].shape]
-    depending = [dim for dim, size in enumerate(sizes) if batch & getattr(size, "free_symbols", set())]
-    return depending[0] if len(depending) == 1 and sizes[depending[0]] in batch else None
+    depending = [dim for dim, size in enumerate(sizes) if not isinstance(size, int) and size.free_symbols & symbols]
+    return depending[0] if len(depending) == 1 and sizes[depending[0]] in symbols else None
 
 
 def _depends_on_inputs(node: fx.Node) -> bool:
@@ -190,17 +212,13 @@ def _depends_on_inputs(node: fx.Node) -> bool:
     return False
 
 
-def _tensors(example: Any) -> list[Tensor]:
-    return list(Template.of(example).tensors)
-
-
-def _sizes(traced: TracedRegion, example: Any) -> dict[Any, int]:
+def _sizes(traced: TracedRegion, given: Sequence[Tensor]) -> dict[Any, int]:
     """Values of the symbols for a call.
 
     Raises:
         NotJoinable: The graph is one of other sizes.
     """
-    sizes = traced.bind_sizes(tuple(tuple(tensor.shape) for tensor in _tensors(example)))
+    sizes = traced.bind_sizes(tuple(tuple(tensor.shape) for tensor in given))
     if sizes is None:
         raise NotJoinable("the graph that was recorded for a microbatch is not that of the whole batch")
     return sizes

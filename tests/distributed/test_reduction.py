@@ -88,6 +88,12 @@ class WrongLater(Mean):
         return F.cross_entropy(self.model(batch[0]).flatten(0, -2), batch[1].flatten(), reduction=reduction)
 
 
+class WrongFromTheTenth(Mean):
+    def loss(self, logits: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return losses.mean() if batch_idx < 9 else losses.mean() / losses.detach().std()
+
+
 class MovesTeacher(Mean):
     """Changes parameters through their data, which no version counts, and keeps what it likes."""
 
@@ -151,6 +157,13 @@ def test_a_mean_is_checked_once_and_nothing_is_said(ranks: Ranks) -> None:
     assert [result["told"] for result in results] == [[], []]
     assert last_stage(results)["calls"] == [2] * 4 + [8] + [2] * 8  # the whole batch once, after the first batch
     assert results[1]["calls"] == []
+
+
+def test_the_tenth_batch_is_checked_again(ranks: Ranks) -> None:
+    result = last_stage(ranks(2).run(piped, "WrongFromTheTenth", 2, (8,) * 12))
+    assert [i for i, size in enumerate(result["calls"]) if size == 8] == [2, 21]
+    (told,) = result["told"]
+    assert WRONG in told
 
 
 def test_code_that_fails_on_the_whole_batch_costs_the_check_only(ranks: Ranks) -> None:

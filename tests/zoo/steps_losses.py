@@ -70,6 +70,14 @@ class MeanOverTokens(TokenModel):
         return loss
 
 
+class SumOverTokens(TokenModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch["ids"])
+        loss = F.cross_entropy(logits.transpose(1, 2), batch["labels"], ignore_index=PADDING, reduction="sum") * 0.02
+        self.log("train_loss", loss)
+        return loss
+
+
 def num_tokens(batch: Any) -> Tensor:
     return (batch["labels"] != PADDING).sum()
 
@@ -80,6 +88,11 @@ def token_batches(*lengths: int) -> list[Any]:
     ids = [torch.randint(1, 11, (len(lengths), max(lengths)), generator=g) for _ in range(3)]
     kept = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(1)
     return [{"ids": batch, "labels": torch.where(kept, batch, PADDING)} for batch in ids]
+
+
+def batches_of_lengths(*lengths: int) -> list[Any]:
+    """Every batch is padded to a length of its own."""
+    return [token_batches(2, 3, 4, length)[0] for length in lengths]
 
 
 class Standardised(Plain):
@@ -176,6 +189,13 @@ CASES: dict[str, Case] = {
         make=MeanOverTokens,
         batches=lambda: token_batches(0, 0, 5, 6),
         microbatches=(2, 4),
+        strategy={"loss_weight": num_tokens},
+    ),
+    "sum_over_tokens": Case(make=SumOverTokens, batches=lambda: batches_of_lengths(5, 7, 6, 9, 8, 5, 6), microbatches=(2, 4)),
+    "lengths_weighted": Case(
+        make=MeanOverTokens,
+        batches=lambda: batches_of_lengths(5, 7, 6, 9, 8),
+        microbatches=(2,),
         strategy={"loss_weight": num_tokens},
     ),
     "standardised": Case(make=Standardised, batches=labelled, microbatches=(1, 2)),
