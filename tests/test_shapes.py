@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fxpipe import stagetraces
+from lightning_fxpipe import runtime, stagetraces
 from lightning_fxpipe._compat import FakeWorld
 from lightning_fxpipe.cost import build_chain
 from lightning_fxpipe.errors import TraceError
@@ -22,7 +25,7 @@ from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.stagetraces import StageTraces
-from lightning_fxpipe.step import StepKind
+from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
 from lightning_fxpipe.tracelog import MANY_TRACES, TraceLog
@@ -379,3 +382,64 @@ def test_a_cache_keeps_what_was_used_last() -> None:
         assert get(key) == key
     assert made == [1, 2, 3, 4, 2]
     assert len(cache) == 3
+
+
+class FakePipeline:
+    """Counts how many there are, and runs nothing."""
+
+    alive: weakref.WeakSet[FakePipeline] = weakref.WeakSet()
+    num_made = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        FakePipeline.alive.add(self)
+        FakePipeline.num_made += 1
+
+    def step(self) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def fake_pipelines(monkeypatch: pytest.MonkeyPatch) -> type[FakePipeline]:
+    monkeypatch.setattr(runtime, "Pipeline", FakePipeline)
+    monkeypatch.setattr(FakePipeline, "num_made", 0)
+    return FakePipeline
+
+
+def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]) -> Messages:
+    class Module(Steps):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return training_step(self.model, batch)
+
+    messages, root = Messages(), Module(torch.tanh)
+    plan = make_plan(root, batches[0], num_stages=2)
+    topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
+    stages = runtime.PipelineRuntime(root, plan, topology, num_microbatches=2, schedule="gpipe", trace_log=messages.log())
+    for index, batch in enumerate(batches):
+        step = Step(
+            kind=StepKind.TRAIN, function=root.training_step, rest=(index,), context=nullcontext, random_key=("train", index)
+        )
+        stages.run(step, batch)
+    return messages
+
+
+def test_memory_does_not_grow_with_the_number_of_shapes(fake_pipelines: type[FakePipeline]) -> None:
+    sizes = [(2 * (2 + index % 4), 2 + index) for index in range(200)]
+    messages = run_batches([x_of(*size) for size in sizes], lambda model, x: model(x).sum())
+    gc.collect()
+    assert fake_pipelines.num_made == 200
+    assert len(fake_pipelines.alive) <= 8
+    assert len(messages.lines) == 1  # the second length; all later shapes go through its trace
+
+
+def test_names_of_samples_make_nothing_new(fake_pipelines: type[FakePipeline]) -> None:
+    batches = [{"x": x_of(4, 7), "names": [f"{index}-{sample}" for sample in range(4)], "id": f"{index}"} for index in range(5)]
+    messages = run_batches(batches, lambda model, batch: model(batch["x"]).sum())
+    assert fake_pipelines.num_made == 1
+    assert not messages.lines
+
+
+def test_a_number_that_the_model_gets_is_not_overlooked(fake_pipelines: type[FakePipeline]) -> None:
+    batches = [{"x": x_of(4, 7), "lengths": [length] * 4} for length in (7, 5, 7, 3, 5)]
+    messages = run_batches(batches, lambda model, batch: model(batch["x"][:, : max(batch["lengths"])]).sum())
+    assert fake_pipelines.num_made == 3
+    assert len(messages.lines) == 1

@@ -1,12 +1,12 @@
 """What batches of another length in every step cost, against batches of one length.
 
     python examples/benchmarks/shapes_time.py                    # a compute-bound size, two processes
-    python examples/benchmarks/shapes_time.py --rounds 40 --dim 256
+    python examples/benchmarks/shapes_time.py --rounds 40 --dim 192
 
 One run of ``Trainer(strategy="fxpipe")`` trains the example's GPT. Each round has three steps: one on a batch of the fixed
 length, one on a batch of a length that was never seen before, and one of that length again. The new lengths come in pairs with
-the fixed one as their mean, so over a run both kinds have the same number of tokens. The first steps, in which the model is
-traced, are counted apart.
+the fixed one as their mean, so both kinds have the same number of tokens; ratios are medians (and ranges) over the pairs. The
+first steps, in which the model is traced, are counted apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from step_time import Work, loss_of, make_model, make_optimizer  # noqa: E402
+from step_time import Work, loss_of, make_model, make_optimizer, spread  # noqa: E402
 
 from lightning_fxpipe import FxPipeStrategy  # noqa: E402
 from lightning_fxpipe.table import render_table  # noqa: E402
@@ -105,10 +105,10 @@ def report(seconds: list[float], traces: list[float]) -> None:
     fixed, new, again = measured[0::3], measured[1::3], measured[2::3]
     first_seen = [a - b for a, b in zip(new, again, strict=True)]
     rows = [
-        ("Step, one length", f"{1000 * statistics.mean(fixed):.0f} ms"),
-        ("Step, a new length each time", f"{1000 * statistics.mean(new):.0f} ms"),
-        ("Ratio", f"{sum(new) / sum(fixed):.3f}"),
-        ("Ratio, lengths seen before", f"{sum(again) / sum(fixed):.3f}"),
+        ("Step, one length", f"{1000 * statistics.median(fixed):.0f} ms"),
+        ("Step, a new length each time", f"{1000 * statistics.median(new):.0f} ms"),
+        ("Ratio", spread(ratios(new, fixed), "{:.3f}")),
+        ("Ratio, lengths seen in the step before", spread(ratios(again, fixed), "{:.3f}")),
         ("First step of a length, more than its second", f"{1000 * statistics.median(first_seen):.0f} ms"),
         ("Lengths", str(len(new) + 2)),
         ("Traces", f"{len(traces)}: {', '.join(f'{s:.2f} s' for s in traces)}"),
@@ -116,6 +116,12 @@ def report(seconds: list[float], traces: list[float]) -> None:
         ("First step of the second length", f"{seconds[2]:.2f} s"),
     ]
     print(render_table("Batches of changing length", ("", "Measured"), rows, right_aligned=("Measured",)))
+
+
+def ratios(varying: list[float], fixed: list[float]) -> list[float]:
+    """Of two steps each, whose lengths have the fixed one as their mean."""
+    pairs = range(0, len(fixed), 2)
+    return [sum(varying[i : i + 2]) / sum(fixed[i : i + 2]) for i in pairs]
 
 
 if __name__ == "__main__":
