@@ -24,6 +24,9 @@ CASES = [
 ]
 # Masks and tables are computed by each stage, from buffers that several stages then hold.
 CASES += [("rotary", "1f1b", stages, 5) for stages in (2, 4)]
+# Every model, schedule and number of stages with some numbers of microbatches; the nightly run has the whole matrix.
+OFTEN = {(2, 1), (2, 5), (3, 4), (4, 1), (4, 5)}
+MARKED = [pytest.param(*case, marks=() if case[2:] in OFTEN else pytest.mark.slow) for case in CASES]
 
 
 @cache
@@ -37,7 +40,7 @@ def pipelined_fit(model: str, schedule: str, stages: int, microbatches: int) -> 
     return fit_and_record(model, strategy=strategy, devices=stages)
 
 
-@pytest.mark.parametrize(("model", "schedule", "stages", "microbatches"), CASES)
+@pytest.mark.parametrize(("model", "schedule", "stages", "microbatches"), MARKED)
 def test_equals_one_device(ranks: Callable[[int], RankPool], model: str, schedule: str, stages: int, microbatches: int) -> None:
     expected = reference(model)
     results = ranks(stages).run(pipelined_fit, model, schedule, stages, microbatches)
