@@ -18,7 +18,15 @@ from tests.test_planning import BATCH, MODELS, STAGES, Distilled, call_of, fqns_
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_stages", STAGES)
-@pytest.mark.parametrize(("training", "batch_size"), [(True, BATCH), (False, BATCH), (True, 7), (False, 3)])
+@pytest.mark.parametrize(
+    ("training", "batch_size"),
+    [
+        (True, BATCH),
+        pytest.param(False, BATCH, marks=pytest.mark.slow),
+        pytest.param(True, 7, marks=pytest.mark.slow),
+        (False, 3),
+    ],
+)
 def test_every_graph_of_the_model_gives_each_parameter_its_owner(
     name: str, num_stages: int, training: bool, batch_size: int
 ) -> None:

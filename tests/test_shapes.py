@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fxpipe import runtime, stagetraces
+from lightning_fxpipe import reduction, runtime, stagetraces
 from lightning_fxpipe._compat import FakeWorld
 from lightning_fxpipe.cost import build_chain
 from lightning_fxpipe.errors import TraceError
@@ -29,6 +29,7 @@ from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
 from lightning_fxpipe.tracelog import MANY_TRACES, TraceLog
+from lightning_fxpipe.weighting import LossOptions
 from tests.staging import assert_stages_equal_whole, call_of
 
 WIDTH = 6
@@ -400,6 +401,7 @@ class FakePipeline:
 
 @pytest.fixture
 def fake_pipelines(monkeypatch: pytest.MonkeyPatch) -> type[FakePipeline]:
+    monkeypatch.setattr(reduction.LossCheck, "begin", lambda *_: None)  # nothing has run that it could compare
     monkeypatch.setattr(runtime, "Pipeline", FakePipeline)
     monkeypatch.setattr(FakePipeline, "num_made", 0)
     return FakePipeline
@@ -413,7 +415,9 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
     messages, root = Messages(), Module(torch.tanh)
     plan = make_plan(root, batches[0], num_stages=2)
     topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
-    stages = runtime.PipelineRuntime(root, plan, topology, num_microbatches=2, schedule="gpipe", trace_log=messages.log())
+    stages = runtime.PipelineRuntime(
+        root, plan, topology, num_microbatches=2, schedule="gpipe", loss=LossOptions(), trace_log=messages.log()
+    )
     for index, batch in enumerate(batches):
         step = Step(
             kind=StepKind.TRAIN, function=root.training_step, rest=(index,), context=nullcontext, random_key=("train", index)
