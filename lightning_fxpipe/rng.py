@@ -52,9 +52,11 @@ def python_rng() -> tuple[Any, ...]:
 
 
 def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states of the generators are equal; those of the CPU, which all ranks share."""
+    """Whether two states of the generators are equal, the current device's included."""
+    nothing = torch.empty(0)
     return bool(
         torch.equal(one["torch"], other["torch"])
+        and torch.equal(one.get("cuda", nothing), other.get("cuda", nothing))
         and one["python"] == other["python"]
         and repr(one.get("numpy")) == repr(other.get("numpy"))
         and ("numpy" not in one or bool((one["numpy"][1] == other["numpy"][1]).all()))

@@ -370,6 +370,14 @@ def test_states_differ_in_a_single_word_of_many() -> None:
     assert rng.same_rng(state, state | {"numpy": (name, words.copy(), *rest)})
 
 
+def test_a_device_whose_generator_has_moved_is_seen() -> None:
+    # Dropout in the stages moves the device's generator on the last rank alone, so the others must be told.
+    state = rng.rng_state()
+    there, moved = {"cuda": torch.zeros(4)}, {"cuda": torch.ones(4)}
+    assert rng.same_rng(state | there, state | there)
+    assert not rng.same_rng(state | there, state | moved)
+
+
 @pytest.mark.parametrize("advance", [random.random, numpy.random.rand], ids=["python", "numpy"])
 def test_python_rng_changes_when_python_or_numpy_draw_and_not_with_torch(advance: Callable[[], Any]) -> None:
     with rng.isolated_rng():
