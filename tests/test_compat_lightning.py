@@ -1,0 +1,356 @@
+"""A canary for each private name of Lightning that the package uses; see `test_compat` for those of torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import lightning_fxpipe.strategy
+from lightning_fxpipe import _compat, rng
+from tests.lit import make_trainer
+from tests.test_compat import draw
+
+# ------------------------------------------------------------------ Lightning: processes
+
+
+@pytest.fixture
+def lonely_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningEnvironment]:
+    """The environment of one process alone; the process group that a test makes is gone afterwards."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # Lightning sets these itself, past monkeypatch, so they are set here to be taken away in the end.
+    environment = LightningEnvironment()
+    monkeypatch.setenv("MASTER_PORT", str(environment.main_port))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield environment
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_init_dist_connection_chooses_gloo_for_cpus(lonely_environment: LightningEnvironment) -> None:
+    assert not dist.is_initialized()
+    _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+    assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
+    # The second run of a Trainer comes here again.
+    _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+
+
+def test_default_store_holds_what_a_rank_writes() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = _compat.default_store()
+        store.set("lightning_fxpipe/test", "what happened")
+        store.wait(["lightning_fxpipe/test"], timedelta(seconds=1))
+        assert _compat.default_store().get("lightning_fxpipe/test") == b"what happened"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
+    from lightning_utilities.core.rank_zero import rank_zero_only as of_utilities
+
+    decorated = [decorator(lambda: "ran") for decorator in (of_fabric, of_pytorch, of_utilities)]
+    try:
+        _compat.set_rank_zero_only(1)
+        assert [function() for function in decorated] == [None, None, None]
+    finally:
+        _compat.set_rank_zero_only(0)
+    assert [function() for function in decorated] == ["ran", "ran", "ran"]
+
+
+def test_subprocess_script_launcher_calls_the_function_here() -> None:
+    class Started(LightningEnvironment):
+        """Processes that something else has started, so that the launcher starts none."""
+
+        @property
+        def creates_processes_externally(self) -> bool:
+            return True
+
+    threads = torch.get_num_threads()
+    launcher = _compat.subprocess_launcher(Started(), 2, 1)
+    try:
+        assert launcher.launch(lambda *args, **kwargs: (args, kwargs), 1, trainer=None, b=2) == ((1,), {"b": 2})
+    finally:
+        torch.set_num_threads(threads)
+        os.environ.pop("OMP_NUM_THREADS", None)
+    assert launcher.is_interactive_compatible is False
+
+
+def test_private_methods_that_the_strategy_overrides_are_lightnings() -> None:
+    """An override that nothing calls any more would be silent: no launcher, so no processes."""
+    tree = ast.parse(Path(lightning_fxpipe.strategy.__file__).read_text(encoding="utf-8"))
+    overridden = [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("_")
+        and any(ast.unparse(decorator) == "override" for decorator in node.decorator_list)
+    ]
+    assert "_configure_launcher" in overridden
+    assert [name for name in overridden if not callable(getattr(Strategy, name, None))] == []
+    strategy = make_trainer(strategy="fxpipe", devices=2).strategy
+    assert strategy._launcher is strategy.launcher is not None
+
+
+# ------------------------------------------------------------------ Lightning: the first batch
+
+
+class Counted(L.LightningModule):
+    """Keeps the batches that its steps get; its own hook changes them before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[Tensor] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Tensor:
+        return batch[0] + 100
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch)
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(batch)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Peek(L.Callback):
+    """Asks for the first batch where the strategy does: in setup, before the loop has made its iterators."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.batch: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.active:
+            self.batch = _compat.first_batch(trainer)
+
+
+def loader(*, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(10.0).unsqueeze(1)), batch_size=4, shuffle=shuffle, **options)
+
+
+def run_and_peek(method: str, data: Any, *, active: bool = True) -> tuple[Any, list[Tensor]]:
+    L.seed_everything(5, verbose=False)
+    module, peek = Counted(), Peek(active)
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[peek])
+    getattr(trainer, method)(module, data)
+    return peek.batch, module.seen
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_data_source_of_each_loop_gives_the_batch_that_its_step_gets(method: str) -> None:
+    batch, seen = run_and_peek(method, loader())
+    assert batch is not seen[0]
+    torch.testing.assert_close(batch, seen[0], rtol=0, atol=0)
+    torch.testing.assert_close(batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
+
+
+def test_the_batches_of_a_run_are_the_same_with_and_without_a_look_at_the_first() -> None:
+    with_look = run_and_peek("fit", loader(shuffle=True))[1]
+    without = run_and_peek("fit", loader(shuffle=True), active=False)[1]
+    assert len(with_look) == 6
+    torch.testing.assert_close(with_look, without, rtol=0, atol=0)
+
+
+def test_several_evaluation_loaders_run_one_after_another() -> None:
+    class Two(Counted):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    peek = Peek(active=True)
+    make_trainer(callbacks=[peek]).validate(Two(), [loader(), DataLoader(TensorDataset(torch.ones(2, 1)))])
+    torch.testing.assert_close(peek.batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
+
+
+def test_no_dataloader_is_no_batch() -> None:
+    trainer = make_trainer()
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.fit_loop._data_source.instance = Counted()
+    assert _compat.first_batch(trainer) is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_counter_counts_training_batches_over_epochs_whatever_is_accumulated(count: int) -> None:
+    class Counting(L.Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            self.found.append(_compat.batch_counter(trainer, "training_step"))
+
+    counting = Counting()
+    make_trainer(max_epochs=2, accumulate_grad_batches=count, callbacks=[counting]).fit(Counted(), loader())
+    assert counting.found == list(range(counting.found[0], counting.found[0] + 6))
+
+
+def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
+    """It is part of the key of the stages' random numbers: a resumed run must not draw the first epoch's again."""
+
+    class Counting(L.Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            self.found.append(_compat.batch_counter(trainer, "training_step"))
+
+    whole, second = Counting(), Counting()
+    make_trainer(max_epochs=2, callbacks=[whole]).fit(Counted(), loader())
+    first = make_trainer(max_epochs=1)
+    first.fit(Counted(), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    make_trainer(max_epochs=2, callbacks=[second]).fit(Counted(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert second.found == whole.found[3:]
+
+
+# ------------------------------------------------------------------ the first batch of a loader
+
+
+class Pids(Dataset[int]):
+    """Says in which process a sample was loaded."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_first_loader_batch_starts_no_workers() -> None:
+    batch = _compat.first_loader_batch(DataLoader(Pids(), batch_size=4, num_workers=2))
+    assert batch.tolist() == [os.getpid()] * 4
+
+
+def orders(data: DataLoader[Any], *, look: bool) -> list[list[float]]:
+    """Two epochs of a loader, from a fixed state of the generators."""
+    torch.manual_seed(0)
+    if look:
+        _compat.first_loader_batch(data)
+    return [[value for (batch,) in data for value in batch.flatten().tolist()] for _ in range(2)]
+
+
+def test_first_loader_batch_leaves_the_order_of_a_shuffled_loader() -> None:
+    assert orders(loader(shuffle=True), look=True) == orders(loader(shuffle=True), look=False)
+
+
+def test_first_loader_batch_leaves_a_loaders_own_generator() -> None:
+    """A loader with a generator of its own, as in torch's notes on reproducibility, is out of the default generators' reach."""
+
+    def seeded() -> DataLoader[Any]:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    assert orders(seeded(), look=True) == orders(seeded(), look=False)
+
+
+def test_first_loader_batch_leaves_the_default_generators() -> None:
+    state = rng.rng_state()
+    expected = draw()
+    rng.set_rng_state(state)
+
+    class Augmented(Pids):
+        def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+            return torch.tensor(draw())
+
+    _compat.first_loader_batch(DataLoader(Augmented(), batch_size=4, shuffle=True))
+    assert draw() == expected
+
+
+class Stream(IterableDataset[int]):
+    """Its own iterator, as a socket or a queue is: what is taken is gone."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.position >= 7:
+            raise StopIteration
+        self.position += 1
+        return self.position
+
+
+def test_first_loader_batch_loses_nothing_of_a_dataset_that_is_its_own_iterator() -> None:
+    data = DataLoader(Stream(), batch_size=3)
+    assert _compat.first_loader_batch(data).tolist() == [1, 2, 3]
+    assert [batch.tolist() for batch in data] == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_first_loader_batch_of_an_iterable_dataset_shorter_than_a_batch() -> None:
+    assert _compat.first_loader_batch(DataLoader(Stream(), batch_size=20)).tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_first_loader_batch_without_automatic_batching() -> None:
+    assert _compat.first_loader_batch(DataLoader(Stream(), batch_size=None)) == 1
+    assert _compat.first_loader_batch(DataLoader([torch.ones(2, 3)], batch_size=None)).shape == (2, 3)
+
+
+def test_first_loader_batch_collates_as_the_loader_does() -> None:
+    class Many(Pids):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [10 * index for index in indices]
+
+    assert _compat.first_loader_batch(DataLoader(Many(), batch_size=3)).tolist() == [0, 10, 20]
+    assert _compat.first_loader_batch(DataLoader([1, 2, 3], batch_size=2, collate_fn=sum)) == 3
+    assert _compat.first_loader_batch(DataLoader([1, 2, 3], batch_sampler=[[2, 0], [1]])).tolist() == [3, 1]
+
+
+def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
+    loaders = {"a": DataLoader([1, 2], batch_size=2), "b": [DataLoader([3]), DataLoader([4, 5], batch_size=2)]}
+    for given in (loaders, CombinedLoader(loaders, "max_size")):
+        batch = _compat.first_loader_batch(given)
+        assert batch["a"].tolist() == [1, 2]
+        assert [part.tolist() for part in batch["b"]] == [[3], [4, 5]]
+        assert _compat.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
+
+
+def test_first_loader_batch_of_another_iterable_is_its_first_item() -> None:
+    assert _compat.first_loader_batch(_Reiterable()) == "first"
+
+
+class _Reiterable:
+    def __iter__(self) -> Iterator[str]:
+        return iter(("first", "second"))
+
+
+# ------------------------------------------------------------------ Lightning: checkpoints
+
+
+def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_path: Path) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint, _process_cli_args
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder, weight = tmp_path / "folder", torch.randn(3)
+    save({"model": {"weight": weight}}, checkpoint_id=folder, no_dist=True)
+    arguments = Namespace(checkpoint_folder=str(folder), output_file=None)
+    with pytest.raises(SystemExit):
+        _process_cli_args(arguments)
+    torch.save({"epoch": 3}, folder / _compat.metadata_filename())
+    config = _process_cli_args(arguments)
+    checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
+    assert checkpoint["epoch"] == 3
+    torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)
