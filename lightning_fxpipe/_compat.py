@@ -395,6 +395,27 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         yield
 
 
+class SkippedBatch:
+    """What ``Strategy.training_step`` returns where the user's returned None."""
+
+
+def allow_skipped_batches(trainer: Trainer) -> None:
+    """Lets training go on after a :class:`SkippedBatch` as it does on one device after None.
+
+    Lightning refuses None where several processes run, since in data-parallel training each decides for itself; the ranks of
+    one pipeline skip together. Lightning 2.6.
+    """
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+
+    class MaySkip(ClosureResult):
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+            output = None if isinstance(training_step_output, SkippedBatch) else training_step_output
+            return ClosureResult.from_training_step_output(output, normalize)
+
+    trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
+
+
 def default_store() -> Any:
     """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
     from torch.distributed.distributed_c10d import _get_default_store

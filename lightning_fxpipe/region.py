@@ -27,6 +27,10 @@ from lightning_fxpipe.torchcalls import CallContext
 IsRegion = Callable[[nn.Module], bool]
 
 
+class NoModelCall(TraceError):
+    """The step came to its end without a call of a model that is pipelined."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
     """A call of user code that calls the model somewhere inside.
@@ -52,10 +56,11 @@ class StepCall:
         return cls(function=module, args=tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), kwargs={})
 
     @classmethod
-    def of_step(cls, step: Callable[..., Any], batch: Any) -> StepCall:
-        """A LightningModule's step on the first batch of the first dataloader."""
-        indices = list(inspect.signature(step).parameters.values())[1:]
-        return cls(function=step, args=(batch, *(0 for p in indices if p.default is p.empty)), kwargs={})
+    def of_step(cls, step: Callable[..., Any], batch: Any, *, batch_idx: int = 0) -> StepCall:
+        """A LightningModule's step on a batch of the first dataloader."""
+        parameters = list(inspect.signature(step).parameters.values())[1:]
+        required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        return cls(function=step, args=(batch, batch_idx, 0)[: 1 + len(required)], kwargs={})
 
 
 def trains(module: nn.Module) -> bool:
@@ -82,7 +87,7 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
     sets on the module are left as they were.
 
     Raises:
-        TraceError: The step never makes such a call.
+        NoModelCall: The step never makes such a call.
         UnsupportedError: Parameters are used before it, so that gradients would have to flow out of the pipeline.
     """
     paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
@@ -144,9 +149,9 @@ def _undone(attributes: list[Attributes]) -> Iterator[None]:
             before.restore()
 
 
-def _no_region(function: Callable[..., Any]) -> TraceError:
+def _no_region(function: Callable[..., Any]) -> NoModelCall:
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return TraceError(
+    return NoModelCall(
         "The step never calls a model with parameters to train, so there is nothing to pipeline.",
         where=f"{getattr(function, '__qualname__', function)}"
         + (f", {code.co_filename}:{code.co_firstlineno}" if code else ""),
@@ -189,4 +194,28 @@ def replaced_region(root: nn.Module, path: str, run: Callable[..., Any]) -> Iter
         return run(*args, **kwargs)
 
     with patched_attributes((root.get_submodule(path), "forward", forward)):
+        yield
+
+
+@contextmanager
+def no_model_called(root: nn.Module) -> Iterator[None]:
+    """In the block, a call of a module whose parameters are in the stages is an error.
+
+    Raises:
+        UnsupportedError: There was one.
+    """
+    original_call = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnsupportedError(
+                "The step calls the model for some batches or microbatches only.",
+                where=user_source(),
+                observed=f"a call of {type(module).__name__}, where the step has returned before it until now",
+                expected="a choice that follows from the batch's shapes, its constants and plain attributes",
+                todo="Call the model for every batch, or set num_microbatches=1.",
+            )
+        return original_call(module, *args, **kwargs)
+
+    with patched_attributes((nn.Module, "__call__", call)):
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
 from lightning_fxpipe.containers import fingerprint
-from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.errors import BatchError, UnsupportedError
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
@@ -19,7 +19,7 @@ from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchRandomness, generator_state
 from lightning_fxpipe.reads import current_reads
 from lightning_fxpipe.reduction import BatchCheck, LossCheck
-from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.region import NoModelCall, StepCall
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
 from lightning_fxpipe.shapes import Shapes
@@ -124,17 +124,19 @@ class PipelineRuntime:
         check: BatchCheck | None = None
         try:
             with log.capture(self._root):
-                for part in passes:
-                    prepared = self._pipeline(step, run.microbatches[part.first], part)
-                    if part.first == 0:
-                        check = self._loss.begin(run, batch, prepared.traced)
-                    self._offset = part.first
-                    prepared.pipeline.step()
-                    if check is not None:
-                        check.end_pass(part)
+                try:
+                    prepared = [self._pipeline(step, run.microbatches[part.first :][: part.count], part) for part in passes]
+                except NoModelCall:
+                    if self._topology.is_last:
+                        run.run_without_model()
+                else:
+                    check = self._loss.begin(run, batch, prepared[0].traced)
+                    self._run_passes(passes, prepared, check)
         finally:
             self._run = None
         finding = check.finish() if check is not None else None
+        if run.num_without_loss and run.losses:
+            raise _mixed(run)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,
@@ -145,9 +147,22 @@ class PipelineRuntime:
             finding=finding,
         )
 
+    def _run_passes(self, passes: Sequence[Pass], prepared: Sequence[_Prepared], check: BatchCheck | None) -> None:
+        for part, runs in zip(passes, prepared, strict=True):
+            self._offset = part.first
+            runs.pipeline.step()
+            if check is not None:
+                check.end_pass(part)
+
     # ------------------------------------------------------------------ what runs a pass
 
-    def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:
+    def _pipeline(self, step: Step, microbatches: Sequence[Any], part: Pass) -> _Prepared:
+        """What runs a pass with these microbatches.
+
+        Raises:
+            NoModelCall: The step does not call the model for any of them.
+        """
+        microbatch = microbatches[0]
         constants = fingerprint((microbatch, step.rest[1:]))
         key = (
             step.kind,
@@ -158,9 +173,15 @@ class PipelineRuntime:
         )
 
         def find() -> tuple[StageTrace, Shapes]:
-            call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
-            with step.context():
-                return self._traces.find(step.kind, call, part.size)
+            for index, candidate in enumerate(microbatches):
+                call = StepCall(function=step.function, args=(candidate, *step.rest), kwargs={})
+                try:
+                    with step.context():
+                        return self._traces.find(step.kind, call, part.size)
+                except NoModelCall:
+                    if index == len(microbatches) - 1:
+                        raise
+            raise AssertionError("a pass has microbatches")
 
         reads = tuple(current_reads(self._root, self._traces.read_keys).values())
         # What the model is called with follows from the batch's shapes and constants; where those cannot be compared, and
@@ -215,6 +236,15 @@ class PipelineRuntime:
     def _run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         assert self._run is not None
         return self._run.run_microbatch(self._offset + index, setup, received)
+
+
+def _mixed(run: BatchRun) -> UnsupportedError:
+    return UnsupportedError(
+        f"The {run.step.kind.value} returned a loss for some microbatches of a batch, and None for others.",
+        observed=f"no loss for {run.num_without_loss} of {len(run.sizes)} microbatches",
+        expected="a loss for all of them, or None for all: one device decides once for the whole batch",
+        todo="Decide by the batch's index or size, return a loss of zero instead of None, or set num_microbatches=1.",
+    )
 
 
 def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:

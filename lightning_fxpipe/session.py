@@ -79,7 +79,8 @@ class Session:
         """Runs a training batch forward and backward and parks its gradients.
 
         Returns:
-            On every rank the batch's loss; on the last stage in a dict with whatever else the step returned.
+            On every rank the batch's loss; on the last stage in a dict with whatever else the step returned. None if the step
+            returned None, which skips the batch.
         """
         mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
         with self._parked.collect(mine):
@@ -87,6 +88,9 @@ class Session:
             self._shared.sum_gradients()
         if result.finding is not None:
             report_loss(result.finding)
+        if result.loss is None:
+            self._parked.discard()
+            return None
         loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         output = merge_outputs(result.outputs, result.sizes) if result.outputs else None
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss

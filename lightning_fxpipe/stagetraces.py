@@ -70,6 +70,9 @@ class StageTraces:
             kind: Which step.
             call: It, with a microbatch.
             size: Samples in that.
+
+        Raises:
+            NoModelCall: The step returns without calling the model.
         """
         for is_span, region in self._regions(kind, call, size):
             signature, shapes = sign(self._root, region)
@@ -103,7 +106,9 @@ class StageTraces:
     def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
         fallback = trains if kind is StepKind.TRAIN else self._is_staged
-        region = locate_region(self._root, call, batch_size=size, device=self._topology.device, fallback=fallback)
+        region = locate_region(
+            self._root, call, batch_size=size, device=self._topology.device, fallback=fallback, needs_model=False
+        )
         signature, shapes = sign(self._root, region)
         history = self._histories.get(signature, ShapeHistory)
         history.observe(shapes, size)

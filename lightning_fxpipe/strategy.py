@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fxpipe._compat import (
+    SkippedBatch,
+    allow_skipped_batches,
     batch_counter,
     first_batch,
     init_process_group,
@@ -40,7 +42,7 @@ from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer
-from lightning_fxpipe.survey import locate_region
+from lightning_fxpipe.survey import locate_first_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
@@ -248,6 +250,7 @@ class FxPipeStrategy(ParallelStrategy):
                 )
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            allow_skipped_batches(trainer)
         self.setup_precision_plugin()
         # Lightning clips by the norm of the parameters that it sees; they are one stage's.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -268,9 +271,12 @@ class FxPipeStrategy(ParallelStrategy):
         microbatch, size = first_microbatch(batch, count)
         training = kind is StepKind.TRAIN
         with self._context(kind), torch.set_grad_enabled(training):
-            call = StepCall.of_step(getattr(self.module, kind.value), microbatch)
-            region = locate_region(
-                self.module, call, batch_size=size, device=self.root_device, fallback=trains if training else holds_any
+            region = locate_first_region(
+                self.module,
+                partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
+                batch_size=size,
+                device=self.root_device,
+                fallback=trains if training else holds_any,
             )
             plan = plan_region(self.module, region, num_stages=num_stages, device=self.root_device)
         # Rank 0's plan holds for all: ranks that cut differently would never find each other.
@@ -303,7 +309,8 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+        output = self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+        return SkippedBatch() if output is None else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,16 @@ from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable
-from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.span import Span, SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.trace import fake_run
+
+# A step that calls the model for none of so many batches is taken to have none.
+_MAX_SKIPPED = 3
 
 
 def locate_region(
@@ -33,26 +37,51 @@ def locate_region(
     batch_size: int,
     device: torch.device | None = None,
     fallback: IsRegion = trains,
+    needs_model: bool = True,
 ) -> Recordable:
     """What of a step is pipelined: the only call that uses parameters, or the span of several.
 
     Where the step cannot run on fake tensors far enough to tell, the first call of a module that ``fallback`` accepts is taken,
     and later ones run on the last stage.
 
+    Args:
+        root: The LightningModule.
+        step: The step, with a microbatch.
+        batch_size: Samples in that.
+        device: Where the fakes are.
+        fallback: What is a model, where the step cannot run on fakes.
+        needs_model: Whether a step that uses a parameter without calling a module is refused: there is nothing to cut.
+
     Raises:
-        TraceError: The step never calls a model with parameters.
+        NoModelCall: The step never calls a model with parameters.
         UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline.
     """
     survey = _survey(root, step, batch_size, device)
     if survey is None or not survey.users:
         return find_region(root, step, batch_size=batch_size, is_region=fallback)
-    if len(survey.users) == 1 and not survey.leaves_something_behind():
-        # Also where a single function is all that uses parameters: there is no model to pipeline, and this says so.
+    if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
         return find_region(root, step, batch_size=batch_size, is_region=holds_any)
     first, last = survey.users[0], survey.users[-1]
     return StepRegion(
         step=step, span=Span(first=first, last=last, wanted=survey.used_after(first, last)), batch_size=batch_size
     )
+
+
+def locate_first_region(root: nn.Module, call: Callable[..., StepCall], **options: Any) -> Recordable:
+    """The region of a step at the start of a run, which may skip its first batches.
+
+    Args:
+        root: The LightningModule.
+        call: ``call(batch_idx=i)`` is the step with that index.
+        **options: For :func:`locate_region`.
+
+    Raises:
+        NoModelCall: The step calls no model for any of the first indices.
+    """
+    for batch_idx in range(_MAX_SKIPPED):
+        with suppress(NoModelCall):
+            return locate_region(root, call(batch_idx=batch_idx), **options)
+    return locate_region(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
 def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.device | None) -> _Survey | None:
@@ -101,6 +130,7 @@ class _Survey(SpanRecorder):
     def __init__(self, settings: RecorderSettings, root: nn.Module) -> None:
         super().__init__(settings, Span(first=0, last=-1, wanted=()))
         self.users: list[int] = []
+        self.calls_model = False
         self.completed = False
         self._uses: list[tuple[float, TensorKey]] = []  # (number of a call, what it uses)
         self._root = root
@@ -139,6 +169,7 @@ class _Survey(SpanRecorder):
         new = list(self.graph.nodes)[num_nodes:]
         if not self._has_looked and any(self._uses_parameters(node) for node in new):
             self.users.append(number)
+            self.calls_model |= any(node.op == "call_module" for node in new)
 
     def _uses_parameters(self, node: fx.Node) -> bool:
         if node.op == "call_module":

@@ -225,6 +225,25 @@ def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
     assert second.found == whole.found[3:]
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_lightning_takes_a_skipped_batch_for_none_with_any_number_of_processes(num_processes: int) -> None:
+    outputs: list[Any] = []
+
+    class Skips(L.pytorch.strategies.SingleDeviceStrategy):
+        world_size = num_processes
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            _compat.allow_skipped_batches(self.lightning_module.trainer)
+            return _compat.SkippedBatch()
+
+    class Keeping(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, output: Any, batch: Any, batch_idx: int) -> None:
+            outputs.append(output)
+
+    make_trainer(max_epochs=1, callbacks=[Keeping()], strategy=Skips("cpu")).fit(Counted(), loader())
+    assert outputs == [{}, {}, {}]
+
+
 # ------------------------------------------------------------------ the first batch of a loader
 
 

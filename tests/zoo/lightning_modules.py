@@ -25,6 +25,7 @@ from tests.zoo import (
     steps_random,
     steps_several,
     steps_shapes,
+    steps_skips,
     steps_state,
 )
 from tests.zoo.steps_case import Case
@@ -38,6 +39,7 @@ CASES: dict[str, Case] = {
     **steps_evaluation.CASES,
     **steps_models.CASES,
     **steps_shapes.CASES,
+    **steps_skips.CASES,
 }
 
 
