@@ -84,6 +84,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
+        self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._is_whole = settings.is_whole

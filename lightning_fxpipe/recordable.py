@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.objects import lasting_objects
+from lightning_fxpipe.prelude import PreludeFacts
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.signals import RecordError
@@ -35,6 +36,7 @@ class RegionCall:
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
         varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
+        prelude: What the arguments depend on besides the batch's shapes and constants; see :mod:`lightning_fxpipe.prelude`.
     """
 
     path: str
@@ -44,6 +46,7 @@ class RegionCall:
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
     varying: DimGroups = ()
+    prelude: PreludeFacts | None = None
 
     @property
     def label(self) -> str:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import patched_attributes, tree_leaves, tree_map
+from lightning_fxpipe._compat import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.prelude import rehearsed
 from lightning_fxpipe.recordable import RegionCall
-from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.torchcalls import CallContext
 
 IsRegion = Callable[[nn.Module], bool]
@@ -105,48 +104,41 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
             buffers.extend((buffer, buffer.clone()) for buffer in module.buffers())
         return original_call(module, *args, **kwargs)
 
-    attributes = [Attributes(module) for module in root.modules()]
-    muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
-    with _undone(attributes), isolated_rng(), kept_generators(root), patched_attributes((nn.Module, "__call__", call), *muted):
-        try:
-            # On copies, because a step may change its batch in place, and this run is one more than the user's.
-            args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (step.args, step.kwargs))
-            step.function(*args, **kwargs)
-        except _RegionReached as reached:
-            found = RegionCall(
-                path=paths[id(reached.module)],
-                args=reached.args_,
-                kwargs=reached.kwargs_,
-                batch_size=batch_size,
-                prelude_paths=tuple(prelude),
-                context=reached.context,
-            )
-        else:
-            raise _no_region(step.function)
-        finally:
-            with torch.no_grad():
-                for buffer, before in reversed(buffers):
-                    buffer.copy_(before)
+    found: _RegionReached | None = None
+    try:
+        with (
+            patched_attributes((nn.Module, "__call__", call)),
+            rehearsed(root, step.function, step.args, step.kwargs) as rehearsal,
+        ):
+            step.function(*rehearsal.args, **rehearsal.kwargs)
+    except _RegionReached as reached:
+        found = reached
+    finally:
+        with torch.no_grad():
+            for buffer, before in reversed(buffers):
+                buffer.copy_(before)
+    if found is None:
+        raise _no_region(step.function)
+    region = RegionCall(
+        path=paths[id(found.module)],
+        args=found.args_,
+        kwargs=found.kwargs_,
+        batch_size=batch_size,
+        prelude_paths=tuple(prelude),
+        context=found.context,
+        prelude=rehearsal.facts,
+    )
     if torch.is_grad_enabled() and any(
-        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((found.args, found.kwargs))
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((region.args, region.kwargs))
     ):
         raise UnsupportedError(
-            f"The step trains something before it calls {found.path or 'the module'}.",
+            f"The step trains something before it calls {region.path or 'the module'}.",
             where=getattr(step.function, "__qualname__", None),
             observed="an input of the pipelined call requires a gradient",
             expected="inputs that depend on no parameter",
             todo="Move what comes before into the forward of the module that the step calls.",
         )
-    return found
-
-
-@contextmanager
-def _undone(attributes: list[Attributes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for before in attributes:
-            before.restore()
+    return region
 
 
 def _no_region(function: Callable[..., Any]) -> NoModelCall:
@@ -159,10 +151,6 @@ def _no_region(function: Callable[..., Any]) -> NoModelCall:
         expected="a call such as self(x) or self.model(x)",
         todo="Call the module itself rather than one of its methods, and check that its parameters require gradients.",
     )
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 class StageExit(BaseException):

@@ -30,6 +30,7 @@ from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX
 from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
@@ -188,6 +189,8 @@ class SpanRecorder(Recorder):
                 result = function(*args, **kwargs)
             self._remember_result(number, result)
             return result
+        if number == self._span.first:
+            self.generators_before = python_rng()
         arguments, structure = tree_flatten((args, kwargs))
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()

@@ -24,6 +24,7 @@ from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.span import Span, SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
+from lightning_fxpipe.torchcalls import LOOKS
 from lightning_fxpipe.trace import fake_run
 
 # A step that calls the model for none of so many batches is taken to have none.
@@ -140,13 +141,13 @@ class _Survey(SpanRecorder):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._is_nested and func in _LOOKS and isinstance(args[0], FakeTensor) and self.users:
+        if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
             self._has_looked = True
             self.note_use(args[0])
             self._count += 1
             shape = [size_hint(size) for size in args[0].shape]
             with self.paused(), outside_fakes():
-                return _LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
+                return LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
         return super().__torch_function__(func, types, args, kwargs)
 
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
@@ -192,19 +193,6 @@ class _Survey(SpanRecorder):
         used = {key for number, key in self._uses if number > last}
         used |= {key for call in calls for path, _, key in call.sides if path == call.name}  # nobody else would set them
         return tuple(dict.fromkeys(key for key in made if not self.completed or key in used))
-
-
-# Ways in which code looks at a tensor's values.
-_LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
-    Tensor.item: Tensor.item,
-    Tensor.tolist: Tensor.tolist,
-    Tensor.numpy: Tensor.numpy,
-    Tensor.__array__: Tensor.numpy,
-    Tensor.__bool__: bool,
-    Tensor.__float__: float,
-    Tensor.__int__: int,
-    Tensor.__index__: int,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

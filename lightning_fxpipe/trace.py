@@ -168,11 +168,8 @@ def trace_region(
     kept_whole: dict[str, str] = {}
     while True:
         try:
-            with isolated_rng():
-                before = python_rng()
-                traced = _record(root, call, signature, opened, kept_whole, device, wanted)
-                drew = before != python_rng()
-                again = _record(root, call, signature, opened, kept_whole, device, wanted) if check else traced
+            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted)
+            again = _record(root, call, signature, opened, kept_whole, device, wanted)[0] if check else traced
         except MustStayWhole as stop:
             if stop.path in ("", call.opened_path) or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
@@ -195,7 +192,8 @@ def _record(
     kept_whole: dict[str, str],
     device: torch.device | None,
     wanted: Collection[int] | None,
-) -> TracedRegion:
+) -> tuple[TracedRegion, bool]:
+    """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
@@ -207,10 +205,11 @@ def _record(
             actually_opened[path] = None
         return whole
 
-    with fake_run(root, call, is_whole, device) as run:
+    with isolated_rng(), fake_run(root, call, is_whole, device) as run:
         recorder = run.recorder
         try:
             result = call.run(root, recorder, run.example)
+            drew = python_rng() != recorder.generators_before
         except Exception as error:
             reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
             raise _untraceable(root, call, reason, source) from error
@@ -221,7 +220,7 @@ def _record(
         chosen = tuple(index for index in range(len(output.tensors)) if wanted is None or index in wanted)
         recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     _erase_unused(recorder.graph)
-    return TracedRegion(
+    traced = TracedRegion(
         graph=recorder.graph,
         root=root,
         signature=signature,
@@ -238,6 +237,7 @@ def _record(
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
+    return traced, drew
 
 
 def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:

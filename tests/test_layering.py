@@ -41,6 +41,7 @@ ORDER = [
         "calls",
         "randomness",
         "reads",
+        "prelude",
         "recurrent",
         "graphwriter",
         "record",

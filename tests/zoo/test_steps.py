@@ -62,7 +62,6 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong | Warned] = {
     # random numbers
     ("dropout", 2): OWN_DRAWS,
     # state
-    "counter_as_argument": Refused("with other arguments in different microbatches", late=True),
     "skips_some_microbatches": Refused("a loss for some microbatches of a batch, and None for others", late=True),
     # losses and logs
     "mean_over_tokens": Warned("divide by something else than the number of samples"),
