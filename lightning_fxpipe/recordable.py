@@ -32,7 +32,8 @@ class RegionCall:
     Attributes:
         path: Path of the called module inside the root.
         args, kwargs: Its arguments, with real tensors.
-        batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
+        batch_size: Samples in them.
+        batch_dim: Dimension of a tensor that has them; see :func:`lightning_fxpipe.shapes.batch_dim_of`.
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
         varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
@@ -43,6 +44,7 @@ class RegionCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batch_size: int
+    batch_dim: int = 0
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
     varying: DimGroups = ()
@@ -99,6 +101,11 @@ class Recordable(Protocol):
     @property
     def batch_size(self) -> int:
         """Samples in the example."""
+        ...
+
+    @property
+    def batch_dim(self) -> int:
+        """Dimension of a tensor that has them."""
         ...
 
     @property

@@ -81,7 +81,9 @@ class _RegionReached(BaseException):
         self.context = CallContext.current(tensor.device.type if tensor is not None else "cpu")
 
 
-def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: IsRegion = trains) -> RegionCall:
+def find_region(
+    root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, is_region: IsRegion = trains
+) -> RegionCall:
     """Runs the step up to the region's call and returns that call. Random number generators and what the step
     sets on the module are left as they were.
 
@@ -124,6 +126,7 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
         args=found.args_,
         kwargs=found.kwargs_,
         batch_size=batch_size,
+        batch_dim=batch_dim,
         prelude_paths=tuple(prelude),
         context=found.context,
         prelude=rehearsal.facts,

@@ -79,6 +79,7 @@ class PipelineRuntime:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+        batch_dim: Dimension of the batch in its tensors.
         trace_log: Gets each trace that is made.
     """
 
@@ -91,14 +92,16 @@ class PipelineRuntime:
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
+        batch_dim: int,
         trace_log: TraceLog,
     ) -> None:
         self._root = root
         self._topology = topology
+        self._batch_dim = batch_dim
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
         self._loss = LossCheck(root, plan, loss, topology)
-        self._traces = StageTraces(root, plan, topology, trace_log)
+        self._traces = StageTraces(root, plan, topology, trace_log, batch_dim=batch_dim)
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
         self._run: BatchRun | None = None
@@ -110,16 +113,16 @@ class PipelineRuntime:
         Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the batch's loss. Errors
         of user code come out as they were raised.
         """
-        num_samples = batch_size(batch)
+        num_samples = batch_size(batch, self._batch_dim)
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
         passes = plan_passes(num_samples, count)
         log = StepLog()
         self._run = run = BatchRun(
             root=self._root,
             step=step,
-            microbatches=split_batch(batch, passes),
+            microbatches=split_batch(batch, passes, self._batch_dim),
             sizes=[part.size for part in passes for _ in range(part.count)],
-            randomness=BatchRandomness(step.random_key, num_samples),
+            randomness=BatchRandomness(step.random_key, num_samples, self._batch_dim),
             log=log,
             device=self._topology.device,
         )

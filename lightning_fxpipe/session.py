@@ -70,6 +70,7 @@ class Session:
             num_microbatches=num_microbatches,
             schedule=schedule,
             loss=loss,
+            batch_dim=plan.batch_dim,
             trace_log=self.trace_log,
         )
         rank_zero_info(f"\n{plan}\n")
@@ -92,7 +93,7 @@ class Session:
             self._parked.discard()
             return None
         loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
-        output = merge_outputs(result.outputs, result.sizes) if result.outputs else None
+        output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def install_gradients(self) -> None:
@@ -102,7 +103,7 @@ class Session:
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
         result = self._run(step, batch)
-        return merge_outputs(result.outputs, result.sizes) if result.outputs else None
+        return merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""

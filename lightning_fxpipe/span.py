@@ -61,6 +61,7 @@ class StepRegion:
     step: StepCall
     span: Span
     batch_size: int
+    batch_dim: int = 0
 
     prelude_paths: tuple[str, ...] = ()
     opened_path: str | None = None

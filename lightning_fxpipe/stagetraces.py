@@ -52,10 +52,12 @@ class StageTraces:
         plan: Where each parameter lives.
         topology: This rank's place.
         log: Gets each trace that is made.
+        batch_dim: Dimension of the batch in its tensors.
     """
 
-    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
+    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, *, batch_dim: int = 0) -> None:
         self._root = root
+        self._batch_dim = batch_dim
         self._plan = plan
         self._topology = topology
         self._log = log
@@ -108,7 +110,7 @@ class StageTraces:
         replayer = Replayer(self._root, record, sizes, self._topology.device.type)
         with suppress(_RegionReached), rehearsed(self._root, call.function, call.args, call.kwargs) as rehearsal:
             batch = rehearsal.args[0], rehearsal.args[2:]
-            with replayer.lead(batch, BatchDraws(known.traced.batch_size), partial(_note_shapes, found)):
+            with replayer.lead(batch, BatchDraws(traced.batch_size, self._batch_dim), partial(_note_shapes, found)):
                 call.function(*rehearsal.args, **rehearsal.kwargs)
         self._note_prelude(kind, rehearsal.facts)
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
@@ -125,11 +127,11 @@ class StageTraces:
         for known in reversed(self._known):
             if known.span is not None and known.kind is kind:
                 # The span has no part in what it is signed by.
-                yield True, StepRegion(step=call, span=known.span, batch_size=size)
+                yield True, StepRegion(step=call, span=known.span, batch_size=size, batch_dim=self._batch_dim)
                 break
         if any(known.span is None for known in self._known):
             try:
-                region = find_region(self._root, call, batch_size=size, is_region=self._is_staged)
+                region = find_region(self._root, call, batch_size=size, batch_dim=self._batch_dim, is_region=self._is_staged)
             except FxPipeError:
                 return
             self._note_prelude(kind, region.prelude)
@@ -144,13 +146,19 @@ class StageTraces:
         begin = time.perf_counter()
         fallback = trains if kind is StepKind.TRAIN else self._is_staged
         region = locate_region(
-            self._root, call, batch_size=size, device=self._topology.device, fallback=fallback, needs_model=False
+            self._root,
+            call,
+            batch_size=size,
+            batch_dim=self._batch_dim,
+            device=self._topology.device,
+            fallback=fallback,
+            needs_model=False,
         )
         if isinstance(region, RegionCall):
             self._note_prelude(kind, region.prelude)
         signature, shapes = sign(self._root, region)
         history = self._histories.get(signature, ShapeHistory)
-        history.observe(shapes, size)
+        history.observe(shapes, size, self._batch_dim)
         groups = history.groups(shapes)
         assignment, symbolic = self._assignment(region, groups, history)
         for group in symbolic:

@@ -31,6 +31,16 @@ def check_num_stages(num_stages: int | str, num_devices: int) -> None:
         )
 
 
+def check_batch_dim(batch_dim: int, of_plan: int) -> None:
+    """Raises :class:`UnsupportedError` where a given plan was made for another dimension; the default goes with any."""
+    if batch_dim not in (0, of_plan):
+        raise UnsupportedError(
+            "The plan was made for batches in another dimension of their tensors.",
+            observed=f"FxPipeStrategy(batch_dim={batch_dim}), and a plan with batch_dim={of_plan}",
+            todo="Make the plan again with that batch_dim, or leave the option out.",
+        )
+
+
 def check_has_batch(batch: Any) -> Any:
     """The batch; raises :class:`UnsupportedError` where there is none to trace the model with."""
     if batch is None:

@@ -36,6 +36,7 @@ def locate_region(
     step: StepCall,
     *,
     batch_size: int,
+    batch_dim: int = 0,
     device: torch.device | None = None,
     fallback: IsRegion = trains,
     needs_model: bool = True,
@@ -49,6 +50,7 @@ def locate_region(
         root: The LightningModule.
         step: The step, with a microbatch.
         batch_size: Samples in that.
+        batch_dim: Dimension of the batch in its tensors.
         device: Where the fakes are.
         fallback: What is a model, where the step cannot run on fakes.
         needs_model: Whether a step that uses a parameter without calling a module is refused: there is nothing to cut.
@@ -57,14 +59,17 @@ def locate_region(
         NoModelCall: The step never calls a model with parameters.
         UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline.
     """
-    survey = _survey(root, step, batch_size, device)
+    survey = _survey(root, _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
     if survey is None or not survey.users:
-        return find_region(root, step, batch_size=batch_size, is_region=fallback)
+        return find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=fallback)
     if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
-        return find_region(root, step, batch_size=batch_size, is_region=holds_any)
+        return find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=holds_any)
     first, last = survey.users[0], survey.users[-1]
     return StepRegion(
-        step=step, span=Span(first=first, last=last, wanted=survey.used_after(first, last)), batch_size=batch_size
+        step=step,
+        span=Span(first=first, last=last, wanted=survey.used_after(first, last)),
+        batch_size=batch_size,
+        batch_dim=batch_dim,
     )
 
 
@@ -85,9 +90,9 @@ def locate_first_region(root: nn.Module, call: Callable[..., StepCall], **option
     return locate_region(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
-def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.device | None) -> _Survey | None:
+def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _Survey | None:
     """The calls of a step; None where it cannot run on fake tensors up to a call that uses parameters."""
-    call = _WholeStep(step=step, batch_size=batch_size, root=root)
+    step = call.step
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
         survey = run.recorder
         assert isinstance(survey, _Survey)

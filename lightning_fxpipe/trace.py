@@ -37,6 +37,7 @@ from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, context_of, sign, taken_apart
 from lightning_fxpipe.recording import recording
 from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
@@ -56,6 +57,7 @@ class TracedRegion:
     root: nn.Module = field(repr=False)
     signature: Signature = field(repr=False)
     batch_size: int
+    batch_dim: int
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
     output_structure: Structure = field(repr=False)
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
@@ -225,6 +227,7 @@ def _record(
         root=root,
         signature=signature,
         batch_size=call.batch_size,
+        batch_dim=call.batch_dim,
         input_shapes=run.input_shapes,
         output_structure=output.structure,
         wanted=chosen,
@@ -255,8 +258,9 @@ def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
     return {symbolic_expression(size): size_hint(size) for size in sizes}
 
 
-def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
-    return (0,) if batch_size > 1 and tensor.dim() > 0 and tensor.shape[0] == batch_size else ()
+def _batch_dims(tensor: Tensor, call: Recordable) -> tuple[int, ...]:
+    dim = batch_dim_of(tensor.shape, call.batch_size, call.batch_dim)
+    return (dim,) if call.batch_size > 1 and dim is not None else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +308,7 @@ def fake_run(
     def fake_input(position: int, tensor: Tensor) -> Tensor:
         groups = {dim: group_of[position, dim] for dim in range(tensor.dim()) if (position, dim) in group_of}
         detached = tensor.detach().requires_grad_(tensor.requires_grad)
-        return world.input(detached, _batch_dims(tensor, call.batch_size), groups)
+        return world.input(detached, _batch_dims(tensor, call), groups)
 
     with (
         exchanged_tensors(root, fake_of),
