@@ -79,7 +79,6 @@ class PipelineRuntime:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
-        batch_dim: Dimension of the batch in its tensors.
         trace_log: Gets each trace that is made.
     """
 
@@ -92,16 +91,15 @@ class PipelineRuntime:
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
-        batch_dim: int,
         trace_log: TraceLog,
     ) -> None:
         self._root = root
         self._topology = topology
-        self._batch_dim = batch_dim
+        self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
         self._loss = LossCheck(root, plan, loss, topology)
-        self._traces = StageTraces(root, plan, topology, trace_log, batch_dim=batch_dim)
+        self._traces = StageTraces(root, plan, topology, trace_log)
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
         self._run: BatchRun | None = None

@@ -200,6 +200,7 @@ def classifies(make: Callable[[], nn.Module]) -> Callable[[], Classifies]:
 
 LENGTHS = ((8, 7), (8, 12), (8, 5), (8, 9), (8, 16), (8, 3))
 
+
 # `traces`: the first shape, then all others of which something varies; a microbatch of one sample has a trace of its own.
 class TimeFirstBatch(Sgd):
     """The batch has (time, batch, features), a temperature, and labels of shape (batch,); the step draws noise of its shape."""
