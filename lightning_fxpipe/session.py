@@ -70,7 +70,6 @@ class Session:
             num_microbatches=num_microbatches,
             schedule=schedule,
             loss=loss,
-            batch_dim=plan.batch_dim,
             trace_log=self.trace_log,
         )
         rank_zero_info(f"\n{plan}\n")

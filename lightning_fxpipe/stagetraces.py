@@ -52,12 +52,11 @@ class StageTraces:
         plan: Where each parameter lives.
         topology: This rank's place.
         log: Gets each trace that is made.
-        batch_dim: Dimension of the batch in its tensors.
     """
 
-    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, *, batch_dim: int = 0) -> None:
+    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
         self._root = root
-        self._batch_dim = batch_dim
+        self._batch_dim = plan.batch_dim
         self._plan = plan
         self._topology = topology
         self._log = log
