@@ -9,13 +9,9 @@ to rehearse the prelude for every microbatch.
 
 from __future__ import annotations
 
-import dis
-import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +23,7 @@ from lightning_fxpipe._compat import patched_attributes, tree_map
 from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.stepcode import uses_arguments_after_batch
 from lightning_fxpipe.torchcalls import LOOKS
 
 
@@ -85,27 +82,11 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
                 raise
             finally:
                 has_drawn = python_rng() != generators
-                is_fixed = not (looks.happened or has_drawn or _uses_batch_idx(function, left_at))
+                is_fixed = not (looks.happened or has_drawn or uses_arguments_after_batch(function, left_at))
                 rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed)
     finally:
         for before in attributes:
             before.restore()
-
-
-def _uses_batch_idx(function: Callable[..., Any], left_at: TracebackType | None) -> bool:
-    """Whether the step's code, up to where it was left, uses its argument after the batch, another number in each batch."""
-    while isinstance(function, partial):
-        function = function.func
-    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
-    if code is None or code.co_argcount < 3:
-        return False
-    end: float = math.inf
-    while left_at is not None:
-        if left_at.tb_frame.f_code is code:
-            end = left_at.tb_lasti
-        left_at = left_at.tb_next
-    name = code.co_varnames[2]
-    return any(instruction.argval == name and instruction.offset < end for instruction in dis.get_instructions(code))
 
 
 class _Looks(TorchFunctionMode):

@@ -233,7 +233,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
         self._whole_path = path
-        with self._seen_tensors(bool(objects)) as seen, isolated_rng(), watch_mutation([*touched, *own]) as mutated:
+        # The watch itself looks at all tensors, so it stands outside.
+        with watch_mutation([*touched, *own]) as mutated, self._seen_tensors(bool(objects)) as seen, isolated_rng():
             result, sides = self._result_without_data(original_call, path, module, args, kwargs)
         self._whole_path = None
         mutated |= running_statistics(module)

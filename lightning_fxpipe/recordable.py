@@ -26,6 +26,19 @@ INPUT_PREFIX = "region_input_"
 
 
 @dataclass(frozen=True, kw_only=True)
+class WantedResults:
+    """Which of the tensors in a result are used.
+
+    Attributes:
+        positions: Their places among the tensors in it.
+        total: How many tensors it has.
+    """
+
+    positions: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionCall:
     """The call that is pipelined, as seen in one run of the user's step.
 
@@ -37,6 +50,7 @@ class RegionCall:
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
         varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
+        wanted: Which of the tensors in the result the step uses; None where that is not known.
         prelude: What the arguments depend on besides the batch's shapes and constants; see :mod:`lightning_fxpipe.prelude`.
     """
 
@@ -48,6 +62,7 @@ class RegionCall:
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
     varying: DimGroups = ()
+    wanted: WantedResults | None = None
     prelude: PreludeFacts | None = None
 
     @property
@@ -88,6 +103,11 @@ class RegionCall:
         if any(id(tensor) not in known for tensor in Template.of(example, shared=lasting).tensors):
             raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
         return result
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
+        known = self.wanted is not None and self.wanted.total == num_results
+        return self.wanted.positions if known and self.wanted is not None else tuple(range(num_results))
 
     def record_of(self, recorder: Recorder) -> StepRecord | None:
         """What is needed to repeat the step's other calls: nothing, with a single one."""
@@ -152,6 +172,10 @@ class Recordable(Protocol):
 
     def run(self, root: nn.Module, recorder: Any, example: Any) -> Any:
         """Runs it on fakes of the example, under the recorder; returns what later code may use."""
+        ...
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
         ...
 
     def record_of(self, recorder: Any) -> StepRecord | None:

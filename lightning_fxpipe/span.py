@@ -98,6 +98,10 @@ class StepRegion:
             run_step(root, self.step, example, _ignore)
         return [recorder.tensors[key] for key in self.span.wanted]
 
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """All of them: :meth:`run` returns what is wanted."""
+        return tuple(range(num_results))
+
     def record_of(self, recorder: SpanRecorder) -> StepRecord:
         """The calls of the step within the region."""
         return StepRecord(
@@ -183,6 +187,7 @@ class SpanRecorder(Recorder):
         *,
         is_module: bool,
     ) -> Any:
+        self.before_call()
         number = self._count
         self._count += 1
         if number < self._span.first:
@@ -222,6 +227,9 @@ class SpanRecorder(Recorder):
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
         """Makes a call of the span with ``record``; ``execute`` would make it unrecorded."""
         return record()
+
+    def before_call(self) -> None:
+        """Called before each call of the step."""
 
     def after_call(self, number: int, num_nodes: int) -> None:
         """Called after each call of the span; ``num_nodes`` is the graph's length before it."""

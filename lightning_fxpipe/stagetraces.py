@@ -43,6 +43,11 @@ class StageTrace:
     traced: TracedRegion
     stage: Stage
 
+    @property
+    def is_for_one_step(self) -> bool:
+        """Whether it has only what the step that it was made for uses."""
+        return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
+
 
 class StageTraces:
     """The traces of a module's steps.
@@ -84,7 +89,7 @@ class StageTraces:
         for is_span, region in self._regions(kind, call, size):
             signature, shapes = sign(self._root, region)
             for known in reversed(self._known):
-                alike = (known.span is not None) == is_span and (not is_span or known.kind is kind)
+                alike = (known.span is not None) == is_span and (known.kind is kind or not known.is_for_one_step)
                 if alike and known.traced.signature == signature and known.traced.covers(region):
                     if is_span and not self._takes(known, kind, call, shapes):
                         continue

@@ -160,7 +160,8 @@ def trace_region(
             everything down to torch.nn's own modules.
         device: Device that parameters on the meta device are taken to be on.
         wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
-            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` wants all.
+            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
+            the call.
         check: Whether to record twice and compare; without, the graph is good for planning only.
 
     Raises:
@@ -219,7 +220,7 @@ def _record(
             if path or call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
                 _check_unchanged(path, run.attributes[path], recorder)
         output = _taken_apart(result, run.lasting)
-        chosen = tuple(index for index in range(len(output.tensors)) if wanted is None or index in wanted)
+        chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
         recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     _erase_unused(recorder.graph)
     traced = TracedRegion(

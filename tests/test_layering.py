@@ -32,6 +32,7 @@ ORDER = [
         "weighting",
         "structure",
         "frames",
+        "stepcode",
         "signals",
         "objects",
         "torchcalls",
