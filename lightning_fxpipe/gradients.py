@@ -55,16 +55,25 @@ class SharedParameters:
     def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]]) -> None:
         self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._secondary: set[int] = set()
+        self._groups: list[dist.ProcessGroup] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks, tensor in copies:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks))
+                self._groups.append(groups[ranks])
             if tensor is None:
                 continue
             self._mine.append((tensor, groups[ranks]))
             dist.broadcast(tensor.data, src=ranks[0], group=groups[ranks])
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
+
+    def close(self) -> None:
+        """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
+        for group in self._groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+        self._groups, self._mine = [], []
 
     def sum_gradients(self) -> None:
         """Sums the gradients over the copies. Called by every rank that holds one, after the schedule."""

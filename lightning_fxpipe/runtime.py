@@ -145,6 +145,11 @@ class PipelineRuntime:
             finding=finding,
         )
 
+    def forget(self) -> None:
+        """Gives back what is kept for later batches: receive buffers and graphs."""
+        self._pipelines = LruCache(_MAX_PIPELINES)
+        self._found = LruCache(_MAX_FOUND)
+
     # ------------------------------------------------------------------ what runs a pass
 
     def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:

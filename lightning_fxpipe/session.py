@@ -16,6 +16,7 @@ from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.gather import gather
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.microbatch import merge_outputs
@@ -41,6 +42,9 @@ class Session:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+
+    Attributes:
+        is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class Session:
         self.module = module
         self.plan = plan
         self._topology = topology
-        drop_other_stages(module, plan, topology.stage_index, topology.device)
+        self.is_split = True
+        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device)
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
         self._shared = _share_parameters(module, plan, topology)
@@ -103,6 +108,16 @@ class Session:
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
+
+    def make_whole(self) -> None:
+        """Ends the session: gives every rank the whole module, on the CPU. Called by every rank."""
+        with failures_reach_every_rank():
+            if self._topology.num_stages > 1:
+                gather(self.module, self.plan, self._topology, self._dropped)
+        self.module.cpu()
+        self.is_split = False
+        self._runtime.forget()
+        self._shared.close()
 
     def _run(self, step: Step, batch: Any) -> BatchResult:
         """Runs one batch, and repeats on every rank what the last stage logged and set on the module."""

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,6 +31,7 @@ from lightning_fxpipe._compat import (
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.gather import has_room_for_copies
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
@@ -75,6 +77,9 @@ class FxPipeStrategy(ParallelStrategy):
             of the microbatches' losses with these weights.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
         timeout_seconds: Seconds after which a rank that waits for another gives up.
+        gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
+            returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
+            parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
     """
 
     strategy_name = "fxpipe"
@@ -89,6 +94,7 @@ class FxPipeStrategy(ParallelStrategy):
         loss_weight: str | Callable[[Any], Any] | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
+        gather_after_run: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
@@ -104,9 +110,11 @@ class FxPipeStrategy(ParallelStrategy):
         self._loss = LossOptions.of(loss_reduction, loss_weight)
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
+        self._gather_after_run = gather_after_run
         self._seed = 0
         self._topology: Topology | None = None
         self._session: Session | None = None
+        self._planned_for: TrainerFn | None = None
         self._stage_optimizers: list[StageOptimizer] = []
 
     # ------------------------------------------------------------------ environment
@@ -236,22 +244,32 @@ class FxPipeStrategy(ParallelStrategy):
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         self.model = self.precision_plugin.convert_module(self.module)
-        if self._session is None or self._session.module is not self.module:
+        if self._session is None or self._session.module is not self.module or not self._session.is_split:
             with failures_reach_every_rank():
                 self._session = Session(
                     self.module,
-                    self._make_plan(trainer),
+                    self._last_plan(trainer) or self._make_plan(trainer),
                     self.topology,
                     num_microbatches=self._num_microbatches,
                     schedule=self._schedule,
                     loss=self._loss,
                 )
+            self._planned_for = trainer.state.fn
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # Lightning clips by the norm of the parameters that it sees; they are one stage's.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         self.barrier("setup")
+
+    def _last_plan(self, trainer: Trainer) -> PartitionPlan | None:
+        """The plan of the module's last run, if it holds for this one: what trains decides."""
+        if self._session is None or self._session.module is not self.module:
+            return None
+        if trainer.state.fn is TrainerFn.FITTING and self._planned_for is not TrainerFn.FITTING:
+            return None
+        shapes = {fqn: tuple(p.shape) for fqn, p in self.module.named_parameters()}
+        return self._session.plan if self._session.plan.parameter_shapes == shapes else None
 
     def _make_plan(self, trainer: Trainer) -> PartitionPlan:
         """The given plan, or one made by running the step that comes first on its first microbatch."""
@@ -295,9 +313,28 @@ class FxPipeStrategy(ParallelStrategy):
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._gather()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def _gather(self) -> None:
+        """Makes the module whole after a run that ended well; after another one, not every rank may come here."""
+        session = self._session
+        if session is None or not session.is_split or self.module.trainer.state.status is not TrainerStatus.RUNNING:
+            return
+        copies = self.num_processes
+        num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
+        if self._gather_after_run == "auto" and not has_room_for_copies(num_bytes, copies, self.topology):
+            rank_zero_warn(
+                f"The module stays split: {copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory that is "
+                "free. The same Trainer can go on with it; for another use load a checkpoint, or set "
+                "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
+            )
+        elif self._gather_after_run:
+            session.make_whole()
+            for optimizer in self._stage_optimizers:
+                optimizer.to_cpu()
 
     # ------------------------------------------------------------------ steps
 

@@ -73,6 +73,7 @@ ORDER = [
         "runtime",
         "gradients",
         "shard",
+        "gather",
     ),
     *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
 ]
