@@ -34,9 +34,11 @@ class ParkedGradients:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def install(self) -> None:
-        """Adds the parked gradients to ``.grad``, as a backward pass does."""
+    def install(self, factor: float = 1.0) -> None:
+        """Adds the parked gradients, times ``factor``, to ``.grad``, as a backward pass does."""
         for parameter, gradient in self._gradients:
+            if factor != 1:
+                gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = []
 
@@ -60,7 +62,8 @@ class SharedParameters:
         for ranks, tensor in copies:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks))
-                self._groups.append(groups[ranks])
+                if isinstance(groups[ranks], dist.ProcessGroup):  # else this rank is no member
+                    self._groups.append(groups[ranks])
             if tensor is None:
                 continue
             self._mine.append((tensor, groups[ranks]))
@@ -71,8 +74,7 @@ class SharedParameters:
     def close(self) -> None:
         """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
         for group in self._groups:
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
         self._groups, self._mine = [], []
 
     def sum_gradients(self) -> None:

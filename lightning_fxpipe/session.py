@@ -92,13 +92,14 @@ class Session:
             self._shared.sum_gradients()
         if result.finding is not None:
             report_loss(result.finding)
-        loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
+        with step.context():  # in which the default dtype is that of the precision plugin
+            loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         output = merge_outputs(result.outputs, result.sizes) if result.outputs else None
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def install_gradients(self) -> None:
-        """Adds the parked gradients to ``.grad``."""
-        self._parked.install()
+    def install_gradients(self, factor: float) -> None:
+        """Adds the parked gradients, times ``factor``, to ``.grad``."""
+        self._parked.install(factor)
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""

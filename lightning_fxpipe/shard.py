@@ -45,8 +45,8 @@ def drop_other_stages(root: nn.Module, plan: PartitionPlan, stage_index: int, de
             "The module does not have all of its parameters.",
             observed=f"no data for {gone[0]}" + (f" and {len(gone) - 1} others" if len(gone) > 1 else ""),
             expected="a module that no other strategy has split",
-            todo="Use the same Trainer again, or make a new module and load a checkpoint into it. A module is whole again after a "
-            "run that ended well, unless FxPipeStrategy(gather_after_run=False) or a lack of memory forbids it.",
+            todo="Use the same Trainer again, or make a new module and load a checkpoint into it. A module is whole again "
+            "after a run that ended well, unless FxPipeStrategy(gather_after_run=False) or a lack of memory forbids it.",
         )
     placeholders: dict[int, Tensor] = {}
     dropped: list[Dropped] = []

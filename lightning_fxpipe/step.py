@@ -55,6 +55,7 @@ class Step:
         context: Makes the precision plugin's context for it.
         random_key: Identifies the batch within the run, for the stages' random numbers.
         num_accumulated: Batches whose gradients are summed before an optimizer step; each loss is divided by it.
+        scale_loss: Scales the loss for its backward pass, as the precision plugin does; None leaves it.
     """
 
     kind: StepKind
@@ -63,6 +64,7 @@ class Step:
     context: Callable[[], AbstractContextManager[Any]]
     random_key: tuple[int | str, ...]
     num_accumulated: int = 1
+    scale_loss: Callable[[Tensor], Tensor] | None = None
 
     @property
     def is_training(self) -> bool:
@@ -284,7 +286,8 @@ class BatchRun:
         if not weight:
             return without_gradient(self._region_outputs)
         # A product, not a view: torch detaches what the last stage returns in place.
-        return loss.reshape(()) * weight
+        weighted = loss.reshape(()) * weight
+        return weighted if self.step.scale_loss is None else self.step.scale_loss(weighted)
 
 
 def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -36,12 +36,13 @@ from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, fi
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
+from lightning_fxpipe.precision import PipelinePrecision
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer
+from lightning_fxpipe.support import check_converted, check_has_batch, check_num_stages, check_optimizers, check_trainer
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
@@ -114,6 +115,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._seed = 0
         self._topology: Topology | None = None
         self._session: Session | None = None
+        self._precision: PipelinePrecision | None = None
         self._planned_for: TrainerFn | None = None
         self._stage_optimizers: list[StageOptimizer] = []
 
@@ -243,7 +245,7 @@ class FxPipeStrategy(ParallelStrategy):
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
-        self.model = self.precision_plugin.convert_module(self.module)
+        self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if self._session is None or self._session.module is not self.module or not self._session.is_split:
             with failures_reach_every_rank():
                 self._session = Session(
@@ -258,8 +260,8 @@ class FxPipeStrategy(ParallelStrategy):
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        # Lightning clips by the norm of the parameters that it sees; they are one stage's.
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self._detach_precision()
+        self._precision = PipelinePrecision(self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm)
         self.barrier("setup")
 
     def _last_plan(self, trainer: Trainer) -> PartitionPlan | None:
@@ -308,11 +310,16 @@ class FxPipeStrategy(ParallelStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
+    def _detach_precision(self) -> None:
+        if self._precision is not None:
+            self._precision.detach()
+            self._precision = None
+
     @override
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._detach_precision()
         self._gather()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -345,8 +352,9 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # The schedule has run backward; what is left are the hooks around it and the gradients' appearance between them.
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        self.session.install_gradients()
+        assert self._precision is not None
+        closure_loss, factor = self._precision.before_backward(closure_loss, self.module)
+        self.session.install_gradients(factor)
         return self.precision_plugin.post_backward(closure_loss, self.module)
 
     @override
@@ -372,6 +380,7 @@ class FxPipeStrategy(ParallelStrategy):
             context=partial(self._context, kind),
             random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
             num_accumulated=trainer.accumulate_grad_batches if kind is StepKind.TRAIN else 1,
+            scale_loss=self._precision.scale_loss if self._precision is not None else None,
         )
 
     def _context(self, kind: StepKind) -> AbstractContextManager[Any]:
