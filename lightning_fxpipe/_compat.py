@@ -308,6 +308,13 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
 
 
+def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
+    """Starts a process for each rank, which gives its results back and ends with the run; for notebooks. Lightning 2.6."""
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+
+
 def first_batch(trainer: Trainer) -> Any:
     """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
 

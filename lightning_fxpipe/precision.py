@@ -8,6 +8,7 @@ clipped, are those of the whole model on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, autograd
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat import watch_unscaling
+from lightning_fxpipe.step import StepKind
 
 ScaleLoss = Callable[[Tensor], Tensor]
 
@@ -88,3 +90,15 @@ def scaler_of(plugin: Any) -> Any:
     """The plugin's gradient scaler; None where it has none, or one that is switched off."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def step_context(plugin: Any, kind: StepKind) -> AbstractContextManager[Any]:
+    """The plugin's context for a step."""
+    contexts = {
+        StepKind.TRAIN: plugin.train_step_context,
+        StepKind.VALIDATE: plugin.val_step_context,
+        StepKind.TEST: plugin.test_step_context,
+        StepKind.PREDICT: plugin.predict_step_context,
+    }
+    context: AbstractContextManager[Any] = contexts[kind]()
+    return context

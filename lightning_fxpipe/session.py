@@ -16,7 +16,7 @@ from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
-from lightning_fxpipe.gather import gather
+from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.microbatch import merge_outputs
@@ -26,7 +26,7 @@ from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step
-from lightning_fxpipe.support import report_batch_norm, report_loss
+from lightning_fxpipe.support import report_loss
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
@@ -77,8 +77,6 @@ class Session:
             loss=loss,
             trace_log=self.trace_log,
         )
-        rank_zero_info(f"\n{plan}\n")
-        report_batch_norm(module, num_microbatches)
 
     def train(self, step: Step, batch: Any) -> Any:
         """Runs a training batch forward and backward and parks its gradients.
@@ -110,9 +108,22 @@ class Session:
         """Clips by the norm over all stages; returns the norm."""
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
 
-    def make_whole(self) -> None:
-        """Ends the session: gives every rank the whole module, on the CPU. Called by every rank."""
+    def make_whole(self, *, num_copies: int, must: bool) -> None:
+        """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.
+
+        Args:
+            num_copies: Ranks on this machine.
+            must: Whether it is done even where the machines' memory seems too small; else the module then stays split.
+        """
+        num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
         with failures_reach_every_rank():
+            if not must and not has_room_for_copies(num_bytes, num_copies, self._topology):
+                rank_zero_warn(
+                    f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
+                    "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
+                    "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
+                )
+                return
             if self._topology.num_stages > 1:
                 gather(self.module, self.plan, self._topology, self._dropped)
         self.module.cpu()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,22 +25,28 @@ from lightning_fxpipe._compat import (
     first_batch,
     init_process_group,
     set_rank_zero_only,
-    subprocess_launcher,
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import failures_reach_every_rank
-from lightning_fxpipe.gather import has_room_for_copies
+from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
-from lightning_fxpipe.precision import PipelinePrecision
+from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_converted, check_has_batch, check_num_stages, check_optimizers, check_trainer
+from lightning_fxpipe.support import (
+    check_converted,
+    check_has_batch,
+    check_num_stages,
+    check_optimizers,
+    check_trainer,
+    report_plan,
+)
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
@@ -78,6 +82,9 @@ class FxPipeStrategy(ParallelStrategy):
             of the microbatches' losses with these weights.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
         timeout_seconds: Seconds after which a rank that waits for another gives up.
+        start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
+            script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
+            ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
         gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
             returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
             parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
@@ -95,6 +102,7 @@ class FxPipeStrategy(ParallelStrategy):
         loss_weight: str | Callable[[Any], Any] | None = None,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
+        start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
@@ -111,7 +119,9 @@ class FxPipeStrategy(ParallelStrategy):
         self._loss = LossOptions.of(loss_reduction, loss_weight)
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._gather_after_run = gather_after_run
+        check_start_method(start_method)
+        self._start_method: StartMethod = start_method
+        self._gather_after_run: bool | Literal["auto"] = gather_after_run
         self._seed = 0
         self._topology: Topology | None = None
         self._session: Session | None = None
@@ -180,16 +190,27 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1:
+            return  # a single process needs no other
+        method, gathers = resolved(self._start_method), self._gather_after_run is not False
+        self._launcher = make_launcher(
+            self, method, num_processes=self.num_processes, num_nodes=self.num_nodes, gathers=gathers
+        )
+        if method != "popen":
+            self._gather_after_run = True  # the processes end with the run
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment this process's rank; the Trainer calls it as soon as it is made, and every run again."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_zero_only(self.global_rank)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero_only(self.global_rank)
+        self.set_world_ranks()
         init_process_group(self.cluster_environment, self._backend, self.root_device, self._timeout)
         if self._topology is None:
             self._topology = make_topology(self.root_device)
@@ -247,22 +268,29 @@ class FxPipeStrategy(ParallelStrategy):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if self._session is None or self._session.module is not self.module or not self._session.is_split:
-            with failures_reach_every_rank():
-                self._session = Session(
-                    self.module,
-                    self._last_plan(trainer) or self._make_plan(trainer),
-                    self.topology,
-                    num_microbatches=self._num_microbatches,
-                    schedule=self._schedule,
-                    loss=self._loss,
-                )
-            self._planned_for = trainer.state.fn
+            self._split(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._detach_precision()
         self._precision = PipelinePrecision(self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm)
         self.barrier("setup")
+
+    def _split(self, trainer: Trainer) -> None:
+        """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
+        with failures_reach_every_rank():
+            plan = self._last_plan(trainer)
+            if plan is None:
+                plan, self._planned_for = self._make_plan(trainer), trainer.state.fn
+                report_plan(plan, self.module, self._num_microbatches)
+            self._session = Session(
+                self.module,
+                plan,
+                self.topology,
+                num_microbatches=self._num_microbatches,
+                schedule=self._schedule,
+                loss=self._loss,
+            )
 
     def _last_plan(self, trainer: Trainer) -> PartitionPlan | None:
         """The plan of the module's last run, if it holds for this one: what trains decides."""
@@ -287,7 +315,7 @@ class FxPipeStrategy(ParallelStrategy):
         count = self._num_microbatches or default_num_microbatches(batch_size(batch), num_stages)
         microbatch, size = first_microbatch(batch, count)
         training = kind is StepKind.TRAIN
-        with self._context(kind), torch.set_grad_enabled(training):
+        with step_context(self.precision_plugin, kind), torch.set_grad_enabled(training):
             call = StepCall.of_step(getattr(self.module, kind.value), microbatch)
             region = locate_region(
                 self.module, call, batch_size=size, device=self.root_device, fallback=trains if training else holds_any
@@ -320,28 +348,20 @@ class FxPipeStrategy(ParallelStrategy):
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         self._detach_precision()
-        self._gather()
+        self._end_session()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
-    def _gather(self) -> None:
+    def _end_session(self) -> None:
         """Makes the module whole after a run that ended well; after another one, not every rank may come here."""
-        session = self._session
-        if session is None or not session.is_split or self.module.trainer.state.status is not TrainerStatus.RUNNING:
+        if self._session is None or not self._session.is_split:
             return
-        copies = self.num_processes
-        num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
-        if self._gather_after_run == "auto" and not has_room_for_copies(num_bytes, copies, self.topology):
-            rank_zero_warn(
-                f"The module stays split: {copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory that is "
-                "free. The same Trainer can go on with it; for another use load a checkpoint, or set "
-                "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
-            )
-        elif self._gather_after_run:
-            session.make_whole()
-            for optimizer in self._stage_optimizers:
-                optimizer.to_cpu()
+        if self.module.trainer.state.status is TrainerStatus.RUNNING and self._gather_after_run is not False:
+            self._session.make_whole(num_copies=self.num_processes, must=self._gather_after_run is True)
+            if not self._session.is_split:
+                for optimizer in self._stage_optimizers:
+                    optimizer.to_cpu()
 
     # ------------------------------------------------------------------ steps
 
@@ -377,21 +397,11 @@ class FxPipeStrategy(ParallelStrategy):
             kind=kind,
             function=partial(function, **kwargs) if kwargs else function,
             rest=rest,
-            context=partial(self._context, kind),
+            context=partial(step_context, self.precision_plugin, kind),
             random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
             num_accumulated=trainer.accumulate_grad_batches if kind is StepKind.TRAIN else 1,
             scale_loss=self._precision.scale_loss if self._precision is not None else None,
         )
-
-    def _context(self, kind: StepKind) -> AbstractContextManager[Any]:
-        plugin = self.precision_plugin
-        contexts = {
-            StepKind.TRAIN: plugin.train_step_context,
-            StepKind.VALIDATE: plugin.val_step_context,
-            StepKind.TEST: plugin.test_step_context,
-            StepKind.PREDICT: plugin.predict_step_context,
-        }
-        return contexts[kind]()
 
     # ------------------------------------------------------------------ checkpoints
 

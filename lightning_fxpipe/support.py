@@ -17,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.weighting import Finding
 
 
@@ -91,6 +92,12 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             observed="an optimizer that evaluates the loss several times per step and needs the whole model's parameters",
             todo="Use an optimizer that treats each parameter by itself, such as AdamW or SGD.",
         )
+
+
+def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None) -> None:
+    """Shows a new plan, and what the user should know about it."""
+    rank_zero_info(f"\n{plan}\n")
+    report_batch_norm(module, num_microbatches)
 
 
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
