@@ -31,6 +31,7 @@ from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.precision import PipelinePrecision, step_context
@@ -94,14 +95,14 @@ class FxPipeStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        num_stages: int | Literal["auto"] = "auto",
-        num_microbatches: int | Literal["auto"] = "auto",
+        num_stages: PositiveInt | Literal["auto"] = "auto",
+        num_microbatches: PositiveInt | Literal["auto"] = "auto",
         schedule: ScheduleName = "1f1b",
-        plan: str | Path | PartitionPlan | None = None,
+        plan: PlanFile | PartitionPlan | None = None,
         loss_reduction: LossReductionName = "auto",
-        loss_weight: str | Callable[[Any], Any] | None = None,
+        loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
         process_group_backend: str | None = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: PositiveFloat = 1800.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
     ) -> None:
