@@ -73,7 +73,7 @@ def words(num_samples: int, length: int = 5, batch_size: int = 16) -> DataLoader
 
 def trainer_of(stages: int, **options: Any) -> L.Trainer:
     place = {"strategy": FxPipeStrategy(num_microbatches=1), "devices": stages} if stages > 1 else {}
-    return make_trainer(max_epochs=2, **place, **options)
+    return make_trainer(**({"max_epochs": 2} | place | options))
 
 
 def session_of_a_user(folder: str, stages: int = 1) -> dict[str, Any]:
@@ -119,9 +119,7 @@ def session_of_a_user(folder: str, stages: int = 1) -> dict[str, Any]:
     second.fit(module, words(40))
     found["changed"] = second.validate(module, words(32), verbose=False)
     resumed = Words()
-    trainer_of(stages).fit(resumed, words(48), ckpt_path=None)
-    third = make_trainer(max_epochs=5, **({"strategy": "fxpipe", "devices": stages} if stages > 1 else {}))
-    third.fit(resumed, words(48), ckpt_path=f"{folder}/after.ckpt")
+    trainer_of(stages, max_epochs=5).fit(resumed, words(48), ckpt_path=f"{folder}/after.ckpt")
     found["state"] = {fqn: value.clone() for fqn, value in module.state_dict().items()}
     found["resumed"] = {fqn: value.clone() for fqn, value in resumed.state_dict().items()}
     return found
