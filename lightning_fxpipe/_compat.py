@@ -209,6 +209,30 @@ def version_of(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def watch_unscaling(scaler: Any, after: Callable[[dict[torch.device, Tensor]], None]) -> Callable[[], None]:
+    """Has ``after`` see, and change, what a ``GradScaler`` found when it looked for infinite gradients: a flag for each device.
+
+    Whether a step is skipped and how the scale goes on follow from these flags; no public method has them. torch 2.11-2.15.
+
+    Returns:
+        Ends it.
+    """
+    unscale = scaler._unscale_grads_
+
+    def watched(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = unscale(optimizer, inv_scale, found_inf, *args, **kwargs)
+        # A stage without gradients has found none; the scaler wants at least one flag.
+        found.setdefault(found_inf.device, found_inf)
+        after(found)
+        return found
+
+    def end() -> None:
+        del scaler._unscale_grads_
+
+    scaler._unscale_grads_ = watched
+    return end
+
+
 @contextmanager
 def tracing_friendly_torch() -> Iterator[None]:
     """Stops torch's own modules from taking shortcuts that look at data.
@@ -282,6 +306,13 @@ def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes:
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
     return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+
+
+def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
+    """Starts a process for each rank, which gives its results back and ends with the run; for notebooks. Lightning 2.6."""
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
 
 
 def first_batch(trainer: Trainer) -> Any:

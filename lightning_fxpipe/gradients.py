@@ -34,9 +34,11 @@ class ParkedGradients:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
 
-    def install(self) -> None:
-        """Adds the parked gradients to ``.grad``, as a backward pass does."""
+    def install(self, factor: float = 1.0) -> None:
+        """Adds the parked gradients, times ``factor``, to ``.grad``, as a backward pass does."""
         for parameter, gradient in self._gradients:
+            if factor != 1:
+                gradient.mul_(factor)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = []
 
@@ -59,16 +61,25 @@ class SharedParameters:
     def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]]) -> None:
         self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._secondary: set[int] = set()
+        self._groups: list[dist.ProcessGroup] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks, tensor in copies:
             if ranks not in groups:
                 groups[ranks] = dist.new_group(sorted(ranks))
+                if isinstance(groups[ranks], dist.ProcessGroup):  # else this rank is no member
+                    self._groups.append(groups[ranks])
             if tensor is None:
                 continue
             self._mine.append((tensor, groups[ranks]))
             dist.broadcast(tensor.data, src=ranks[0], group=groups[ranks])
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
+
+    def close(self) -> None:
+        """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups, self._mine = [], []
 
     def sum_gradients(self) -> None:
         """Sums the gradients over the copies. Called by every rank that holds one, after the schedule."""

@@ -42,6 +42,13 @@ class StageOptimizer:
             ],
         }
 
+    def to_cpu(self) -> None:
+        """Moves the states to the CPU, as Lightning does after a run."""
+        for state in self.optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.cpu()
+
     def load(self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Takes the states of this rank's parameters, by FQN, and the options of the groups."""
         local = {fqn: parameter for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}

@@ -159,6 +159,11 @@ class PipelineRuntime:
             if check is not None:
                 check.end_pass(one.part)
 
+    def forget(self) -> None:
+        """Gives back what is kept for later batches: receive buffers and graphs."""
+        self._pipelines = LruCache(_MAX_PIPELINES)
+        self._found = LruCache(_MAX_FOUND)
+
     # ------------------------------------------------------------------ what runs a pass
 
     def _prepare(self, step: Step, run: BatchRun, part: Pass) -> list[_Prepared]:

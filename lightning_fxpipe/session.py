@@ -16,6 +16,7 @@ from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.microbatch import merge_outputs
@@ -25,7 +26,7 @@ from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step
-from lightning_fxpipe.support import report_batch_norm, report_loss
+from lightning_fxpipe.support import report_loss
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
@@ -41,6 +42,9 @@ class Session:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+
+    Attributes:
+        is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class Session:
         self.module = module
         self.plan = plan
         self._topology = topology
-        drop_other_stages(module, plan, topology.stage_index, topology.device)
+        self.is_split = True
+        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device)
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
         self._shared = _share_parameters(module, plan, topology)
@@ -72,8 +77,6 @@ class Session:
             loss=loss,
             trace_log=self.trace_log,
         )
-        rank_zero_info(f"\n{plan}\n")
-        report_batch_norm(module, num_microbatches)
 
     def train(self, step: Step, batch: Any) -> Any:
         """Runs a training batch forward and backward and parks its gradients.
@@ -91,13 +94,14 @@ class Session:
         if result.loss is None:
             self._parked.discard()
             return None
-        loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
+        with step.context():  # in which the default dtype is that of the precision plugin
+            loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def install_gradients(self) -> None:
-        """Adds the parked gradients to ``.grad``."""
-        self._parked.install()
+    def install_gradients(self, factor: float) -> None:
+        """Adds the parked gradients, times ``factor``, to ``.grad``."""
+        self._parked.install(factor)
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
@@ -107,6 +111,29 @@ class Session:
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
+
+    def make_whole(self, *, num_copies: int, must: bool) -> None:
+        """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.
+
+        Args:
+            num_copies: Ranks on this machine.
+            must: Whether it is done even where the machines' memory seems too small; else the module then stays split.
+        """
+        num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
+        with failures_reach_every_rank():
+            if not must and not has_room_for_copies(num_bytes, num_copies, self._topology):
+                rank_zero_warn(
+                    f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
+                    "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
+                    "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
+                )
+                return
+            if self._topology.num_stages > 1:
+                gather(self.module, self.plan, self._topology, self._dropped)
+        self.module.cpu()
+        self.is_split = False
+        self._runtime.forget()
+        self._shared.close()
 
     def _run(self, step: Step, batch: Any) -> BatchResult:
         """Runs one batch, and repeats on every rank what the last stage logged and set on the module."""

@@ -55,6 +55,7 @@ class Step:
         context: Makes the precision plugin's context for it.
         random_key: Identifies the batch within the run, for the stages' random numbers.
         num_accumulated: Batches whose gradients are summed before an optimizer step; each loss is divided by it.
+        scale_loss: Scales the loss for its backward pass, as the precision plugin does; None leaves it.
     """
 
     kind: StepKind
@@ -63,6 +64,7 @@ class Step:
     context: Callable[[], AbstractContextManager[Any]]
     random_key: tuple[int | str, ...]
     num_accumulated: int = 1
+    scale_loss: Callable[[Tensor], Tensor] | None = None
 
     @property
     def is_training(self) -> bool:
@@ -315,7 +317,8 @@ class BatchRun:
             return self._no_loss()
         # A product, not a view: torch detaches what the last stage returns in place.
         weighted = loss.reshape(()) * weight
-        return weighted if self._has_run_stage else weighted + self._no_loss()
+        scaled = weighted if self.step.scale_loss is None else self.step.scale_loss(weighted)
+        return scaled if self._has_run_stage else scaled + self._no_loss()
 
     def _no_loss(self) -> Tensor:
         """Zero, with gradients of zero for what the stage computed from, so that the schedule has something to send."""

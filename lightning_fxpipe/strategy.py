@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -28,20 +27,30 @@ from lightning_fxpipe._compat import (
     first_batch,
     init_process_group,
     set_rank_zero_only,
-    subprocess_launcher,
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
+from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages, check_optimizers, check_trainer
+from lightning_fxpipe.support import (
+    check_batch_dim,
+    check_converted,
+    check_has_batch,
+    check_num_stages,
+    check_optimizers,
+    check_trainer,
+    report_plan,
+)
 from lightning_fxpipe.survey import locate_first_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
@@ -78,21 +87,29 @@ class FxPipeStrategy(ParallelStrategy):
         batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
         timeout_seconds: Seconds after which a rank that waits for another gives up.
+        start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
+            script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
+            ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
+        gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
+            returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
+            parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
     """
 
     strategy_name = "fxpipe"
 
     def __init__(
         self,
-        num_stages: int | Literal["auto"] = "auto",
-        num_microbatches: int | Literal["auto"] = "auto",
+        num_stages: PositiveInt | Literal["auto"] = "auto",
+        num_microbatches: PositiveInt | Literal["auto"] = "auto",
         schedule: ScheduleName = "1f1b",
-        plan: str | Path | PartitionPlan | None = None,
+        plan: PlanFile | PartitionPlan | None = None,
         loss_reduction: LossReductionName = "auto",
-        loss_weight: str | Callable[[Any], Any] | None = None,
+        loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
         batch_dim: int = 0,
         process_group_backend: str | None = None,
-        timeout_seconds: float = 1800.0,
+        timeout_seconds: PositiveFloat = 1800.0,
+        start_method: StartMethod = "auto",
+        gather_after_run: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
@@ -111,9 +128,14 @@ class FxPipeStrategy(ParallelStrategy):
         self._batch_dim = batch_dim
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
+        check_start_method(start_method)
+        self._start_method: StartMethod = start_method
+        self._gather_after_run: bool | Literal["auto"] = gather_after_run
         self._seed = 0
         self._topology: Topology | None = None
         self._session: Session | None = None
+        self._precision: PipelinePrecision | None = None
+        self._planned_for: TrainerFn | None = None
         self._stage_optimizers: list[StageOptimizer] = []
 
     # ------------------------------------------------------------------ environment
@@ -177,16 +199,27 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1:
+            return  # a single process needs no other
+        method, gathers = resolved(self._start_method), self._gather_after_run is not False
+        self._launcher = make_launcher(
+            self, method, num_processes=self.num_processes, num_nodes=self.num_nodes, gathers=gathers
+        )
+        if method != "popen":
+            self._gather_after_run = True  # the processes end with the run
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment this process's rank; the Trainer calls it as soon as it is made, and every run again."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        set_rank_zero_only(self.global_rank)
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero_only(self.global_rank)
+        self.set_world_ranks()
         init_process_group(self.cluster_environment, self._backend, self.root_device, self._timeout)
         if self._topology is None:
             self._topology = make_topology(self.root_device)
@@ -242,24 +275,41 @@ class FxPipeStrategy(ParallelStrategy):
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
-        self.model = self.precision_plugin.convert_module(self.module)
-        if self._session is None or self._session.module is not self.module:
-            with failures_reach_every_rank():
-                self._session = Session(
-                    self.module,
-                    self._make_plan(trainer),
-                    self.topology,
-                    num_microbatches=self._num_microbatches,
-                    schedule=self._schedule,
-                    loss=self._loss,
-                )
+        self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
+        if self._session is None or self._session.module is not self.module or not self._session.is_split:
+            self._split(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             allow_skipped_batches(trainer)
         self.setup_precision_plugin()
-        # Lightning clips by the norm of the parameters that it sees; they are one stage's.
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        self._detach_precision()
+        self._precision = PipelinePrecision(self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm)
         self.barrier("setup")
+
+    def _split(self, trainer: Trainer) -> None:
+        """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
+        with failures_reach_every_rank():
+            plan = self._last_plan(trainer)
+            if plan is None:
+                plan, self._planned_for = self._make_plan(trainer), trainer.state.fn
+                report_plan(plan, self.module, self._num_microbatches)
+            self._session = Session(
+                self.module,
+                plan,
+                self.topology,
+                num_microbatches=self._num_microbatches,
+                schedule=self._schedule,
+                loss=self._loss,
+            )
+
+    def _last_plan(self, trainer: Trainer) -> PartitionPlan | None:
+        """The plan of the module's last run, if it holds for this one: what trains decides."""
+        if self._session is None or self._session.module is not self.module:
+            return None
+        if trainer.state.fn is TrainerFn.FITTING and self._planned_for is not TrainerFn.FITTING:
+            return None
+        shapes = {fqn: tuple(p.shape) for fqn, p in self.module.named_parameters()}
+        return self._session.plan if self._session.plan.parameter_shapes == shapes else None
 
     def _make_plan(self, trainer: Trainer) -> PartitionPlan:
         """The given plan, or one made by running the step that comes first on its first microbatch."""
@@ -276,7 +326,7 @@ class FxPipeStrategy(ParallelStrategy):
         count = self._num_microbatches or default_num_microbatches(batch_size(batch, self._batch_dim), num_stages)
         microbatch, size = first_microbatch(batch, count, self._batch_dim)
         training = kind is StepKind.TRAIN
-        with self._context(kind), torch.set_grad_enabled(training):
+        with step_context(self.precision_plugin, kind), torch.set_grad_enabled(training):
             region = locate_first_region(
                 self.module,
                 partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
@@ -304,14 +354,30 @@ class FxPipeStrategy(ParallelStrategy):
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
+    def _detach_precision(self) -> None:
+        if self._precision is not None:
+            self._precision.detach()
+            self._precision = None
+
     @override
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._detach_precision()
+        self._end_session()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    def _end_session(self) -> None:
+        """Makes the module whole after a run that ended well; after another one, not every rank may come here."""
+        if self._session is None or not self._session.is_split:
+            return
+        if self.module.trainer.state.status is TrainerStatus.RUNNING and self._gather_after_run is not False:
+            self._session.make_whole(num_copies=self.num_processes, must=self._gather_after_run is True)
+            if not self._session.is_split:
+                for optimizer in self._stage_optimizers:
+                    optimizer.to_cpu()
 
     # ------------------------------------------------------------------ steps
 
@@ -323,8 +389,9 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # The schedule has run backward; what is left are the hooks around it and the gradients' appearance between them.
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        self.session.install_gradients()
+        assert self._precision is not None
+        closure_loss, factor = self._precision.before_backward(closure_loss, self.module)
+        self.session.install_gradients(factor)
         return self.precision_plugin.post_backward(closure_loss, self.module)
 
     @override
@@ -347,20 +414,11 @@ class FxPipeStrategy(ParallelStrategy):
             kind=kind,
             function=partial(function, **kwargs) if kwargs else function,
             rest=rest,
-            context=partial(self._context, kind),
+            context=partial(step_context, self.precision_plugin, kind),
             random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
             num_accumulated=trainer.accumulate_grad_batches if kind is StepKind.TRAIN else 1,
+            scale_loss=self._precision.scale_loss if self._precision is not None else None,
         )
-
-    def _context(self, kind: StepKind) -> AbstractContextManager[Any]:
-        plugin = self.precision_plugin
-        contexts = {
-            StepKind.TRAIN: plugin.train_step_context,
-            StepKind.VALIDATE: plugin.val_step_context,
-            StepKind.TEST: plugin.test_step_context,
-            StepKind.PREDICT: plugin.predict_step_context,
-        }
-        return contexts[kind]()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -7,14 +7,17 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.plugins import BitsandbytesPrecision, Precision, TransformerEnginePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.weighting import Finding
 
 
@@ -70,6 +73,19 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
+def check_converted(converted: nn.Module, module: nn.Module) -> nn.Module:
+    """The module after its conversion by the precision plugin; raises :class:`UnsupportedError` if that made another one."""
+    if converted is not module:
+        raise UnsupportedError(
+            "The precision plugin replaces the LightningModule by another module.",
+            where="convert_module",
+            observed=f"a {type(converted).__name__}",
+            expected="the module itself, with other dtypes or other layers",
+            todo="Convert the module in place.",
+        )
+    return module
+
+
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Raises :class:`UnsupportedError` unless there is one optimizer, and one that needs a single backward pass."""
     if len(optimizers) != 1:
@@ -86,6 +102,12 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             observed="an optimizer that evaluates the loss several times per step and needs the whole model's parameters",
             todo="Use an optimizer that treats each parameter by itself, such as AdamW or SGD.",
         )
+
+
+def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None) -> None:
+    """Shows a new plan, and what the user should know about it."""
+    rank_zero_info(f"\n{plan}\n")
+    report_batch_norm(module, num_microbatches)
 
 
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
@@ -126,9 +148,31 @@ def _fit_faults(module: LightningModule) -> Iterator[Fault]:
         yield "an overridden LightningModule.backward, which would never be called", "move the code into a gradient hook"
 
 
+def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
+    plugin = trainer.precision_plugin
+    kind = type(plugin)
+    if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+        yield (
+            f"{kind.__name__}, which replaces layers by ones that cannot be traced",
+            "use precision='bf16-mixed', 'bf16-true', '16-mixed', '32-true' or '64-true'",
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        yield f"a gradient scaler of type {type(scaler).__name__}", "use a torch.amp.GradScaler, or a subclass of it"
+    if kind.backward is not Precision.backward:
+        yield (
+            f"{kind.__name__}.backward, which would never be called: the schedule runs backward inside the step",
+            "scale the loss in the plugin's pre_backward instead",
+        )
+    if kind.clip_grad_by_norm is not Precision.clip_grad_by_norm and trainer.gradient_clip_val:
+        yield (
+            f"{kind.__name__}.clip_grad_by_norm, which would see the gradients of one stage only",
+            "leave clipping by norm to the strategy, or clip by value",
+        )
+
+
 def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        yield "precision='16-mixed' with a gradient scaler", "use precision='bf16-mixed' or '32-true'"
+    yield from _precision_faults(trainer)
     refused = {
         StochasticWeightAveraging: "average checkpoints afterwards, or use EMAWeightAveraging",
         BatchSizeFinder: "choose the batch size by hand",

@@ -54,7 +54,7 @@ class LossOptions:
             raise ValueError(f"loss_reduction={loss_reduction!r}: expected 'auto', 'mean' or 'sum'")
         if loss_weight is not None and loss_reduction == "sum":
             raise ValueError("loss_weight weighs the microbatches in a mean, and loss_reduction='sum' says that it is none")
-        weight = _imported(loss_weight) if isinstance(loss_weight, str) else loss_weight
+        weight = imported_weight(loss_weight) if isinstance(loss_weight, str) else loss_weight
         if weight is not None and not callable(weight):
             raise ValueError(f"loss_weight={loss_weight!r}: expected a function of a batch, or its import path")
         reduction = None if loss_reduction == "auto" else LossReduction(loss_reduction)
@@ -99,8 +99,12 @@ def weighted_sum(values: Sequence[float], weights: Sequence[float]) -> float:
     return math.fsum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
 
 
-def _imported(path: str) -> Any:
-    """The object at an import path such as ``package.module.function`` or ``package.module.Class.method``."""
+def imported_weight(path: str) -> Any:
+    """The object at an import path such as ``package.module.function`` or ``package.module.Class.method``.
+
+    Raises:
+        ValueError: There is none.
+    """
     parts = path.split(".")
     for count in range(len(parts) - 1, 0, -1):
         try:

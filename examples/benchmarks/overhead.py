@@ -1,0 +1,274 @@
+"""What ``Trainer(strategy="fxpipe")`` spends in a step besides the schedule, by part.
+
+    python examples/benchmarks/overhead.py                    # a compute-bound GPT, two processes
+    python examples/benchmarks/overhead.py --logged 20 --output overhead.json
+
+Each rank's main thread keeps the time that it works, not the time that it waits (``time.thread_time``), so other programs on
+the machine change little. The time of a step is divided among the parts below; a part's time is without that of parts inside.
+What the strategy adds is compared with the whole step. The checks of the loss, on batches 1, 10, 100 and so on, are left out:
+the measured steps lie between two of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from step_time import Work, loss_of, make_batches, make_model, make_optimizer
+
+# Where the time goes that one device would need, too, and the schedule's; everything else is the strategy's.
+NOT_OURS = ("stages", "user's step", "schedule and backward", "Lightning and optimizer")
+
+
+class Parts:
+    """Divides this thread's working time among parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._stack = ["Lightning and optimizer"]
+        self._since = time.thread_time()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _enter(self, name: str) -> None:
+        self._charge()
+        self._stack.append(name)
+
+    def _leave(self) -> None:
+        self._charge()
+        self._stack.pop()
+
+    def _charge(self) -> None:
+        now = time.thread_time()
+        self.seconds[self._stack[-1]] += now - self._since
+        self._since = now
+
+    def snapshot(self) -> dict[str, float]:
+        self._charge()
+        return dict(self.seconds)
+
+    # ------------------------------------------------------------------ what is measured
+
+    def wrap(self, part: str, owner: Any, name: str) -> None:
+        """Charges calls of ``owner.name`` to a part."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.part(part):
+                return function(*args, **kwargs)
+
+        setattr(owner, name, timed)
+
+    def wrap_context(self, part: str, owner: Any, name: str) -> None:
+        """Charges entering and leaving the context manager that ``owner.name`` makes to a part; the block is not part of it."""
+        make = getattr(owner, name)
+
+        @contextmanager
+        def timed(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            self._enter(part)
+            try:
+                with make(*args, **kwargs) as value:
+                    self._leave()
+                    try:
+                        yield value
+                    finally:
+                        self._enter(part)
+            finally:
+                self._leave()
+
+        setattr(owner, name, timed)
+
+
+def instrument(parts: Parts) -> None:
+    """Wraps the package's functions, by part."""
+    from lightning_fxpipe import attributes, gradients, metrics, precision, randomness, reduction, runtime, schedule, session, step
+    from lightning_fxpipe.strategy import FxPipeStrategy
+
+    parts.wrap("strategy hooks", FxPipeStrategy, "training_step")
+    parts.wrap("strategy hooks", FxPipeStrategy, "backward")
+    parts.wrap("strategy hooks", precision.PipelinePrecision, "before_backward")
+    for name in ("batch_size", "plan_passes", "split_batch"):
+        parts.wrap("split the batch", runtime, name)
+    parts.wrap("split the batch", session, "merge_outputs")
+    parts.wrap("find trace and schedule", runtime.PipelineRuntime, "_pipeline")
+    parts.wrap("weights and checks of the loss", reduction.LossCheck, "weights")
+    parts.wrap("weights and checks of the loss", reduction.LossCheck, "begin")
+    parts.wrap("random numbers", randomness.BatchRandomness, "__init__")
+    parts.wrap_context("random numbers", randomness.BatchRandomness, "microbatch")
+    parts.wrap_context("random numbers", step, "own_random_numbers")
+    parts.wrap("random numbers", step, "rng_state")
+    parts.wrap("random numbers", step.BatchRun, "changed_rng")
+    parts.wrap_context("logging", metrics.StepLog, "capture")
+    for name in ("begin_microbatch", "_add", "entries"):
+        parts.wrap("logging", metrics.StepLog, name)
+    parts.wrap("logging", session, "replay")
+    parts.wrap("share with the other ranks", metrics.ResultChannel, "share")
+    parts.wrap("attributes of the module", attributes.StepAttributes, "__init__")
+    parts.wrap("attributes of the module", attributes.StepAttributes, "changes")
+    parts.wrap("attributes of the module", session.Session, "_common_buffers")
+    parts.wrap_context("gradients", gradients.ParkedGradients, "collect")
+    parts.wrap("gradients", gradients.ParkedGradients, "install")
+    parts.wrap("gradients", gradients.SharedParameters, "sum_gradients")
+    parts.wrap("around the microbatches", step.BatchRun, "run_microbatch")
+    parts.wrap("schedule and backward", schedule.Pipeline, "step")
+    parts.wrap("whole batch", runtime.PipelineRuntime, "run")
+    run_stage = step.BatchRun._run_stage
+
+    def timed_stage(self: Any, index: int, setup: Any, *args: Any) -> Any:
+        if not hasattr(setup.stage.module, "timed"):
+            setup.stage.module.timed = True
+            parts.wrap("stages", setup.stage.module, "forward")
+        with parts.part("around the microbatches"):
+            return run_stage(self, index, setup, *args)
+
+    step.BatchRun._run_stage = timed_stage  # type: ignore[method-assign]
+
+
+# --------------------------------------------------------------------------- in the ranks
+
+
+def run_worker(work: Work, logged: int, output: Path) -> None:
+    import lightning as L
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    torch.set_num_threads(1)
+    parts = Parts()
+    instrument(parts)
+    snapshots: list[dict[str, float]] = []
+
+    class LitGPT(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model(work)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with parts.part("user's step"):
+                (ids,) = batch
+                loss = loss_of(self.model(ids[:, :-1]), ids[:, 1:])
+                for index in range(logged):
+                    self.log(f"loss_{index}", loss, on_step=True, on_epoch=True)
+                return loss
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.parameters())
+
+    class Snapshots(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            snapshots.append(parts.snapshot())
+
+    from lightning_fxpipe import FxPipeStrategy
+
+    strategy = FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule)  # type: ignore[arg-type]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=work.stages,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Snapshots()],
+    )
+    batches = make_batches(work)
+    trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
+    measured = snapshots[work.warmup_steps - 1 :]
+    steps = [{name: b[name] - a.get(name, 0.0) for name in b} for a, b in zip(measured, measured[1:], strict=False)]
+    output.write_text(json.dumps(steps))
+
+
+# --------------------------------------------------------------------------- the table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in asdict(Work(warmup_steps=10, steps=20)).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--logged", type=int, default=3, help="values that the step logs")
+    parser.add_argument("--output", type=Path, help="write every step's times here as JSON")
+    parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    logged, output, worker = options.pop("logged"), options.pop("output"), options.pop("worker")
+    work = Work(**options)
+    if worker:
+        run_worker(work, logged, worker)
+        return
+    steps = launch(work, logged)
+    report(work, logged, steps)
+    if output:
+        output.write_text(json.dumps({"work": asdict(work), "logged": logged, "seconds": steps}, indent=1))
+
+
+def launch(work: Work, logged: int) -> list[list[dict[str, float]]]:
+    """Each rank's steps: seconds by part."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [part for key, value in asdict(work).items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(work.stages):
+            environment = os.environ | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(work.stages),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            command = [sys.executable, __file__, *flags, "--logged", str(logged), "--worker", f"{folder}/{rank}.json"]
+            with open(f"{folder}/{rank}.log", "w") as log:
+                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        if any([process.wait(timeout=900) for process in processes]):
+            logs = "\n".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(work.stages))
+            raise SystemExit(f"A rank failed:\n{logs}")
+        return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(work.stages)]
+
+
+def report(work: Work, logged: int, ranks: list[list[dict[str, float]]]) -> None:
+    """Prints each part's median time per step, and its share of the median step, for each rank."""
+    from lightning_fxpipe.table import render_table
+
+    def median(of: Callable[[dict[str, float]], float], rank: int) -> float:
+        return statistics.median(of(step) for step in ranks[rank])
+
+    totals = [median(lambda step: sum(step.values()), rank) for rank in range(len(ranks))]
+    names = sorted({name for steps in ranks for step in steps for name in step}, key=lambda n: (n not in NOT_OURS, n))
+
+    def row(name: str, of: Callable[[dict[str, float]], float]) -> tuple[str, ...]:
+        times = [median(of, rank) for rank in range(len(ranks))]
+        cells = [(f"{1000 * t:.2f}", f"{100 * t / total:.2f} %") for t, total in zip(times, totals, strict=True)]
+        return (name, *(cell for pair in cells for cell in pair))
+
+    rows = [row(name, lambda step, name=name: step.get(name, 0.0)) for name in names]  # type: ignore[misc]
+    rows.append(row("The strategy, all parts", lambda step: sum(t for name, t in step.items() if name not in NOT_OURS)))
+    rows.append(row("The step", lambda step: sum(step.values())))
+    headers = ("Part", *(text for rank in range(len(ranks)) for text in (f"Rank {rank} ms", "Share")))
+    print(render_table(f"Working time of a step: {work}, {logged} logged values", headers, rows, right_aligned=headers[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Types of the strategy's options as a command line sees them: a wrong value is an error of the parser, not of the run.
+
+LightningCLI parses with jsonargparse; where that is installed, these are types of its own, which check a value before anything
+else runs. To Python code they are plain numbers and strings.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.weighting import imported_weight
+
+if TYPE_CHECKING:
+    PositiveInt = int
+    PositiveFloat = float
+    PlanFile = str | Path
+    FunctionPath = str
+else:
+    try:
+        from jsonargparse.typing import PositiveFloat, PositiveInt, extend_base_type
+    except ImportError:  # an extra: `examples`
+        PositiveInt, PositiveFloat, PlanFile, FunctionPath = int, float, str, str
+    else:
+
+        def _check_plan(kind: type, value: Any) -> None:
+            """jsonargparse expects a ValueError, and tries the option's other types."""
+            try:
+                PartitionPlan.load(value)
+            except Exception as error:
+                raise ValueError(str(error)) from error
+
+        def _check_function(kind: type, value: Any) -> None:
+            imported_weight(value)
+
+        PlanFile = extend_base_type("PlanFile", str, _check_plan, docstring="Path of a saved plan.")
+        FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")

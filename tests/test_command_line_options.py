@@ -1,0 +1,97 @@
+"""The strategy's options on LightningCLI's command line: what is accepted, explained, and refused before anything runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_fxpipe import FxPipeStrategy, make_plan
+from tests.models import make_model, make_samples
+
+TRAINER = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
+CLASS = "--trainer.strategy=FxPipeStrategy"
+
+
+def count(batch: Any) -> int:
+    """What a user's config names as loss_weight."""
+    return len(batch)
+
+
+def run(*arguments: str) -> tuple[Any, str]:
+    """The strategy that the arguments give, or None; and what is printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            cli = LightningCLI(BoringModel, run=False, save_config_callback=None, args=[*TRAINER, *arguments])
+        except SystemExit:
+            return None, printed.getvalue()
+    return cli.trainer.strategy, printed.getvalue()
+
+
+def test_the_strategy_has_a_name_and_a_short_class_name() -> None:
+    for name in ("fxpipe", "FxPipeStrategy", "lightning_fxpipe.FxPipeStrategy"):
+        strategy, printed = run(f"--trainer.strategy={name}")
+        assert isinstance(strategy, FxPipeStrategy), printed
+
+
+def test_options_of_a_config_are_overridden(tmp_path: Path) -> None:
+    plan = make_plan(make_model("mlp"), make_samples("mlp", 4)[0], num_stages=2)
+    plan.save(tmp_path / "plan.json")
+    options = {"num_microbatches": 8, "plan": str(tmp_path / "plan.json"), "loss_weight": f"{__name__}.count"}
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"trainer": {"strategy": {"class_path": "FxPipeStrategy", "init_args": options}}}))
+    for written in ("--trainer.strategy.num_microbatches=2", "--trainer.strategy.init_args.num_microbatches=2"):
+        strategy, printed = run("--config", str(config), written, "--trainer.strategy.timeout_seconds=5")
+        assert isinstance(strategy, FxPipeStrategy), printed
+        assert (strategy._num_microbatches, strategy._given_plan, strategy._loss.weight) == (2, plan, count)
+        assert strategy._timeout.total_seconds() == 5
+    _, printed = run("--config", str(config), "--print_config")
+    assert "num_microbatches: 8" in printed
+    assert f"loss_weight: {__name__}.count" in printed
+
+
+WRONG = [
+    ("num_stages", "-1", "v>0"),
+    ("num_stages", "two", "two"),
+    ("num_microbatches", "0", "v>0"),
+    ("schedule", "foo", "'gpipe', '1f1b'"),
+    ("plan", "absent.json", "No such file"),
+    ("loss_reduction", "median", "'sum'"),
+    ("loss_weight", f"{__name__}.absent", "has no absent"),
+    ("timeout_seconds", "-3", "v>0"),
+    ("start_method", "thread", "'spawn'"),
+    ("gather_after_run", "perhaps", "perhaps"),
+    ("number_of_stages", "2", "not accepted"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "told"), WRONG)
+def test_a_wrong_value_is_an_error_of_the_parser(option: str, value: str, told: str) -> None:
+    strategy, printed = run(CLASS, f"--trainer.strategy.{option}={value}")
+    assert strategy is None
+    assert told in printed
+    assert "error:" in printed
+    assert "Traceback" not in printed
+
+
+def test_a_file_that_is_no_plan_is_an_error_of_the_parser(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    strategy, printed = run(CLASS, f"--trainer.strategy.plan={tmp_path / 'plan.json'}")
+    assert strategy is None
+    assert "schema_version" in printed
+
+
+def test_the_help_explains_every_option() -> None:
+    _, printed = run("--trainer.strategy.help", "FxPipeStrategy")
+    text = " ".join(printed.split())
+    for option in FxPipeStrategy.__init__.__annotations__.keys() - {"return"}:
+        assert f"--trainer.strategy.{option} " in text
+    for words in ("Seconds after which", "four for each stage", "one for each device", "default: 1800.0"):
+        assert words in text
