@@ -246,6 +246,7 @@ class FxPipeStrategy(ParallelStrategy):
                     schedule=self._schedule,
                     loss=self._loss,
                 )
+        self.session.hooks.install(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -288,13 +289,16 @@ class FxPipeStrategy(ParallelStrategy):
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
+        with self.session.hooks.suspended():
+            self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
     @override
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        if self._session is not None and self.module.trainer.interrupted:
+            self._session.hooks.uninstall()  # otherwise hooks are still to come
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -303,26 +307,37 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+        with self.session.hooks.suspended():
+            return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # The schedule has run backward; what is left are the hooks around it and the gradients' appearance between them.
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
-        self.session.install_gradients()
-        return self.precision_plugin.post_backward(closure_loss, self.module)
+        with self.session.hooks.suspended():
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, self.module)
+            self.session.install_gradients()
+            return self.precision_plugin.post_backward(closure_loss, self.module)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.session.hooks.suspended():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.evaluate(self._step(StepKind.VALIDATE, args[1:], kwargs), args[0])
+        return self._evaluate(StepKind.VALIDATE, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.evaluate(self._step(StepKind.TEST, args[1:], kwargs), args[0])
+        return self._evaluate(StepKind.TEST, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.evaluate(self._step(StepKind.PREDICT, args[1:], kwargs), args[0])
+        return self._evaluate(StepKind.PREDICT, args, kwargs)
+
+    def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.session.hooks.suspended():
+            return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
 
     def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Lightning's call of one of the module's steps, without the batch."""
@@ -351,30 +366,34 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return module_state(self.module)
+        with self.session.hooks.suspended():
+            return module_state(self.module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
-        return next(mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner)
+        with self.session.hooks.suspended():
+            return next(mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
-        save_folder(Path(self.broadcast(filepath)), checkpoint)
+        with self.session.hooks.suspended():
+            save_folder(Path(self.broadcast(filepath)), checkpoint)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         fitting = self.module.trainer.state.fn is TrainerFn.FITTING
-        checkpoint = load_checkpoint(
-            Path(self.broadcast(checkpoint_path)),
-            self.module,
-            self._stage_optimizers if fitting else [],
-            strict=self.module.strict_loading,
-            weights_only=weights_only,
-        )
+        with self.session.hooks.suspended():
+            checkpoint = load_checkpoint(
+                Path(self.broadcast(checkpoint_path)),
+                self.module,
+                self._stage_optimizers if fitting else [],
+                strict=self.module.strict_loading,
+                weights_only=weights_only,
+            )
         if fitting and "lightning_fxpipe" in checkpoint:
             # A resumed run shuffles and draws as the uninterrupted one would have.
             set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))

@@ -74,11 +74,23 @@ ORDER = [
         "gradients",
         "shard",
     ),
-    *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
+    *(
+        "failure",
+        "wholemodel",
+        "hooks",
+        "optimizers",
+        "checkpoint",
+        "support",
+        "attributes",
+        "session",
+        "strategy",
+        "__init__",
+        "__main__",
+    ),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
-KNOW_LIGHTNING = {"_compat", "support", "checkpoint", "session", "strategy", "__init__", "__main__"}
+KNOW_LIGHTNING = {"_compat", "hooks", "support", "checkpoint", "session", "strategy", "__init__", "__main__"}
 WITHOUT_TORCH = {"errors", "table", "plan"}
 KNOW_PRIVATE_NAMES = {"_compat"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}

@@ -1,0 +1,159 @@
+"""Small runs of the Trainer that are the same on one device and in a pipeline, and what they must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fxpipe import FxPipeStrategy
+from tests.lit import Recorder, make_trainer, snapshot
+
+Look = Callable[[L.Trainer, Any, Path], Any]
+
+
+class Net(L.LightningModule):
+    """An ordinary module with a backbone and a head, all loaders, and a rate that a callback may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.lr = 0.05
+        self.batch_size = 8
+        self.backbone = nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def _loader(self, samples: int, shuffle: bool = False) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(8)
+        data = TensorDataset(torch.randn(samples, 12, generator=generator), torch.arange(samples) % 5)
+        return DataLoader(data, batch_size=self.batch_size, shuffle=shuffle)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(44, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(20)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def nothing_else(trainer: L.Trainer, module: Any, folder: Path) -> None:
+    """Losses, weights, metrics and counters are all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of the Trainer.
+
+    Attributes:
+        callbacks: Makes the callbacks, from a folder for what they write.
+        options: Arguments of the Trainer.
+        module: Makes the module.
+        calls: Methods of the Trainer, one after the other.
+        look: What else must be the same on every rank.
+        look_at_zero: What else rank 0 must have.
+        strategy: Arguments of the strategy.
+    """
+
+    callbacks: Callable[[Path], Sequence[L.Callback]] = lambda folder: ()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    module: Callable[[], L.LightningModule] = Net
+    calls: tuple[str, ...] = ("fit",)
+    look: Look = nothing_else
+    look_at_zero: Look = nothing_else
+    strategy: dict[str, Any] = dataclasses.field(default_factory=lambda: {"num_microbatches": 2})
+
+
+def go(run: Run, folder: Path, stages: int) -> dict[str, Any]:
+    """Does a run on one device (``stages=0``) or in a pipeline; returns what must agree."""
+    L.seed_everything(3, verbose=False)
+    recorder = Recorder()
+    module = run.module()
+    place = {"strategy": FxPipeStrategy(**run.strategy), "devices": stages} if stages else {}
+    options = {"max_epochs": 2, "default_root_dir": folder, **run.options, **place}
+    trainer = make_trainer(callbacks=[recorder, *run.callbacks(folder)], **options)
+    returned = [
+        getattr(trainer, call)(module, **({"verbose": False} if call in ("validate", "test") else {})) for call in run.calls
+    ]
+    seen = {
+        "losses": recorder.losses,
+        "state": snapshot(module),
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "counters": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
+        "looked": run.look(trainer, module, folder),
+        "rates": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+    }
+    if trainer.is_global_zero:
+        seen["at_zero"] = (
+            run.look_at_zero(trainer, module, folder),
+            [r for c, r in zip(run.calls, returned, strict=True) if c != "fit"],
+        )
+    return seen
+
+
+def assert_same(found: Any, expected: Any, where: str) -> None:
+    """Equal but for rounding, looked into containers."""
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=1e-5, rel=1e-5, nan_ok=True), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{where}: {found} for {expected}"
+        for index, value in enumerate(expected):
+            assert_same(found[index], value, f"{where}[{index}]")
+    else:
+        assert found == expected, f"{where}: {found} for {expected}"
+
+
+def assert_as_on_one_device(results: list[dict[str, Any]], expected: dict[str, Any], where: str) -> None:
+    """Each rank has seen what one device has, and together they have its parameters."""
+    assert len(expected["losses"]) > 0 or "fit" not in where
+    merged = {key: value for result in results for key, value in result["state"].items()}
+    assert merged.keys() == expected["state"].keys(), where
+    for rank, result in enumerate(results):
+        for key in ("losses", "metrics", "counters", "looked", "rates"):
+            assert_same(result[key], expected[key], f"{where}, rank {rank}: {key}")
+    for fqn, value in expected["state"].items():
+        assert_same(merged[fqn], value, f"{where}: {fqn}")
+    assert_same(results[0]["at_zero"], expected["at_zero"], f"{where}, rank 0")
+
+
+def timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds and result."""
+    start = time.perf_counter()
+    result = function()
+    return time.perf_counter() - start, result
