@@ -395,6 +395,14 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         yield
 
 
+def averaged_modules(trainer: Trainer) -> list[nn.Module]:
+    """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    averaging = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]  # type: ignore[attr-defined]
+    return [callback._average_model.module for callback in averaging if callback._average_model is not None]
+
+
 def default_store() -> Any:
     """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,23 @@ from lightning_fxpipe.optimizers import StageOptimizer
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """This rank's part of ``module.state_dict()``."""
-    return {fqn: value for fqn, value in module.state_dict().items() if not (isinstance(value, Tensor) and value.is_meta)}
+    return _held(module.state_dict())
 
 
-def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {fqn: value for fqn, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+
+
+def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -> None:
     """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors.
 
     The folder gets its name when it is complete, so that a run that dies meanwhile leaves the last good one.
+
+    Args:
+        path: The folder.
+        checkpoint: The checkpoint, with this rank's part of the model's state.
+        fqns: Names of the whole model's tensors. What else has a tensor for each of this rank's, such as weights beside averaged
+            ones, is in parts as well.
     """
     is_writer = dist.get_rank() == 0
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -42,7 +52,9 @@ def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
         _remove(unfinished)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    state = {"model": checkpoint.pop("state_dict")}
+    state = {"model": _held(checkpoint.pop("state_dict"))}
+    for name in [name for name, value in checkpoint.items() if _is_partial(value, state["model"], fqns)]:
+        state[_BESIDE + name] = _held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     dcp_save(state, checkpoint_id=unfinished)
@@ -51,6 +63,14 @@ def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
         _remove(path)
         unfinished.rename(path)
     dist.barrier()
+
+
+# Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
+_BESIDE = "beside."
+
+
+def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
+    return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and _held(value).keys() == mine.keys()
 
 
 def _remove(path: Path) -> None:
@@ -101,14 +121,26 @@ def _load_folder(
                 "state": _state_request(module, stored, index),
                 "param_groups": optimizer.state_dict()["param_groups"],
             }
+    beside = {key.split(".")[1] for key in stored if key.startswith(_BESIDE)}
+    for name in beside:
+        prefix = f"{_BESIDE}{name}"
+        request[prefix] = {k: torch.empty_like(value) for k, value in wanted.items() if f"{prefix}.{k}" in stored}
     dcp_load(request, checkpoint_id=path)
     module.load_state_dict(wanted, strict=False)
     for index, optimizer in enumerate(optimizers):
         if f"optimizer_{index}" in request:
             optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])
     checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
-    checkpoint["state_dict"] = wanted
+    # Whoever takes a whole state finds placeholders for the other stages' tensors.
+    checkpoint["state_dict"] = _with_placeholders(wanted, module)
+    for name in beside:
+        checkpoint[name] = _with_placeholders(request[f"{_BESIDE}{name}"], module)
     return checkpoint
+
+
+def _with_placeholders(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    whole = module.state_dict()
+    return {fqn: state.get(fqn, value) for fqn, value in whole.items() if fqn in state or value.is_meta}
 
 
 def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:

@@ -19,15 +19,15 @@ import inspect
 import math
 import numbers
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
 from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -36,6 +36,7 @@ from torch import Tensor
 from lightning_fxpipe._compat import function_mode_removed, patched_attributes, tree_map, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.failure import failures_reach_every_rank, peer_failure
+from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.wholemodel import WholeModel, WholeView
 
@@ -87,14 +88,15 @@ class Hooks:
         self._reported: set[str] = set()
         self._installed = ExitStack()
         self._output_readers: frozenset[str] = frozenset()
+        self._optimizers: Sequence[StageOptimizer] = ()
 
     # ------------------------------------------------------------------ where hooks are
 
-    def install(self, trainer: Trainer) -> Self:
+    def install(self, trainer: Trainer) -> None:
         """Wraps the hooks of user code until the module's ``teardown`` hook, the last one, or :meth:`uninstall`."""
         self.uninstall()
         if self._topology.num_stages == 1:
-            return self
+            return
         hooks = list(_hooks_of_users(trainer, self._module))
         patches = [(owner, name, self._wrapped(trainer, getattr(owner, name))) for owner, name in hooks]
         patches.append((self._module, "teardown", self._last(self._wrapped(trainer, self._module.teardown))))
@@ -105,7 +107,13 @@ class Hooks:
             patches += [(w, name, _write_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
         self._output_readers = frozenset(name for owner, name in hooks if _reads_outputs(getattr(owner, name), name))
         self._installed.enter_context(patched_attributes(*patches))
-        return self
+
+    def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
+        """Hooks see the parameters of the whole model in the groups of these optimizers."""
+        self._optimizers = optimizers if self._topology.num_stages > 1 else ()
+        for optimizer in self._optimizers:
+            # It would look at each gradient of the other stages, which the rank that has them sets to zero.
+            optimizer.optimizer.zero_grad = self._outside_hook(optimizer.optimizer.zero_grad)  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
@@ -160,7 +168,7 @@ class Hooks:
         self._frame = _Frame(view=view)
         try:
             with failures_reach_every_rank():
-                with view:
+                with view, self._whole_groups():
                     yield
                 self._end(trainer)
         except _OtherRankFailed:
@@ -179,12 +187,38 @@ class Hooks:
             yield
             return
         self._frame = None
+        self._hide_others()
         try:
             with function_mode_removed(frame.view):
                 yield
         finally:
+            self._show_others()
             frame.values = frame.gradients = None
             self._frame = frame
+
+    def _outside_hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.suspended():
+                return function(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _whole_groups(self) -> Iterator[None]:
+        self._show_others()
+        try:
+            yield
+        finally:
+            self._hide_others()
+
+    def _show_others(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.show_others()
+
+    def _hide_others(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.hide_others()
 
     # ------------------------------------------------------------------ what ranks ask each other
 
@@ -292,9 +326,9 @@ class Hooks:
         self._reported |= names
         if new:
             rank_zero_warn(
-                f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's are taken. That is "
-                "right for times and memory; what is computed from something that only one rank has must come from rank 0, which "
-                "runs the steps to their end."
+                f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's are taken. That "
+                "is right for times and memory; what is computed from something that only one rank has must come from rank 0, "
+                "which runs the steps to their end."
             )
 
 
@@ -338,9 +372,18 @@ def _hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple
             yield module, name
     for callback in _callbacks(trainer):
         for name in _CALLBACK_HOOKS:
-            is_user_code = not str(getattr(getattr(callback, name), "__module__", "")).startswith(_OWN_PACKAGES)
+            is_user_code = _calls_users(callback) or not _is_own(getattr(callback, name))
             if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, Callback):
                 yield callback, name
+
+
+def _calls_users(callback: Callback) -> bool:
+    """Whether the callback's inherited hooks run user code, or compare parameters of the whole model."""
+    return not _is_own(type(callback)) or isinstance(callback, BaseFinetuning)
+
+
+def _is_own(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith(_OWN_PACKAGES)
 
 
 def _reads_outputs(hook: Callable[..., Any], name: str) -> bool:

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat import averaged_modules
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
@@ -77,6 +79,14 @@ class Session:
         )
         rank_zero_info(f"\n{plan}\n")
         report_batch_norm(module, num_microbatches)
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
+        for copy in averaged_modules(trainer):
+            if not any(parameter.is_meta for parameter in copy.parameters()):
+                # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
+                drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
+        self.hooks.install(trainer)
 
     def train(self, step: Step, batch: Any) -> Any:
         """Runs a training batch forward and backward and parks its gradients.

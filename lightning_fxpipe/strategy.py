@@ -246,7 +246,7 @@ class FxPipeStrategy(ParallelStrategy):
                     schedule=self._schedule,
                     loss=self._loss,
                 )
-        self.session.hooks.install(trainer)
+        self.session.prepare(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -287,6 +287,7 @@ class FxPipeStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
+        self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         with self.session.hooks.suspended():
@@ -381,7 +382,7 @@ class FxPipeStrategy(ParallelStrategy):
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
         with self.session.hooks.suspended():
-            save_folder(Path(self.broadcast(filepath)), checkpoint)
+            save_folder(Path(self.broadcast(filepath)), checkpoint, self.module.state_dict().keys())
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

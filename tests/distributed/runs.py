@@ -83,6 +83,7 @@ class Run:
         look: What else must be the same on every rank.
         look_at_zero: What else rank 0 must have.
         strategy: Arguments of the strategy.
+        resume_from: A checkpoint that the run writes, to start another run from.
     """
 
     callbacks: Callable[[Path], Sequence[L.Callback]] = lambda folder: ()
@@ -92,19 +93,27 @@ class Run:
     look: Look = nothing_else
     look_at_zero: Look = nothing_else
     strategy: dict[str, Any] = dataclasses.field(default_factory=lambda: {"num_microbatches": 2})
+    resume_from: str | None = None
 
 
 def go(run: Run, folder: Path, stages: int) -> dict[str, Any]:
     """Does a run on one device (``stages=0``) or in a pipeline; returns what must agree."""
+    if run.resume_from is not None:
+        _go(run, folder, stages, None)
+    return _go(run, folder, stages, run.resume_from and str(folder / run.resume_from))
+
+
+def _go(run: Run, folder: Path, stages: int, ckpt_path: str | None) -> dict[str, Any]:
     L.seed_everything(3, verbose=False)
     recorder = Recorder()
     module = run.module()
     place = {"strategy": FxPipeStrategy(**run.strategy), "devices": stages} if stages else {}
     options = {"max_epochs": 2, "default_root_dir": folder, **run.options, **place}
     trainer = make_trainer(callbacks=[recorder, *run.callbacks(folder)], **options)
-    returned = [
-        getattr(trainer, call)(module, **({"verbose": False} if call in ("validate", "test") else {})) for call in run.calls
-    ]
+    returned = []
+    for call in run.calls:
+        how = {"ckpt_path": ckpt_path} if call == "fit" else {"verbose": False} if call in ("validate", "test") else {}
+        returned.append(getattr(trainer, call)(module, **how))
     seen = {
         "losses": recorder.losses,
         "state": snapshot(module),
@@ -132,9 +141,9 @@ def assert_same(found: Any, expected: Any, where: str) -> None:
         for key, value in expected.items():
             assert_same(found[key], value, f"{where}.{key}")
     elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), f"{where}: {found} for {expected}"
-        for index, value in enumerate(expected):
-            assert_same(found[index], value, f"{where}[{index}]")
+        for index, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
+            assert_same(mine, theirs, f"{where}[{index}]")
+        assert len(found) == len(expected), f"{where}: {len(found)} for {len(expected)}"
     else:
         assert found == expected, f"{where}: {found} for {expected}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,6 @@ class HeadOnly(Net):
         return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=0.01)
 
 
-class Steps(shipped.LambdaCallback):
-    pass
-
-
 def checkpoint(folder: Path, **options: Any) -> shipped.ModelCheckpoint:
     return shipped.ModelCheckpoint(dirpath=folder / "kept", **options)
 
@@ -124,6 +120,18 @@ RUNS: dict[str, Run] = {
     ),
     "GradientAccumulationScheduler": Run(
         callbacks=lambda f: [shipped.GradientAccumulationScheduler({0: 2, 1: 3, 2: 1})], options={"max_epochs": 3}
+    ),
+    "EMAWeightAveraging resumed": Run(
+        callbacks=lambda f: [shipped.EMAWeightAveraging(decay=0.8), checkpoint(f, filename="{epoch}", save_top_k=-1)],
+        options=SAVING,
+        resume_from="kept/epoch=1.ckpt",
+        look_at_zero=names_in,
+    ),
+    "BaseFinetuning resumed": Run(
+        callbacks=lambda f: [Unfreeze(), checkpoint(f, filename="{epoch}", save_top_k=-1)],
+        options=SAVING,
+        module=HeadOnly,
+        resume_from="kept/epoch=1.ckpt",
     ),
     "EMAWeightAveraging": Run(callbacks=lambda f: [shipped.EMAWeightAveraging(decay=0.8)], options=SAVING),
     "WeightAveraging": Run(callbacks=lambda f: [shipped.WeightAveraging(), checkpoint(f, filename="{step}")], **KEPT),

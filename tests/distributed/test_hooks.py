@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
@@ -21,9 +22,14 @@ Ranks = Callable[[int], RankPool]
 
 def traces(trainer: L.Trainer, module: Any, folder: Path) -> Any:
     (callback,) = (c for c in trainer.callbacks if isinstance(c, TraceCallback))
-    events = [*callback.trace, *type(module).trace]
-    # As with every strategy, one process for each machine prepares data.
-    return [vars(event) for event in events if event.name != "module.prepare_data"]
+    events = [vars(event) for event in (*callback.trace, *type(module).trace)]
+    # As with every strategy, one process for each machine prepares data. The plan is made from the first batch, which is asked
+    # for once more than on one device, before the optimizers are.
+    configured = [event["name"] for event in events].index("module.configure_optimizers")
+    asked = [
+        e for e in events[:configured] if e["name"].removeprefix("module.") in vars(DataHooks) and e["name"] != "module.setup"
+    ]
+    return [e for e in events if e not in asked and e["name"] != "module.prepare_data"]
 
 
 TRACED: dict[str, Run] = {
