@@ -147,7 +147,7 @@ class Hooks:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._frame is not None:  # called by another hook
                 return hook(*args, **kwargs)
-            with self._running(trainer):
+            with self.running(trainer):
                 return hook(*args, **kwargs)
 
         return run
@@ -163,7 +163,8 @@ class Hooks:
         return run
 
     @contextmanager
-    def _running(self, trainer: Trainer) -> Iterator[None]:
+    def running(self, trainer: Trainer) -> Iterator[None]:
+        """The block is user code, on every rank."""
         view = WholeView(self._whole.placeholders(), self._values, self._gradients, self._topology.device)
         self._frame = _Frame(view=view)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -87,6 +88,16 @@ class Session:
                 # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
                 drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
         self.hooks.install(trainer)
+
+    def restore_groups(self, trainer: Trainer) -> None:
+        """Brings back the optimizer's groups that finetuning has added.
+
+        The callback does so in ``on_fit_start``, which has been: a module in stages is restored after the strategy's setup.
+        """
+        with self.hooks.running(trainer):
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, BaseFinetuning):
+                    BaseFinetuning.on_fit_start(callback, trainer, self.module)
 
     def train(self, step: Step, batch: Any) -> Any:
         """Runs a training batch forward and backward and parks its gradients.

@@ -28,7 +28,15 @@ from lightning_fxpipe._compat import (
     set_rank_zero_only,
     subprocess_launcher,
 )
-from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
+from lightning_fxpipe.checkpoint import (
+    load_model,
+    load_optimizers,
+    module_state,
+    portable_rng,
+    read_checkpoint,
+    save_folder,
+    usable_rng,
+)
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
@@ -108,6 +116,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._topology: Topology | None = None
         self._session: Session | None = None
         self._stage_optimizers: list[StageOptimizer] = []
+        self._restored_from: Path | None = None
 
     # ------------------------------------------------------------------ environment
 
@@ -136,11 +145,6 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # a rank loads only what its stage holds, which setup decides
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
 
     @property
     def plan(self) -> PartitionPlan:
@@ -386,24 +390,20 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        fitting = self.module.trainer.state.fn is TrainerFn.FITTING
+        self._restored_from = Path(self.broadcast(checkpoint_path))
         with self.session.hooks.suspended():
-            checkpoint = load_checkpoint(
-                Path(self.broadcast(checkpoint_path)),
-                self.module,
-                self._stage_optimizers if fitting else [],
-                strict=self.module.strict_loading,
-                weights_only=weights_only,
-            )
-        if fitting and "lightning_fxpipe" in checkpoint:
-            # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
-        return checkpoint
+            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing to do: :meth:`load_checkpoint` has loaded it."""
+        with self.session.hooks.suspended():
+            load_model(self.module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing to do: :meth:`load_checkpoint` has loaded it."""
+        assert self._restored_from is not None
+        self.session.restore_groups(self.module.trainer)
+        load_optimizers(self._restored_from, checkpoint, self.module, self._stage_optimizers)
+        if "lightning_fxpipe" in checkpoint:
+            # A resumed run shuffles and draws as the uninterrupted one would have.
+            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))

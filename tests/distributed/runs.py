@@ -23,6 +23,8 @@ Look = Callable[[L.Trainer, Any, Path], Any]
 class Net(L.LightningModule):
     """An ordinary module with a backbone and a head, all loaders, and a rate that a callback may change."""
 
+    shuffle = True
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
@@ -59,7 +61,7 @@ class Net(L.LightningModule):
         return DataLoader(data, batch_size=self.batch_size, shuffle=shuffle)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(44, shuffle=True)
+        return self._loader(44, shuffle=self.shuffle)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(20)

@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from lightning.pytorch import callbacks as shipped
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 
 from tests.distributed.runs import Net, Run, go
 
@@ -73,6 +72,12 @@ def checkpoint(folder: Path, **options: Any) -> shipped.ModelCheckpoint:
     return shipped.ModelCheckpoint(dirpath=folder / "kept", **options)
 
 
+class InOrder(HeadOnly):
+    """A resumed pipeline goes on with the random numbers of the run that it resumes, and one device does not."""
+
+    shuffle = False
+
+
 SAVING = {"enable_checkpointing": True, "max_epochs": 4}
 KEPT: dict[str, Any] = {"options": SAVING, "look_at_zero": names_in}
 
@@ -125,12 +130,13 @@ RUNS: dict[str, Run] = {
         callbacks=lambda f: [shipped.EMAWeightAveraging(decay=0.8), checkpoint(f, filename="{epoch}", save_top_k=-1)],
         options=SAVING,
         resume_from="kept/epoch=1.ckpt",
+        module=InOrder,
         look_at_zero=names_in,
     ),
     "BaseFinetuning resumed": Run(
         callbacks=lambda f: [Unfreeze(), checkpoint(f, filename="{epoch}", save_top_k=-1)],
         options=SAVING,
-        module=HeadOnly,
+        module=InOrder,
         resume_from="kept/epoch=1.ckpt",
     ),
     "EMAWeightAveraging": Run(callbacks=lambda f: [shipped.EMAWeightAveraging(decay=0.8)], options=SAVING),

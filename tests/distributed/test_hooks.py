@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import pytest
 import torch
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import Net, Run, assert_as_on_one_device, assert_same, go
+from tests.distributed.runs import Net, Run, go
 from tests.recording import TraceCallback, traced
 
 Ranks = Callable[[int], RankPool]
