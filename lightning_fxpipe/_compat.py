@@ -403,6 +403,14 @@ def averaged_modules(trainer: Trainer) -> list[nn.Module]:
     return [callback._average_model.module for callback in averaging if callback._average_model is not None]
 
 
+def throughputs(trainer: Trainer) -> list[Any]:
+    """What ``ThroughputMonitor`` callbacks count with; it has no public name. Lightning 2.6."""
+    from lightning.pytorch.callbacks import ThroughputMonitor
+
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, ThroughputMonitor)]  # type: ignore[attr-defined]
+    return [throughput for monitor in monitors for throughput in monitor._throughputs.values()]
+
+
 def default_store() -> Any:
     """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -62,6 +62,7 @@ class StageOptimizer:
         local = {fqn: parameter for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        self.optimizer.state.clear()  # a parameter that has no state in the checkpoint has none any more
         for fqn, values in state.items():
             if fqn in local:
                 parameter = local[fqn]

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat import averaged_modules
+from lightning_fxpipe._compat import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
@@ -87,6 +87,13 @@ class Session:
             if not any(parameter.is_meta for parameter in copy.parameters()):
                 # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
                 drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
+        for throughput in throughputs(trainer):
+            if throughput.world_size > 1:
+                # Lightning takes each process for one that has batches of its own; here all work on the same.
+                throughput.world_size = 1
+                throughput.available_flops = (
+                    throughput.available_flops and throughput.available_flops * self._topology.num_stages
+                )
         self.hooks.install(trainer)
 
     def restore_groups(self, trainer: Trainer) -> None:

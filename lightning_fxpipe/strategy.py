@@ -117,6 +117,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._session: Session | None = None
         self._stage_optimizers: list[StageOptimizer] = []
         self._restored_from: Path | None = None
+        self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
 
     # ------------------------------------------------------------------ environment
 
@@ -237,6 +238,7 @@ class FxPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_trainer(trainer, self.module)
+        self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         self.model = self.precision_plugin.convert_module(self.module)
@@ -312,6 +314,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._has_trained = True
         with self.session.hooks.suspended():
             return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
 
@@ -404,6 +407,6 @@ class FxPipeStrategy(ParallelStrategy):
         assert self._restored_from is not None
         self.session.restore_groups(self.module.trainer)
         load_optimizers(self._restored_from, checkpoint, self.module, self._stage_optimizers)
-        if "lightning_fxpipe" in checkpoint:
+        if "lightning_fxpipe" in checkpoint and not self._has_trained:
             # A resumed run shuffles and draws as the uninterrupted one would have.
             set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -119,12 +119,23 @@ def _fit_faults(module: LightningModule) -> Iterator[Fault]:
 def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield "precision='16-mixed' with a gradient scaler", "use precision='bf16-mixed' or '32-true'"
-    refused = {
-        StochasticWeightAveraging: "average checkpoints afterwards, or use EMAWeightAveraging",
-        BatchSizeFinder: "choose the batch size by hand",
-        LearningRateFinder: "choose the learning rate by hand, or find it on one device",
-    }
     for callback in getattr(trainer, "callbacks", ()):
-        for kind, todo in refused.items():
+        for kind, (reason, todo) in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
-                yield f"the callback {kind.__name__}, which needs the whole model on one rank", todo
+                yield f"the callback {kind.__name__}, {reason}", todo
+
+
+_REFUSED_CALLBACKS: dict[type, Fault] = {
+    StochasticWeightAveraging: (
+        "which keeps a whole copy of the model in its own part of the checkpoint",
+        "use WeightAveraging or EMAWeightAveraging, or average checkpoints afterwards",
+    ),
+    BatchSizeFinder: (
+        "which tries sizes until one rank has no memory left, and then the others cannot go on",
+        "choose the batch size by hand",
+    ),
+    ModelPruning: (
+        "which replaces parameters by others while the model is in stages",
+        "prune the model on one device before or after training",
+    ),
+}

@@ -76,9 +76,9 @@ ORDER = [
     ),
     *(
         "failure",
+        "optimizers",
         "wholemodel",
         "hooks",
-        "optimizers",
         "checkpoint",
         "support",
         "attributes",

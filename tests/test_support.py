@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -92,11 +92,11 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
         "BatchSizeFinder",
         "batch size by hand",
     ),
-    "learning rate finder": (
-        lambda: trainer_for(callbacks=[LearningRateFinder()]),
+    "pruning": (
+        lambda: trainer_for(callbacks=[ModelPruning("l1_unstructured")]),
         lambda: LitModel("mlp"),
-        "LearningRateFinder",
-        "learning rate by hand",
+        "ModelPruning",
+        "on one device",
     ),
 }
 
@@ -126,13 +126,13 @@ def test_all_faults_are_in_one_error() -> None:
         pass
 
     trainer = with_scaler()
-    trainer.callbacks += [StochasticWeightAveraging(1e-2), LearningRateFinder()]
+    trainer.callbacks += [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")]
     error = refusal(trainer, Everything("mlp"))
     reasons = [
         "torchmetrics objects",
         "gradient scaler",
         "StochasticWeightAveraging",
-        "LearningRateFinder",
+        "ModelPruning",
         "manual optimization",
         "overridden LightningModule.backward",
     ]
