@@ -411,6 +411,11 @@ def throughputs(trainer: Trainer) -> list[Any]:
     return [throughput for monitor in monitors for throughput in monitor._throughputs.values()]
 
 
+def validates_by_time(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
 def default_store() -> Any:
     """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -14,6 +16,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat import validates_by_time
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.weighting import Finding
 
@@ -119,6 +122,18 @@ def _fit_faults(module: LightningModule) -> Iterator[Fault]:
 def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         yield "precision='16-mixed' with a gradient scaler", "use precision='bf16-mixed' or '32-true'"
+    if not isinstance(trainer.accelerator, (CPUAccelerator, CUDAAccelerator)):
+        yield f"the accelerator {type(trainer.accelerator).__name__}", "use accelerator='gpu' with CUDA devices, or 'cpu'"
+    if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+        yield (
+            f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
+            "leave the plugin out: every rank writes its part of a checkpoint folder itself",
+        )
+    if validates_by_time(trainer):
+        yield (
+            "val_check_interval as a time, at which each rank would look on its own clock",
+            "set val_check_interval to a number of batches or a share of the epoch",
+        )
     for callback in getattr(trainer, "callbacks", ()):
         for kind, (reason, todo) in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):

@@ -31,6 +31,7 @@ class Event:
 BLIND = {
     "setup",
     "configure_model",
+    "configure_callbacks",
     "on_exception",
     "state_dict",
     "load_state_dict",

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
@@ -91,6 +91,18 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
         lambda: LitModel("mlp"),
         "BatchSizeFinder",
         "batch size by hand",
+    ),
+    "validation by time": (
+        lambda: trainer_for(val_check_interval="00:00:00:10"),
+        lambda: LitModel("mlp"),
+        "val_check_interval as a time",
+        "number of batches",
+    ),
+    "checkpoint plugin": (
+        lambda: trainer_for(plugins=[AsyncCheckpointIO()]),
+        lambda: LitModel("mlp"),
+        "AsyncCheckpointIO",
+        "leave the plugin out",
     ),
     "pruning": (
         lambda: trainer_for(callbacks=[ModelPruning("l1_unstructured")]),

@@ -188,7 +188,10 @@ RUNS: dict[str, Run] = {
         callbacks=lambda f: [shipped.StochasticWeightAveraging(0.01, swa_epoch_start=1)], options={"max_epochs": 4}
     ),
     "BatchSizeFinder": Run(callbacks=lambda f: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=2)]),
-    "LearningRateFinder": Run(callbacks=lambda f: [shipped.LearningRateFinder(num_training_steps=30, min_lr=1e-4)], look=lambda trainer, module, folder: module.lr),
+    "LearningRateFinder": Run(
+        callbacks=lambda f: [shipped.LearningRateFinder(num_training_steps=30, min_lr=1e-4)],
+        look=lambda trainer, module, folder: module.lr,
+    ),
 }
 
 

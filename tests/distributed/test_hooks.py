@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
+from lightning_fxpipe import PeerError
 from tests.distributed.pool import RankPool
-from tests.distributed.runs import Net, Run, go
-from tests.recording import TraceCallback, traced
+from tests.distributed.runs import Net, Run, compare, go
+from tests.lit import make_trainer
+from tests.recording import CALLBACK_HOOKS, MODULE_HOOKS, TraceCallback, traced
 
 Ranks = Callable[[int], RankPool]
 
@@ -35,14 +39,14 @@ TRACED: dict[str, Run] = {
     name: Run(
         callbacks=lambda folder: [TraceCallback()],
         module=lambda: traced()(),
-        options={"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 1, **options},
+        options={"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, **options},
         calls=calls,
         look=traces,
     )
     for name, options, calls in [
-        ("plain", {"enable_checkpointing": True}, ("fit", "validate", "test", "predict")),
+        ("plain", {"enable_checkpointing": True, "max_epochs": 2, "limit_train_batches": 2}, ("fit", "validate", "test", "predict")),
         ("accumulation", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, ("fit",)),
-        ("by value", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "max_epochs": 1}, ("fit",)),
+        ("by value", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, ("fit",)),
     ]
 }
 
@@ -199,7 +203,34 @@ class ConfiguresCallbacks(Net):
         return [L.pytorch.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.02)]
 
 
-SAVED = {"enable_checkpointing": True}
+class Fails(L.Callback):
+    """Raises in a hook, on every rank or on one."""
+
+    def __init__(self, error: type[BaseException], rank: int | None = None) -> None:
+        self.error, self.rank = error, rank
+        self.noticed: list[str] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step == 3 and self.rank in (None, trainer.global_rank):
+            raise self.error("on purpose")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.noticed.append(f"{type(exception).__name__} {exception}")
+
+
+def noticed(trainer: L.Trainer, module: Any, folder: Path) -> Any:
+    return [c.noticed for c in trainer.callbacks if isinstance(c, Fails)], str(trainer.state.status)
+
+
+def fails_on_one_rank(rank: int) -> str:
+    """What the other ranks are told."""
+    callback = Fails(ArithmeticError, rank)
+    trainer = make_trainer(max_epochs=2, callbacks=[callback], strategy="fxpipe", devices=2)
+    with pytest.raises((ArithmeticError, PeerError)):
+        trainer.fit(Net())
+    return callback.noticed[0]
+
+
 HOOKS: dict[str, Run] = {
     "logs norms": Run(module=LogsNorms, options={"gradient_clip_val": 0.4}),
     "clips itself": Run(module=ClipsItself),
@@ -213,7 +244,53 @@ HOOKS: dict[str, Run] = {
     "configures callbacks": Run(module=ConfiguresCallbacks, options={"max_epochs": 8}),
 }
 
-RUNS = {**{f"trace {name}": run for name, run in TRACED.items()}, **HOOKS}
+FAILING = {
+    "exception": Run(callbacks=lambda folder: [Fails(ArithmeticError)], raises="ArithmeticError", look=noticed),
+    "interrupt": Run(callbacks=lambda folder: [Fails(KeyboardInterrupt)], raises="SystemExit", look=noticed),
+}
+
+RUNS = {**{f"trace {name}": run for name, run in TRACED.items()}, **HOOKS, **FAILING}
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Lightning switches Ctrl-C off for good once it has caught one."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_traces_of_every_hook_are_the_same_on_every_rank(ranks: Ranks, tmp_path: Path, stages: int) -> None:
+    compare(ranks, do, [f"trace {name}" for name in TRACED], tmp_path, stages)
+
+
+def test_a_trace_has_every_hook(tmp_path: Path) -> None:
+    """Only hooks that nothing in the run calls may be missing."""
+    (tmp_path / "0").mkdir()
+    seen = {event["name"] for name in TRACED for event in do(f"trace {name}", str(tmp_path), 0)["looked"]}
+    everything = {f"module.{name}" for name in MODULE_HOOKS} | {f"callback.{name}" for name in CALLBACK_HOOKS}
+    assert {name.rpartition(".")[2] for name in everything - seen} == {
+        *("prepare_data", "on_exception", "on_load_checkpoint", "load_state_dict", "state_dict"),
+    }
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_hooks_see_log_and_decide_what_they_do_on_one_device(ranks: Ranks, tmp_path: Path, stages: int) -> None:
+    compare(ranks, do, list(HOOKS), tmp_path, stages)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_exceptions_in_hooks_end_the_run_as_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    compare(ranks, do, list(FAILING), tmp_path, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_one_ranks_hook_is_told_to_the_other(ranks: Ranks, rank: int) -> None:
+    told = ranks(2).run(fails_on_one_rank, rank)
+    assert told[rank] == "ArithmeticError on purpose"
+    assert "ArithmeticError: on purpose" in told[1 - rank]
+    assert f"rank {rank}" in told[1 - rank]
 
 
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
