@@ -82,7 +82,7 @@ def record(trace: list[Event], name: str, module: Any, arguments: Any) -> None:
         "stage": str(trainer.state.stage),
         "stop": trainer.should_stop,
         "training": module.training,
-        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "grad": torch.is_grad_enabled(),  # with gloo, Lightning takes no_grad for inference_mode
         "rates": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
         "metrics": {key: float(metric) for key, metric in trainer.callback_metrics.items()},
         "requires_grad": [p.requires_grad for p in module.parameters()],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class Run:
         strategy: Arguments of the strategy.
         resume_from: A checkpoint that the run writes, to start another run from.
         raises: Name of the exception that ends it.
+        nodes: Whether each rank is a machine of its own.
     """
 
     callbacks: Callable[[Path], Sequence[L.Callback]] = lambda folder: ()
@@ -99,6 +101,7 @@ class Run:
     strategy: dict[str, Any] = dataclasses.field(default_factory=lambda: {"num_microbatches": 2})
     resume_from: str | None = None
     raises: str | None = None
+    nodes: bool = False
 
 
 def go(run: Run, folder: Path, stages: int) -> dict[str, Any]:
@@ -112,7 +115,8 @@ def _go(run: Run, folder: Path, stages: int, ckpt_path: str | None) -> dict[str,
     L.seed_everything(3, verbose=False)
     recorder = Recorder()
     module = run.module()
-    place = {"strategy": FxPipeStrategy(**run.strategy), "devices": stages} if stages else {}
+    count = {"devices": 1, "num_nodes": stages} if run.nodes else {"devices": stages}
+    place = {"strategy": FxPipeStrategy(**run.strategy), **count} if stages else {}
     options = {"max_epochs": 2, "default_root_dir": folder, **run.options, **place}
     trainer = make_trainer(callbacks=[recorder, *run.callbacks(folder)], **options)
     returned = []
@@ -182,3 +186,15 @@ def compare(ranks: Callable[[int], RankPool], do: Callable[..., Any], names: Seq
 
 def _do_all(module: str, names: Sequence[str], folder: str, stages: int) -> list[Any]:
     return [importlib.import_module(module).do(name, folder, stages) for name in names]
+
+
+def documented(heading: str) -> dict[str, str]:
+    """The rows of a table in docs/lightning.md: names and verdicts."""
+    text = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
+    table = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) \|", table, re.MULTILINE))
+
+
+def rows_of(runs: Collection[str]) -> set[str]:
+    """The rows that runs are about: their first words."""
+    return {name.partition(" ")[0] for name in runs}

@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch import callbacks as shipped
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import device_stats_monitor
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.distributed.runs import Net, Run, go
+from lightning_fxpipe import UnsupportedError
+from tests.distributed.pool import RankPool
+from tests.distributed.runs import Net, Run, compare, documented, go, rows_of
+from tests.lit import make_trainer
+
+Ranks = Callable[[int], RankPool]
 
 
 def names_in(trainer: L.Trainer, module: Any, folder: Path) -> list[str]:
@@ -26,8 +34,52 @@ def callback_state(kind: type) -> Callable[..., Any]:
     return look
 
 
-def logged(trainer: L.Trainer, module: Any, folder: Path) -> list[str]:
-    return (folder / "log" / "metrics.csv").read_text().splitlines()
+def logged(trainer: L.Trainer, module: Any, folder: Path) -> Any:
+    """The logged table, with numbers that are compared but for rounding."""
+    header, *rows = (line.split(",") for line in (folder / "log" / "metrics.csv").read_text().splitlines())
+    return header, [[float(entry) if entry else None for entry in row] for row in rows]
+
+
+def columns(trainer: L.Trainer, module: Any, folder: Path) -> Any:
+    return logged(trainer, module, folder)[0]
+
+
+class Raises(L.Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            raise ArithmeticError("on purpose")
+
+
+class Summary(shipped.ModelSummary):
+    """Keeps what it shows."""
+
+    shown: tuple[Any, ...] = ()
+
+    @staticmethod
+    def summarize(*args: Any, **kwargs: Any) -> None:
+        Summary.shown = args[1:3]
+
+
+class RichSummary(shipped.RichModelSummary):
+    """Keeps what it shows."""
+
+    @staticmethod
+    def summarize(*args: Any, **kwargs: Any) -> None:
+        shipped.RichModelSummary.summarize(*args, **kwargs)
+        Summary.shown = args[1:3]
+
+
+def summarised(trainer: L.Trainer) -> Any:
+    """Numbers of parameters, all and trainable."""
+    assert Summary.shown[0] > 600
+    return Summary.shown
+
+
+def device_stats() -> L.Callback:
+    """Statistics of a CPU need psutil, which the tests do without."""
+    device_stats_monitor._PSUTIL_AVAILABLE = True  # type: ignore[assignment]
+    CPUAccelerator.get_device_stats = lambda self, device: {"cpu_percent": 12.5}  # type: ignore[method-assign]
+    return shipped.DeviceStatsMonitor()
 
 
 def csv(folder: Path) -> CSVLogger:
@@ -116,13 +168,6 @@ RUNS: dict[str, Run] = {
         options={"max_epochs": 12},
         look=callback_state(shipped.EarlyStopping),
     ),
-    "LearningRateMonitor": Run(
-        callbacks=lambda f: [
-            shipped.LearningRateMonitor("step", log_momentum=True),
-        ],
-        options={"log_every_n_steps": 1, "logger": True},
-        look_at_zero=logged,
-    ),
     "GradientAccumulationScheduler": Run(
         callbacks=lambda f: [shipped.GradientAccumulationScheduler({0: 2, 1: 3, 2: 1})], options={"max_epochs": 3}
     ),
@@ -163,36 +208,83 @@ RUNS: dict[str, Run] = {
         options={"enable_progress_bar": True},
         calls=("fit", "validate", "predict"),
     ),
-    "ModelSummary": Run(callbacks=lambda f: [shipped.ModelSummary(max_depth=2)]),
-    "RichModelSummary": Run(callbacks=lambda f: [shipped.RichModelSummary(max_depth=2)]),
     "Timer": Run(callbacks=lambda f: [shipped.Timer(timedelta(hours=1))]),
     "Timer stops": Run(callbacks=lambda f: [shipped.Timer(timedelta(seconds=0))]),
-    "DeviceStatsMonitor": Run(
-        callbacks=lambda f: [shipped.DeviceStatsMonitor(cpu_stats=True)], options={"logger": True, "log_every_n_steps": 1}
-    ),
     "BasePredictionWriter batch": Run(callbacks=lambda f: [Writer(f, "batch")], calls=("predict",), look_at_zero=written),
     "BasePredictionWriter epoch": Run(callbacks=lambda f: [Writer(f, "epoch")], calls=("predict",), look_at_zero=written),
-    "OnExceptionCheckpoint": Run(callbacks=lambda f: [shipped.OnExceptionCheckpoint(f / "kept")]),
     "ThroughputMonitor": Run(
         callbacks=lambda f: [shipped.ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)],
         options={"logger": True, "log_every_n_steps": 2},
+        look_at_zero=columns,
     ),
     "SpikeDetection": Run(callbacks=lambda f: [shipped.SpikeDetection(warmup=2, rtol=5.0)]),
-    "ModelPruning": Run(
-        callbacks=lambda f: [shipped.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True)]
+}
+
+
+RUNS |= {
+    "LearningRateMonitor": Run(
+        callbacks=lambda f: [shipped.LearningRateMonitor("step", log_momentum=True)],
+        options={"log_every_n_steps": 1, "logger": True},
+        look_at_zero=logged,
     ),
-    "ModelPruning local": Run(
-        callbacks=lambda f: [shipped.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)]
-    ),
-    "StochasticWeightAveraging": Run(
-        callbacks=lambda f: [shipped.StochasticWeightAveraging(0.01, swa_epoch_start=1)], options={"max_epochs": 4}
-    ),
-    "BatchSizeFinder": Run(callbacks=lambda f: [shipped.BatchSizeFinder(max_trials=2, steps_per_trial=2)]),
     "LearningRateFinder": Run(
         callbacks=lambda f: [shipped.LearningRateFinder(num_training_steps=30, min_lr=1e-4)],
         look=lambda trainer, module, folder: module.lr,
     ),
+    "DeviceStatsMonitor": Run(
+        callbacks=lambda f: [device_stats()], options={"logger": True, "log_every_n_steps": 1}, look_at_zero=logged
+    ),
+    "ModelSummary": Run(callbacks=lambda f: [Summary(max_depth=2)], look_at_zero=lambda t, m, f: summarised(t)),
+    "RichModelSummary": Run(callbacks=lambda f: [RichSummary(max_depth=2)], look_at_zero=lambda t, m, f: summarised(t)),
+    "OnExceptionCheckpoint": Run(
+        callbacks=lambda f: [Raises(), shipped.OnExceptionCheckpoint(f / "kept")],
+        options={"enable_checkpointing": True},
+        raises="ArithmeticError",
+        look_at_zero=names_in,
+    ),
 }
+
+REFUSED: dict[str, Callable[[], L.Callback]] = {
+    "ModelPruning": lambda: shipped.ModelPruning("l1_unstructured"),
+    "StochasticWeightAveraging": lambda: shipped.StochasticWeightAveraging(0.01),
+    "BatchSizeFinder": lambda: shipped.BatchSizeFinder(),
+}
+# Nothing but what the callbacks above inherit from them.
+BASES = {"Callback", "Checkpoint", "ProgressBar"}
+# Further ways to use a callback that another run has shown to work.
+SLOW = {
+    *("ModelCheckpoint time", "ModelCheckpoint train epoch end", "ModelCheckpoint every n steps", "EarlyStopping train"),
+    *("Timer stops", "EMAWeightAveraging", "BaseFinetuning", "BasePredictionWriter epoch"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RUNS])
+def test_a_callback_does_what_it_does_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    compare(ranks, do, [name], tmp_path, 2)
+
+
+def refusals() -> list[str]:
+    messages = []
+    for make in REFUSED.values():
+        trainer = make_trainer(strategy="fxpipe", devices=2, max_epochs=1, callbacks=[make()])
+        with pytest.raises(UnsupportedError) as caught:
+            trainer.fit(Net())
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_other_callbacks_are_refused_with_the_way_out(ranks: Ranks) -> None:
+    for messages in ranks(2).run(refusals):
+        for name, message in zip(REFUSED, messages, strict=True):
+            assert name in message
+            assert "What to do" in message
+
+
+def test_the_table_has_a_verdict_for_each_callback_that_lightning_ships() -> None:
+    verdicts = documented("Callbacks")
+    assert set(verdicts) == set(shipped.__all__)
+    assert {name for name, verdict in verdicts.items() if verdict == "refused"} == set(REFUSED)
+    assert {name for name, verdict in verdicts.items() if verdict == "works"} == rows_of(RUNS) | BASES
 
 
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:

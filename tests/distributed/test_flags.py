@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -13,7 +17,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.distributed.runs import Net, Run, go
+from tests.distributed.pool import RankPool
+from tests.distributed.runs import Net, Run, compare, documented, go, rows_of
+
+Ranks = Callable[[int], RankPool]
 
 
 class Seen(Callback):
@@ -120,10 +127,40 @@ RUNS: dict[str, Run] = {
 }
 
 
+RUNS |= {
+    "num_nodes": Run(nodes=True),
+    "model_registry": flags(model_registry="somebody/something"),
+    "callbacks": flags(),
+}
+# What every run here sets, and what has tests of its own.
+ELSEWHERE = {"accelerator", "strategy", "devices", "max_epochs", "precision"}
+# Other values of an argument that another run has shown to work.
+SLOW = {
+    *("overfit_batches share", "val_check_interval share", "val_check_interval over epochs", "num_sanity_val_steps none"),
+    *("deterministic warn", "use_distributed_sampler true", "profiler advanced", "enable_checkpointing", "min_epochs"),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RUNS])
+def test_an_argument_does_what_it_does_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    compare(ranks, do, [name], tmp_path, 2)
+
+
+def test_the_table_has_a_verdict_for_each_argument_of_the_trainer() -> None:
+    verdicts = documented("Trainer arguments")
+    assert set(verdicts) == set(inspect.signature(L.Trainer).parameters)
+    assert set(verdicts) == rows_of(RUNS) | ELSEWHERE
+
+
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     run = RUNS[name]
     path = Path(folder) / str(stages)
     path.mkdir(exist_ok=True)
     if run.options.get("logger"):
         run.options["logger"] = CSVLogger(path, name="", version="log")
-    return go(run, path, stages)
+    if not run.nodes or not stages:
+        return go(run, path, stages)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("NODE_RANK", os.environ["RANK"])
+        environment.setenv("LOCAL_RANK", "0")
+        return go(run, path, stages)

@@ -44,7 +44,11 @@ TRACED: dict[str, Run] = {
         look=traces,
     )
     for name, options, calls in [
-        ("plain", {"enable_checkpointing": True, "max_epochs": 2, "limit_train_batches": 2}, ("fit", "validate", "test", "predict")),
+        (
+            "plain",
+            {"enable_checkpointing": True, "max_epochs": 2, "limit_train_batches": 2},
+            ("fit", "validate", "test", "predict"),
+        ),
         ("accumulation", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, ("fit",)),
         ("by value", {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, ("fit",)),
     ]
