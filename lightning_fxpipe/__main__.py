@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="M",
         help="microbatches of a batch (default: up to four for each stage, of two samples or more)",
     )
+    plan.add_argument(
+        "--batch-dim", type=int, default=0, metavar="D", help="dimension of tensors that is the batch (default: 0)"
+    )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
     options = parser.parse_args(arguments)
     try:
@@ -80,8 +83,8 @@ def _plan(options: argparse.Namespace) -> int:
     data.prepare_data()
     data.setup("fit")
     batch = first_loader_batch(data.train_dataloader())
-    count = options.num_microbatches or default_num_microbatches(batch_size(batch), num_stages)
-    plan = make_plan(model, batch, num_stages=num_stages, num_microbatches=count)
+    count = options.num_microbatches or default_num_microbatches(batch_size(batch, options.batch_dim), num_stages)
+    plan = make_plan(model, batch, num_stages=num_stages, num_microbatches=count, batch_dim=options.batch_dim)
     print(plan)
     if options.output:
         try:

@@ -395,25 +395,25 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         yield
 
 
-def averaged_modules(trainer: Trainer) -> list[nn.Module]:
-    """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
-    from lightning.pytorch.callbacks import WeightAveraging
-
-    averaging = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]  # type: ignore[attr-defined]
-    return [callback._average_model.module for callback in averaging if callback._average_model is not None]
+class SkippedBatch:
+    """What ``Strategy.training_step`` returns where the user's returned None."""
 
 
-def throughputs(trainer: Trainer) -> list[Any]:
-    """What ``ThroughputMonitor`` callbacks count with; it has no public name. Lightning 2.6."""
-    from lightning.pytorch.callbacks import ThroughputMonitor
+def allow_skipped_batches(trainer: Trainer) -> None:
+    """Lets training go on after a :class:`SkippedBatch` as it does on one device after None.
 
-    monitors = [callback for callback in trainer.callbacks if isinstance(callback, ThroughputMonitor)]  # type: ignore[attr-defined]
-    return [throughput for monitor in monitors for throughput in monitor._throughputs.values()]
+    Lightning refuses None where several processes run, since in data-parallel training each decides for itself; the ranks of
+    one pipeline skip together. Lightning 2.6.
+    """
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
+    class MaySkip(ClosureResult):
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+            output = None if isinstance(training_step_output, SkippedBatch) else training_step_output
+            return ClosureResult.from_training_step_output(output, normalize)
 
-def validates_by_time(trainer: Trainer) -> bool:
-    """Whether ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
-    return getattr(trainer, "_val_check_time_interval", None) is not None
+    trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
 
 
 def default_store() -> Any:

@@ -11,13 +11,14 @@ def user_source() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not _is_machinery(name):
+        if not is_machinery(name):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None
 
 
-def _is_machinery(module_name: str) -> bool:
+def is_machinery(module_name: str) -> bool:
+    """Whether a module is torch's or this package's."""
     return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
 
 
@@ -31,7 +32,7 @@ def raising_source(error: BaseException) -> str | None:
     source, trace = None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
-        if not _is_machinery(name):
+        if not is_machinery(name):
             source = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return source

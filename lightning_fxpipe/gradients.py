@@ -40,6 +40,10 @@ class ParkedGradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = []
 
+    def discard(self) -> None:
+        """Drops the parked gradients."""
+        self._gradients = []
+
 
 class SharedParameters:
     """Parameters of which several stages hold a copy, such as an embedding that is also the output layer.

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_fxpipe.containers import leaves_with_path, opened
 from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.structure import Template, map_tensors
 
 
@@ -39,14 +40,17 @@ class Pass:
     size: int
 
 
-def batch_size(batch: Any) -> int:
-    """The common first dimension of the batch's tensors.
+def batch_size(batch: Any, batch_dim: int = 0) -> int:
+    """The common size of the batch's tensors in the dimension that is the batch.
+
+    That is ``batch_dim``; for a tensor with fewer dimensions, such as labels beside sequences of shape (time, batch, features),
+    the first. A tensor without dimensions has none, and goes whole to each microbatch.
 
     Raises:
-        BatchError: No tensor has a first dimension, or two disagree on it.
+        BatchError: No tensor has such a dimension, or two disagree on it.
     """
     named = [
-        (path, tensor.shape[0])
+        (path, tensor.shape[_dim_of(tensor, batch_dim)])
         for path, leaf in leaves_with_path(batch)
         for tensor in Template.of(leaf).tensors  # of one, or of an object that hides some
         if tensor.dim() > 0
@@ -56,7 +60,7 @@ def batch_size(batch: Any) -> int:
         raise BatchError(
             "The batch cannot be split into microbatches.",
             observed=f"no tensor with a batch dimension in a batch of type {type(batch).__name__}",
-            expected="at least one tensor whose first dimension is the batch",
+            expected=f"at least one tensor with the batch as dimension {batch_dim}",
             todo="Return tensors from the dataloader, in a dict, list or tuple.",
         )
     if len(sizes) > 1:
@@ -64,10 +68,22 @@ def batch_size(batch: Any) -> int:
         raise BatchError(
             "The batch cannot be split into microbatches.",
             observed=f"tensors of different batch size: {listed}",
-            expected="one size for the first dimension of every tensor",
-            todo="Give every tensor the batch as its first dimension, or make those that have none 0-dimensional.",
+            expected=f"one size for dimension {batch_dim} of every tensor, and for the first of those that have fewer",
+            todo="Give every tensor the batch as that dimension, or name another with FxPipeStrategy(batch_dim=...). What has "
+            "none, such as class weights, belongs into the module, or into a tensor without dimensions.",
         )
     return int(sizes.pop())
+
+
+def tensors_without_batch(batch: Any) -> tuple[str, ...]:
+    """The tensors in a batch that go whole to each microbatch, as they would be written: ``batch['temperature']``."""
+    return tuple(
+        f"batch{path}" for path, leaf in leaves_with_path(batch) for tensor in Template.of(leaf).tensors if tensor.dim() == 0
+    )
+
+
+def _dim_of(tensor: Tensor, batch_dim: int) -> int:
+    return batch_dim if tensor.dim() > batch_dim else 0
 
 
 def plan_passes(num_samples: int, num_microbatches: int) -> tuple[Pass, ...]:
@@ -105,7 +121,7 @@ def default_num_microbatches(num_samples: int, num_stages: int) -> int:
     return sum(part.count for part in plan_passes(num_samples, best))
 
 
-def split_batch(batch: Any, passes: Sequence[Pass]) -> list[Any]:
+def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[Any]:
     """The microbatches, as views of the batch.
 
     Raises:
@@ -116,30 +132,43 @@ def split_batch(batch: Any, passes: Sequence[Pass]) -> list[Any]:
     start = 0
     for part in passes:
         for _ in range(part.count):
-            microbatches.append(_part(batch, start, part.size, total))
+            microbatches.append(_part(batch, _Samples(start=start, size=part.size, total=total, dim=batch_dim)))
             start += part.size
     return microbatches
 
 
-def first_microbatch(batch: Any, num_microbatches: int) -> tuple[Any, int]:
+def first_microbatch(batch: Any, num_microbatches: int, batch_dim: int = 0) -> tuple[Any, int]:
     """The first microbatch and its size."""
-    total = batch_size(batch)
-    part = plan_passes(total, num_microbatches)[0]
-    return _part(batch, 0, part.size, total), part.size
+    total = batch_size(batch, batch_dim)
+    size = plan_passes(total, num_microbatches)[0].size
+    return _part(batch, _Samples(start=0, size=size, total=total, dim=batch_dim)), size
 
 
-def _part(value: Any, start: int, size: int, total: int) -> Any:
-    """The samples ``start`` to ``start + size`` of something in a batch of ``total``."""
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    """The samples ``start`` to ``start + size`` of a batch of ``total``, whose tensors have them in dimension ``dim``."""
+
+    start: int
+    size: int
+    total: int
+    dim: int
+
+
+def _part(value: Any, samples: _Samples) -> Any:
+    """These samples of something in a batch."""
     if isinstance(value, Tensor):
         # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
         # invalidate what the microbatches before it saved for backward.
-        return (value if value.requires_grad else value.data).narrow(0, start, size) if value.dim() else value
-    if _is_per_sample(value, total):
-        return value[start : start + size]
+        if value.dim() == 0:
+            return value
+        shared = value if value.requires_grad else value.data
+        return shared.narrow(_dim_of(value, samples.dim), samples.start, samples.size)
+    if _is_per_sample(value, samples.total):
+        return value[samples.start : samples.start + samples.size]
     container = opened(value)
     if container is None:
-        return map_tensors(lambda tensor: _part(tensor, start, size, total), value) if Template.of(value).tensors else value
-    return container.rebuilt([_part(entry, start, size, total) for _, entry in container.entries])
+        return map_tensors(lambda tensor: _part(tensor, samples), value) if Template.of(value).tensors else value
+    return container.rebuilt([_part(entry, samples) for _, entry in container.entries])
 
 
 def _is_per_sample(value: Any, total: int) -> bool:
@@ -152,37 +181,38 @@ def _is_per_sample(value: Any, total: int) -> bool:
     return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int = 0) -> Any:
     """What the step would have returned for the whole batch.
 
-    Tensors and arrays with the batch as first dimension are concatenated, scalars averaged with the sizes as weights, lists
-    with an entry for each sample joined; containers are merged entry by entry. Anything else is taken from the last microbatch.
+    Tensors are concatenated in the dimension that is the batch, arrays in the first; scalars are averaged with the sizes as
+    weights, lists with an entry for each sample joined, containers merged entry by entry. Anything else is taken from the last
+    microbatch.
     """
     first = outputs[0]
     if len(outputs) == 1 or first is None:
         return first
     if isinstance(first, Tensor):
-        return _merge_tensors(outputs, sizes)
+        return _merge_tensors(outputs, sizes, batch_dim)
     if isinstance(first, np.ndarray) and first.ndim > 0:
         return np.concatenate(outputs)
     if isinstance(first, (float, np.floating)) or (isinstance(first, np.ndarray) and first.dtype.kind == "f"):
         return type(first)(sum(out * size for out, size in zip(outputs, sizes, strict=True)) / sum(sizes))
     if any(type(out) is not type(first) for out in outputs):
         return outputs[-1]
-    return _merge_containers(outputs, sizes)
+    return _merge_containers(outputs, sizes, batch_dim)
 
 
-def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], batch_dim: int) -> Tensor:
     detached = [out.detach() for out in outputs]
     if all(out.dim() == 0 for out in detached):
         if not detached[0].is_floating_point():
             return detached[-1]
         weights = torch.tensor(sizes, dtype=detached[0].dtype, device=detached[0].device)
         return (torch.stack(detached) * weights).sum() / weights.sum()
-    return torch.cat(detached)
+    return torch.cat(detached, dim=batch_dim_of(detached[0].shape, sizes[0], batch_dim) or 0)
 
 
-def _merge_containers(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _merge_containers(outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int) -> Any:
     if all(_is_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
         return type(outputs[0])(item for out in outputs for item in out)
     containers = [container for container in map(opened, outputs) if container is not None]
@@ -190,4 +220,4 @@ def _merge_containers(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     if not containers or any(other != names[0] for other in names):
         return outputs[-1]
     columns = zip(*([entry for _, entry in container.entries] for container in containers), strict=True)
-    return containers[0].rebuilt([merge_outputs(column, sizes) for column in columns])
+    return containers[0].rebuilt([merge_outputs(column, sizes, batch_dim) for column in columns])

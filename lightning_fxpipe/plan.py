@@ -15,7 +15,7 @@ from typing import Any
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.table import human_bytes, human_count, render_table
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +114,8 @@ class PartitionPlan:
         opened: Modules that were opened so that a cut could fall inside.
         kept_whole: Modules that could not be opened, with the reason.
         recomputed: What would cross a cut if each stage that uses it did not compute it for itself.
+        batch_dim: Dimension of the batch's tensors along which it is cut into microbatches.
+        without_batch: Tensors in the batch that have none, and go whole to each microbatch.
         schema_version: Version of the JSON layout.
     """
 
@@ -126,6 +128,8 @@ class PartitionPlan:
     opened: tuple[str, ...] = ()
     kept_whole: Mapping[str, str] = field(default_factory=dict)
     recomputed: tuple[RecomputedTensor, ...] = ()
+    batch_dim: int = 0
+    without_batch: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -183,6 +187,8 @@ class PartitionPlan:
                 opened=tuple(data["opened"]),
                 kept_whole=dict(data["kept_whole"]),
                 recomputed=tuple(RecomputedTensor(**{**of, "stages": tuple(of["stages"])}) for of in data["recomputed"]),
+                batch_dim=data["batch_dim"],
+                without_batch=tuple(data["without_batch"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
@@ -238,6 +244,9 @@ def _plan_table(plan: PartitionPlan) -> str:
     caption = f"{human_count(plan.num_parameters)} parameters in {plan.num_stages} stages"
     caption += f"; bytes are for one microbatch of {plan.microbatch_size}"
     caption += "\nAdjacent: bytes that the next stage uses; relayed: bytes that it passes on to later ones"
+    caption += f"\nThe batch is dimension {plan.batch_dim} of its tensors"
+    if plan.without_batch:
+        caption += f"; whole in each microbatch: {_shortened(plan.without_batch)}"
     if plan.opened:
         caption += f"\nOpened: {', '.join(path or '(root)' for path in plan.opened)}"
     if plan.kept_whole:

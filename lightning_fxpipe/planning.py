@@ -6,6 +6,7 @@ of their own; their cuts follow the plan: each unit goes to a stage that holds i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import fx, nn
 from lightning_fxpipe._compat import size_hint
 from lightning_fxpipe.cost import Chain, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.microbatch import first_microbatch
+from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
@@ -86,6 +87,7 @@ def make_plan(
     *,
     num_stages: int,
     num_microbatches: int = 1,
+    batch_dim: int = 0,
 ) -> PartitionPlan:
     """Plans the stages of a module without training it and without a process group.
 
@@ -96,6 +98,7 @@ def make_plan(
             arguments.
         num_stages: Number of stages.
         num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
+        batch_dim: Dimension of the batch's tensors that is the batch.
 
     Returns:
         The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
@@ -105,9 +108,10 @@ def make_plan(
         BatchError: The batch has no batch dimension, or several sizes of it.
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
     """
-    batch, size = first_microbatch(example_batch, num_microbatches)
-    call = locate_region(module, StepCall.of_training(module, batch), batch_size=size)
-    return plan_region(module, call, num_stages=num_stages)
+    batch, size = first_microbatch(example_batch, num_microbatches, batch_dim)
+    call = locate_region(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
+    plan = plan_region(module, call, num_stages=num_stages)
+    return dataclasses.replace(plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
 
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_fxpipe._compat import tree_map
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.sizes import SymbolicSize
 
 
@@ -77,10 +78,11 @@ class BatchRandomness:
     Args:
         key: Identifies the batch within the run.
         batch_size: Samples in the batch.
+        batch_dim: Dimension of the batch in its tensors.
     """
 
-    def __init__(self, key: Sequence[int | str], batch_size: int) -> None:
-        self.draws = BatchDraws(batch_size)
+    def __init__(self, key: Sequence[int | str], batch_size: int, batch_dim: int = 0) -> None:
+        self.draws = BatchDraws(batch_size, batch_dim)
         self._batch_size = batch_size
         self._key = key
         self._start = rng_state()
@@ -189,12 +191,14 @@ class BatchDraws:
 
     Args:
         batch_size: Samples in the batch.
+        batch_dim: Dimension of the batch in its tensors.
     """
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, batch_dim: int = 0) -> None:
         self._batch_size = batch_size
-        # The function, what it drew, and whether that has an entry for each sample.
-        self._made: list[tuple[Callable[..., Any], Tensor | None, bool]] = []
+        self._batch_dim = batch_dim
+        # The function, what it drew, and the dimension in which that has an entry for each sample.
+        self._made: list[tuple[Callable[..., Any], Tensor | None, int | None]] = []
         self._position = self._start = 0
         self._size = batch_size
 
@@ -210,25 +214,26 @@ class BatchDraws:
         position, self._position = self._position, self._position + 1
         if position == len(self._made):
             self._made.append((function, *self._draw(kind, function, args, kwargs)))
-        known, drawn, per_sample = self._made[position]
+        known, drawn, dim = self._made[position]
         if known is not function or drawn is None:
             return function(*args, **kwargs)
-        part = drawn[self._start : self._start + self._size] if per_sample else drawn
+        part = drawn if dim is None else drawn.narrow(dim, self._start, min(self._size, drawn.shape[dim] - self._start))
         if tuple(part.shape) != kind.shape(args, kwargs):
             return function(*args, **kwargs)
         return kind.finish(part.clone(), args, kwargs)
 
     def _draw(
         self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments
-    ) -> tuple[Tensor | None, bool]:
-        """The draw for the whole batch, None where each microbatch must make its own; and whether it is one per sample."""
+    ) -> tuple[Tensor | None, int | None]:
+        """The draw for the whole batch, None where each microbatch must make its own; and the dimension that is the batch."""
         shape = kind.shape(args, kwargs)
-        if not shape or shape[0] != self._size:
+        dim = batch_dim_of(shape, self._size, self._batch_dim)
+        if dim is None:
             drawn: Tensor = function(*args, **kwargs)  # nothing of the batch: all microbatches share it
-            return drawn.clone(), False
+            return drawn.clone(), None
         if kind.whole is None:
-            return None, True
-        return kind.whole(function, (self._batch_size, *shape[1:]), args, kwargs), True
+            return None, dim
+        return kind.whole(function, (*shape[:dim], self._batch_size, *shape[dim + 1 :]), args, kwargs), dim
 
 
 def _size_argument(skip: int) -> Callable[[tuple[Any, ...], Arguments], Shape]:

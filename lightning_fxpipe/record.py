@@ -84,6 +84,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
+        self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._is_whole = settings.is_whole
@@ -232,7 +233,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
         # What it draws is its own affair; what opened code draws would decide what is recorded.
         self._whole_path = path
-        with self._seen_tensors(bool(objects)) as seen, isolated_rng(), watch_mutation([*touched, *own]) as mutated:
+        # The watch itself looks at all tensors, so it stands outside.
+        with watch_mutation([*touched, *own]) as mutated, self._seen_tensors(bool(objects)) as seen, isolated_rng():
             result, sides = self._result_without_data(original_call, path, module, args, kwargs)
         self._whole_path = None
         mutated |= running_statistics(module)

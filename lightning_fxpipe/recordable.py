@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.objects import lasting_objects
+from lightning_fxpipe.prelude import PreludeFacts
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.signals import RecordError
@@ -25,25 +26,44 @@ INPUT_PREFIX = "region_input_"
 
 
 @dataclass(frozen=True, kw_only=True)
+class WantedResults:
+    """Which of the tensors in a result are used.
+
+    Attributes:
+        positions: Their places among the tensors in it.
+        total: How many tensors it has.
+    """
+
+    positions: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionCall:
     """The call that is pipelined, as seen in one run of the user's step.
 
     Attributes:
         path: Path of the called module inside the root.
         args, kwargs: Its arguments, with real tensors.
-        batch_size: Samples in them; a tensor whose first dimension has this size is taken to be batched.
+        batch_size: Samples in them.
+        batch_dim: Dimension of a tensor that has them; see :func:`lightning_fxpipe.shapes.batch_dim_of`.
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that the step makes it under; None stands for those of the moment.
         varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
+        wanted: Which of the tensors in the result the step uses; None where that is not known.
+        prelude: What the arguments depend on besides the batch's shapes and constants; see :mod:`lightning_fxpipe.prelude`.
     """
 
     path: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     batch_size: int
+    batch_dim: int = 0
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
     varying: DimGroups = ()
+    wanted: WantedResults | None = None
+    prelude: PreludeFacts | None = None
 
     @property
     def label(self) -> str:
@@ -84,6 +104,11 @@ class RegionCall:
             raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
         return result
 
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
+        known = self.wanted is not None and self.wanted.total == num_results
+        return self.wanted.positions if known and self.wanted is not None else tuple(range(num_results))
+
     def record_of(self, recorder: Recorder) -> StepRecord | None:
         """What is needed to repeat the step's other calls: nothing, with a single one."""
         return None
@@ -96,6 +121,11 @@ class Recordable(Protocol):
     @property
     def batch_size(self) -> int:
         """Samples in the example."""
+        ...
+
+    @property
+    def batch_dim(self) -> int:
+        """Dimension of a tensor that has them."""
         ...
 
     @property
@@ -142,6 +172,10 @@ class Recordable(Protocol):
 
     def run(self, root: nn.Module, recorder: Any, example: Any) -> Any:
         """Runs it on fakes of the example, under the recorder; returns what later code may use."""
+        ...
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
         ...
 
     def record_of(self, recorder: Any) -> StepRecord | None:

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import patched_attributes, tree_leaves, tree_map
+from lightning_fxpipe._compat import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.prelude import rehearsed
 from lightning_fxpipe.recordable import RegionCall
-from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.torchcalls import CallContext
 
 IsRegion = Callable[[nn.Module], bool]
+
+
+class NoModelCall(TraceError):
+    """The step came to its end without a call of a model that is pipelined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +55,11 @@ class StepCall:
         return cls(function=module, args=tuple(batch) if isinstance(batch, (tuple, list)) else (batch,), kwargs={})
 
     @classmethod
-    def of_step(cls, step: Callable[..., Any], batch: Any) -> StepCall:
-        """A LightningModule's step on the first batch of the first dataloader."""
-        indices = list(inspect.signature(step).parameters.values())[1:]
-        return cls(function=step, args=(batch, *(0 for p in indices if p.default is p.empty)), kwargs={})
+    def of_step(cls, step: Callable[..., Any], batch: Any, *, batch_idx: int = 0) -> StepCall:
+        """A LightningModule's step on a batch of the first dataloader."""
+        parameters = list(inspect.signature(step).parameters.values())[1:]
+        required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        return cls(function=step, args=(batch, batch_idx, 0)[: 1 + len(required)], kwargs={})
 
 
 def trains(module: nn.Module) -> bool:
@@ -77,12 +81,14 @@ class _RegionReached(BaseException):
         self.context = CallContext.current(tensor.device.type if tensor is not None else "cpu")
 
 
-def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: IsRegion = trains) -> RegionCall:
+def find_region(
+    root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, is_region: IsRegion = trains
+) -> RegionCall:
     """Runs the step up to the region's call and returns that call. Random number generators and what the step
     sets on the module are left as they were.
 
     Raises:
-        TraceError: The step never makes such a call.
+        NoModelCall: The step never makes such a call.
         UnsupportedError: Parameters are used before it, so that gradients would have to flow out of the pipeline.
     """
     paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
@@ -100,53 +106,47 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
             buffers.extend((buffer, buffer.clone()) for buffer in module.buffers())
         return original_call(module, *args, **kwargs)
 
-    attributes = [Attributes(module) for module in root.modules()]
-    muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
-    with _undone(attributes), isolated_rng(), kept_generators(root), patched_attributes((nn.Module, "__call__", call), *muted):
-        try:
-            # On copies, because a step may change its batch in place, and this run is one more than the user's.
-            args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (step.args, step.kwargs))
-            step.function(*args, **kwargs)
-        except _RegionReached as reached:
-            found = RegionCall(
-                path=paths[id(reached.module)],
-                args=reached.args_,
-                kwargs=reached.kwargs_,
-                batch_size=batch_size,
-                prelude_paths=tuple(prelude),
-                context=reached.context,
-            )
-        else:
-            raise _no_region(step.function)
-        finally:
-            with torch.no_grad():
-                for buffer, before in reversed(buffers):
-                    buffer.copy_(before)
+    found: _RegionReached | None = None
+    try:
+        with (
+            patched_attributes((nn.Module, "__call__", call)),
+            rehearsed(root, step.function, step.args, step.kwargs) as rehearsal,
+        ):
+            step.function(*rehearsal.args, **rehearsal.kwargs)
+    except _RegionReached as reached:
+        found = reached
+    finally:
+        with torch.no_grad():
+            for buffer, before in reversed(buffers):
+                buffer.copy_(before)
+    if found is None:
+        raise _no_region(step.function)
+    region = RegionCall(
+        path=paths[id(found.module)],
+        args=found.args_,
+        kwargs=found.kwargs_,
+        batch_size=batch_size,
+        batch_dim=batch_dim,
+        prelude_paths=tuple(prelude),
+        context=found.context,
+        prelude=rehearsal.facts,
+    )
     if torch.is_grad_enabled() and any(
-        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((found.args, found.kwargs))
+        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((region.args, region.kwargs))
     ):
         raise UnsupportedError(
-            f"The step trains something before it calls {found.path or 'the module'}.",
+            f"The step trains something before it calls {region.path or 'the module'}.",
             where=getattr(step.function, "__qualname__", None),
             observed="an input of the pipelined call requires a gradient",
             expected="inputs that depend on no parameter",
             todo="Move what comes before into the forward of the module that the step calls.",
         )
-    return found
+    return region
 
 
-@contextmanager
-def _undone(attributes: list[Attributes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for before in attributes:
-            before.restore()
-
-
-def _no_region(function: Callable[..., Any]) -> TraceError:
+def _no_region(function: Callable[..., Any]) -> NoModelCall:
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return TraceError(
+    return NoModelCall(
         "The step never calls a model with parameters to train, so there is nothing to pipeline.",
         where=f"{getattr(function, '__qualname__', function)}"
         + (f", {code.co_filename}:{code.co_firstlineno}" if code else ""),
@@ -154,10 +154,6 @@ def _no_region(function: Callable[..., Any]) -> TraceError:
         expected="a call such as self(x) or self.model(x)",
         todo="Call the module itself rather than one of its methods, and check that its parameters require gradients.",
     )
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 class StageExit(BaseException):
@@ -189,4 +185,28 @@ def replaced_region(root: nn.Module, path: str, run: Callable[..., Any]) -> Iter
         return run(*args, **kwargs)
 
     with patched_attributes((root.get_submodule(path), "forward", forward)):
+        yield
+
+
+@contextmanager
+def no_model_called(root: nn.Module) -> Iterator[None]:
+    """In the block, a call of a module whose parameters are in the stages is an error.
+
+    Raises:
+        UnsupportedError: There was one.
+    """
+    original_call = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise UnsupportedError(
+                "The step calls the model for some batches or microbatches only.",
+                where=user_source(),
+                observed=f"a call of {type(module).__name__}, where the step has returned before it until now",
+                expected="a choice that follows from the batch's shapes, its constants and plain attributes",
+                todo="Call the model for every batch, or set num_microbatches=1.",
+            )
+        return original_call(module, *args, **kwargs)
+
+    with patched_attributes((nn.Module, "__call__", call)):
         yield

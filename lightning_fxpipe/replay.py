@@ -99,13 +99,15 @@ class Replayer:
     def lead(self, batch: Any, draws: BatchDraws, run: RunRegion) -> Iterator[None]:
         """Runs the block, the step's code for ``batch``; in it ``run`` computes the region's outputs from its inputs.
 
+        A step that returns before the region's first call, as one that skips a batch, runs to its end.
+
         Raises:
             UnsupportedError: The step takes another path than the one recorded.
         """
         mode = _Replay(self, batch, draws, run)
         with calls_through(mode):
             yield
-        if mode.count <= self.record.last:
+        if self.record.first < mode.count <= self.record.last:  # one that makes none of them skips the batch
             raise UnsupportedError(
                 "The step ended before it had made all calls of the model.",
                 observed=f"{mode.count} calls",

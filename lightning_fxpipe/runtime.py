@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import dataclasses
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
 from lightning_fxpipe.containers import fingerprint
-from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.errors import BatchError, UnsupportedError
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
@@ -19,7 +20,7 @@ from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchRandomness, generator_state
 from lightning_fxpipe.reads import current_reads
 from lightning_fxpipe.reduction import BatchCheck, LossCheck
-from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.region import NoModelCall, StepCall
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
 from lightning_fxpipe.shapes import Shapes
@@ -35,11 +36,14 @@ from lightning_fxpipe.weighting import Finding, LossOptions, weighted_sum
 _MAX_PIPELINES = 8
 _MAX_FOUND = 64
 
+_Found = tuple[StageTrace, Shapes]
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """What runs passes of one shape, and the graph that it runs."""
+    """A pass, what runs it, and the graph that it runs."""
 
+    part: Pass
     pipeline: Pipeline
     traced: TracedRegion
 
@@ -91,12 +95,13 @@ class PipelineRuntime:
     ) -> None:
         self._root = root
         self._topology = topology
+        self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
         self._loss = LossCheck(root, plan, loss, topology)
         self._traces = StageTraces(root, plan, topology, trace_log)
-        self._found: LruCache[Hashable, tuple[StageTrace, Shapes]] = LruCache(_MAX_FOUND)
-        self._pipelines: LruCache[Hashable, _Prepared] = LruCache(_MAX_PIPELINES)
+        self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
+        self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
 
@@ -106,16 +111,16 @@ class PipelineRuntime:
         Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the batch's loss. Errors
         of user code come out as they were raised.
         """
-        num_samples = batch_size(batch)
+        num_samples = batch_size(batch, self._batch_dim)
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
         passes = plan_passes(num_samples, count)
         log = StepLog()
         self._run = run = BatchRun(
             root=self._root,
             step=step,
-            microbatches=split_batch(batch, passes),
+            microbatches=split_batch(batch, passes, self._batch_dim),
             sizes=[part.size for part in passes for _ in range(part.count)],
-            randomness=BatchRandomness(step.random_key, num_samples),
+            randomness=BatchRandomness(step.random_key, num_samples, self._batch_dim),
             log=log,
             device=self._topology.device,
         )
@@ -124,17 +129,19 @@ class PipelineRuntime:
         check: BatchCheck | None = None
         try:
             with log.capture(self._root):
-                for part in passes:
-                    prepared = self._pipeline(step, run.microbatches[part.first], part)
-                    if part.first == 0:
-                        check = self._loss.begin(run, batch, prepared.traced)
-                    self._offset = part.first
-                    prepared.pipeline.step()
-                    if check is not None:
-                        check.end_pass(part)
+                try:
+                    prepared = [one for part in passes for one in self._prepare(step, run, part)]
+                except NoModelCall:
+                    if self._topology.is_last:
+                        run.run_without_model()
+                else:
+                    check = self._loss.begin(run, batch, prepared[0].traced)
+                    self._run_passes(prepared, check)
         finally:
             self._run = None
         finding = check.finish() if check is not None else None
+        if run.num_without_loss and run.losses:
+            raise _mixed(run)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,
@@ -145,10 +152,55 @@ class PipelineRuntime:
             finding=finding,
         )
 
+    def _run_passes(self, prepared: Sequence[_Prepared], check: BatchCheck | None) -> None:
+        for one in prepared:
+            self._offset = one.part.first
+            one.pipeline.step()
+            if check is not None:
+                check.end_pass(one.part)
+
     # ------------------------------------------------------------------ what runs a pass
 
-    def _pipeline(self, step: Step, microbatch: Any, part: Pass) -> _Prepared:
-        constants = fingerprint((microbatch, step.rest[1:]))
+    def _prepare(self, step: Step, run: BatchRun, part: Pass) -> list[_Prepared]:
+        """What runs the microbatches of a pass: in one go, or in several where the model gets other shapes for some.
+
+        Raises:
+            NoModelCall: The step does not call the model for any of them.
+        """
+        microbatches = run.microbatches[part.first : part.first + part.count]
+        first = self._lookup(step, microbatches, part)
+        if self._traces.is_fixed(step.kind):
+            groups = [(part, first)]
+        else:
+            groups = self._grouped(part, [self._find(step, microbatch, part.size) for microbatch in microbatches], first)
+        return [self._prepared(step, run.microbatches[part.first], part, found) for part, found in groups]
+
+    def _grouped(self, part: Pass, found: Sequence[_Found | None], first: _Found) -> list[tuple[Pass, _Found]]:
+        """Passes of successive microbatches with the same shapes. One that skips the model goes with those before it."""
+        groups: list[tuple[Pass, _Found]] = []
+        for index, one in enumerate(found):
+            before = groups[-1] if groups else None
+            if before is not None and one in (None, before[1]):
+                groups[-1] = dataclasses.replace(before[0], count=before[0].count + 1), before[1]
+            else:
+                groups.append((Pass(first=part.first + index, count=1, size=part.size), one or first))
+        return groups
+
+    def _lookup(self, step: Step, microbatches: Sequence[Any], part: Pass) -> _Found:
+        """The trace and shapes for the first microbatch that calls the model."""
+
+        def find() -> _Found:
+            for microbatch in microbatches:
+                found = self._find(step, microbatch, part.size)
+                if found is not None:
+                    return found
+            raise NoModelCall("The step calls the model for none of the microbatches.")
+
+        # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those
+        # cannot be compared, and where they are new, such as the names of the samples, the step tells.
+        constants = fingerprint((microbatches[0], step.rest[1:]))
+        if constants is None or not self._traces.is_fixed(step.kind):
+            return find()
         key = (
             step.kind,
             part.size,
@@ -156,23 +208,26 @@ class PipelineRuntime:
             tuple(module.training for module in self._root.modules()),
             tuple(parameter.requires_grad for parameter in self._root.parameters()),
         )
-
-        def find() -> tuple[StageTrace, Shapes]:
-            call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
-            with step.context():
-                return self._traces.find(step.kind, call, part.size)
-
         reads = tuple(current_reads(self._root, self._traces.read_keys).values())
-        # What the model is called with follows from the batch's shapes and constants; where those cannot be compared, and
-        # where they are new, such as the names of the samples, the step tells.
-        stage_trace, shapes = find() if constants is None else self._found.get((key, reads), find)
-        is_alone = self._run is not None and len(self._run.sizes) == 1
-        return self._pipelines.get(
-            (stage_trace, shapes, part.count, is_alone, step.is_training),
-            lambda: self._make_pipeline(step, microbatch, part, stage_trace, shapes),
-        )
+        return self._found.get((key, reads), find)
 
-    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass, stage_trace: StageTrace, shapes: Shapes) -> _Prepared:
+    def _find(self, step: Step, microbatch: Any, size: int) -> _Found | None:
+        """None for a microbatch that skips the model."""
+        call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
+        try:
+            with step.context():
+                return self._traces.find(step.kind, call, size)
+        except NoModelCall:
+            return None
+
+    def _prepared(self, step: Step, microbatch: Any, part: Pass, found: _Found) -> _Prepared:
+        is_alone = self._run is not None and len(self._run.sizes) == 1
+        pipeline = self._pipelines.get(
+            (*found, part.count, is_alone, step.is_training), lambda: self._make_pipeline(step, microbatch, part, *found)
+        )
+        return _Prepared(part=part, pipeline=pipeline, traced=found[0].traced)
+
+    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass, stage_trace: StageTrace, shapes: Shapes) -> Pipeline:
         check_agreement(
             self._topology.control_group,
             digest(microbatch),
@@ -198,7 +253,7 @@ class PipelineRuntime:
             sizes=sizes,
             carries_random_state=bool(carried),
         )
-        pipeline = Pipeline(
+        return Pipeline(
             lambda index, received: self._run_microbatch(index, setup, received),
             stage_index=self._topology.stage_index,
             num_stages=self._topology.num_stages,
@@ -210,11 +265,19 @@ class PipelineRuntime:
             device=self._topology.device,
             group=self._topology.group,
         )
-        return _Prepared(pipeline=pipeline, traced=traced)
 
     def _run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         assert self._run is not None
         return self._run.run_microbatch(self._offset + index, setup, received)
+
+
+def _mixed(run: BatchRun) -> UnsupportedError:
+    return UnsupportedError(
+        f"The {run.step.kind.value} returned a loss for some microbatches of a batch, and None for others.",
+        observed=f"no loss for {run.num_without_loss} of {len(run.sizes)} microbatches",
+        expected="a loss for all of them, or None for all: one device decides once for the whole batch",
+        todo="Decide by the batch's index or size, return a loss of zero instead of None, or set num_microbatches=1.",
+    )
 
 
 def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat import averaged_modules, throughputs
+from lightning_fxpipe._compat_callbacks import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
@@ -110,7 +110,8 @@ class Session:
         """Runs a training batch forward and backward and parks its gradients.
 
         Returns:
-            On every rank the batch's loss; on the last stage in a dict with whatever else the step returned.
+            On every rank the batch's loss; on the last stage in a dict with whatever else the step returned. None if the step
+            returned None, which skips the batch.
         """
         mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
         with self._parked.collect(mine):
@@ -118,6 +119,9 @@ class Session:
             self._shared.sum_gradients()
         if result.finding is not None:
             report_loss(result.finding)
+        if result.loss is None:
+            self._parked.discard()
+            return None
         loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
@@ -145,7 +149,7 @@ class Session:
         with failures_reach_every_rank():
             result = self._runtime.run(step, batch)
             changed = before.changes() if before is not None else ([], {})
-            output = merge_outputs(result.outputs, result.sizes) if result.outputs else None
+            output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
             sent = self.hooks.sendable_output(step.kind.value, output)
             told = (result.rng, *changed, sent, trainer.should_stop)
             news = told if is_last and (result.rng is not None or any(told[1:])) else None

@@ -7,12 +7,23 @@ as each other every time. Two that were equal by accident get symbols of their o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 Shapes = tuple[tuple[int, ...], ...]
 Dim = tuple[int, int]  # (position among the input tensors, dimension)
 DimGroups = tuple[tuple[Dim, ...], ...]  # dimensions of one group have one symbol
 
 # One specialised trace may be an accident, such as the longest batch of all; the second one at another size is none.
 _MAX_SPECIALISED = 2
+
+
+def batch_dim_of(shape: Sequence[int], num_samples: int, batch_dim: int) -> int | None:
+    """Which dimension of a tensor is the batch; None where no dimension has its size.
+
+    The one that the user names, by default the first. A tensor with fewer dimensions, such as labels beside sequences of shape
+    (time, batch, features), or one that has been transposed, has it first.
+    """
+    return next((dim for dim in (batch_dim, 0) if dim < len(shape) and shape[dim] == num_samples), None)
 
 
 class ShapeHistory:
@@ -27,12 +38,12 @@ class ShapeHistory:
         self._specialised: dict[Dim, set[int]] = {}
         self._static: set[Dim] = set()
 
-    def observe(self, shapes: Shapes, batch_size: int) -> None:
+    def observe(self, shapes: Shapes, batch_size: int, batch_dim: int = 0) -> None:
         """Takes note of the shapes of a call."""
         numbers: dict[tuple[int | None, int, bool], int] = {}
         classes = {}
         for place, size in _sizes(shapes):
-            if place[1] != 0 or size != batch_size:
+            if place[1] != batch_dim_of(shapes[place[0]], batch_size, batch_dim):
                 self._not_batch.add(place)
             if self._first_sizes.setdefault(place, size) != size:
                 self._varying.add(place)

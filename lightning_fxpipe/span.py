@@ -30,6 +30,7 @@ from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX
 from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.shapes import DimGroups
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
@@ -60,6 +61,7 @@ class StepRegion:
     step: StepCall
     span: Span
     batch_size: int
+    batch_dim: int = 0
 
     prelude_paths: tuple[str, ...] = ()
     opened_path: str | None = None
@@ -95,6 +97,10 @@ class StepRegion:
         with suppress(_SpanEnds):
             run_step(root, self.step, example, _ignore)
         return [recorder.tensors[key] for key in self.span.wanted]
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """All of them: :meth:`run` returns what is wanted."""
+        return tuple(range(num_results))
 
     def record_of(self, recorder: SpanRecorder) -> StepRecord:
         """The calls of the step within the region."""
@@ -181,6 +187,7 @@ class SpanRecorder(Recorder):
         *,
         is_module: bool,
     ) -> Any:
+        self.before_call()
         number = self._count
         self._count += 1
         if number < self._span.first:
@@ -188,6 +195,8 @@ class SpanRecorder(Recorder):
                 result = function(*args, **kwargs)
             self._remember_result(number, result)
             return result
+        if number == self._span.first:
+            self.generators_before = python_rng()
         arguments, structure = tree_flatten((args, kwargs))
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()
@@ -218,6 +227,9 @@ class SpanRecorder(Recorder):
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
         """Makes a call of the span with ``record``; ``execute`` would make it unrecorded."""
         return record()
+
+    def before_call(self) -> None:
+        """Called before each call of the step."""
 
     def after_call(self, number: int, num_nodes: int) -> None:
         """Called after each call of the span; ``num_nodes`` is the graph's length before it."""

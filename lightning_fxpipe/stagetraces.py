@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement
 from lightning_fxpipe.errors import FxPipeError, TraceError
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import Assignment, follow_plan
+from lightning_fxpipe.prelude import PreludeFacts, rehearsed
+from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.reads import ReadKey, changed_reads
-from lightning_fxpipe.recordable import Recordable, Signature, sign
+from lightning_fxpipe.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.region import StepCall, find_region, trains
+from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.span import Span, StepRegion
-from lightning_fxpipe.split import Stage, build_stage
+from lightning_fxpipe.split import Stage, boundary_specs, build_stage
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
@@ -38,6 +43,11 @@ class StageTrace:
     traced: TracedRegion
     stage: Stage
 
+    @property
+    def is_for_one_step(self) -> bool:
+        """Whether it has only what the step that it was made for uses."""
+        return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
+
 
 class StageTraces:
     """The traces of a module's steps.
@@ -51,12 +61,14 @@ class StageTraces:
 
     def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
         self._root = root
+        self._batch_dim = plan.batch_dim
         self._plan = plan
         self._topology = topology
         self._log = log
         self._known: list[StageTrace] = []  # the one used last comes last
         self._warned_of: set[str] = set()
-        self.read_keys: dict[ReadKey, None] = {}  # what the recorded code reads from modules
+        self.read_keys: dict[ReadKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
+        self._unfixed: set[StepKind] = set()
         self._histories: LruCache[Signature, ShapeHistory] = LruCache(MAX_TRACES)
         self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
 
@@ -70,29 +82,63 @@ class StageTraces:
             kind: Which step.
             call: It, with a microbatch.
             size: Samples in that.
+
+        Raises:
+            NoModelCall: The step returns without calling the model.
         """
         for is_span, region in self._regions(kind, call, size):
             signature, shapes = sign(self._root, region)
             for known in reversed(self._known):
-                alike = (known.span is not None) == is_span and (not is_span or known.kind is kind)
+                alike = (known.span is not None) == is_span and (known.kind is kind or not known.is_for_one_step)
                 if alike and known.traced.signature == signature and known.traced.covers(region):
+                    if is_span and not self._takes(known, kind, call, shapes):
+                        continue
                     self._known.remove(known)
                     self._known.append(known)
                     return known, shapes
-        return self._trace(kind, call, size)
+        made, shapes = self._trace(kind, call, size)
+        if made.span is not None:
+            self._takes(made, kind, call, shapes)
+        return made, shapes
+
+    def is_fixed(self, kind: StepKind) -> bool:
+        """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`read_keys`."""
+        return kind not in self._unfixed
+
+    def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
+        """Whether what the step computes before the region has the shapes that a trace of several calls has it in."""
+        traced = known.traced
+        sizes, record = traced.bind_sizes(shapes), traced.record
+        assert sizes is not None and record is not None
+        found: list[tuple[int, ...]] = []
+        replayer = Replayer(self._root, record, sizes, self._topology.device.type)
+        with suppress(_RegionReached), rehearsed(self._root, call.function, call.args, call.kwargs) as rehearsal:
+            batch = rehearsal.args[0], rehearsal.args[2:]
+            with replayer.lead(batch, BatchDraws(traced.batch_size, self._batch_dim), partial(_note_shapes, found)):
+                call.function(*rehearsal.args, **rehearsal.kwargs)
+        self._note_prelude(kind, rehearsal.facts)
+        expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
+        return not found or found == expected  # a step that skips the model has none
+
+    def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
+        if facts is not None:
+            self.read_keys |= dict.fromkeys(facts.reads)
+            if not facts.is_fixed:
+                self._unfixed.add(kind)
 
     def _regions(self, kind: StepKind, call: StepCall, size: int) -> Iterator[tuple[bool, Recordable]]:
         """What the step's region would be if it were that of a known trace; and whether it is one of several calls."""
         for known in reversed(self._known):
             if known.span is not None and known.kind is kind:
                 # The span has no part in what it is signed by.
-                yield True, StepRegion(step=call, span=known.span, batch_size=size)
+                yield True, StepRegion(step=call, span=known.span, batch_size=size, batch_dim=self._batch_dim)
                 break
         if any(known.span is None for known in self._known):
             try:
-                region = find_region(self._root, call, batch_size=size, is_region=self._is_staged)
+                region = find_region(self._root, call, batch_size=size, batch_dim=self._batch_dim, is_region=self._is_staged)
             except FxPipeError:
                 return
+            self._note_prelude(kind, region.prelude)
             yield False, region
 
     def _is_staged(self, module: nn.Module) -> bool:
@@ -103,10 +149,20 @@ class StageTraces:
     def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
         fallback = trains if kind is StepKind.TRAIN else self._is_staged
-        region = locate_region(self._root, call, batch_size=size, device=self._topology.device, fallback=fallback)
+        region = locate_region(
+            self._root,
+            call,
+            batch_size=size,
+            batch_dim=self._batch_dim,
+            device=self._topology.device,
+            fallback=fallback,
+            needs_model=False,
+        )
+        if isinstance(region, RegionCall):
+            self._note_prelude(kind, region.prelude)
         signature, shapes = sign(self._root, region)
         history = self._histories.get(signature, ShapeHistory)
-        history.observe(shapes, size)
+        history.observe(shapes, size, self._batch_dim)
         groups = history.groups(shapes)
         assignment, symbolic = self._assignment(region, groups, history)
         for group in symbolic:
@@ -187,3 +243,12 @@ def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
     """Whether the trace found a symbol to be a number after all."""
     size = traced.input_shapes[tensor][dim]
     return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))
+
+
+class _RegionReached(BaseException):
+    """Ends a rehearsal at the region's first call."""
+
+
+def _note_shapes(found: list[tuple[int, ...]], inputs: list[Tensor]) -> list[Tensor]:
+    found.extend(tuple(tensor.shape) for tensor in inputs)
+    raise _RegionReached

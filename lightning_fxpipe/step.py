@@ -26,7 +26,7 @@ from lightning_fxpipe.randomness import (
     own_random_numbers,
     set_generator_state,
 )
-from lightning_fxpipe.region import StageExit, replaced_region
+from lightning_fxpipe.region import StageExit, no_model_called, replaced_region
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.split import Stage, TensorSpec
@@ -122,6 +122,7 @@ class BatchRun:
         losses: On the last stage, the unweighted loss of each microbatch.
         weights: On the last stage in training, the factor of each microbatch's loss in the batch's loss.
         kept: On the last stage, copies of the region's outputs for each microbatch, where somebody wants them.
+        num_without_loss: On the last stage in training, microbatches for which the step returned None.
     """
 
     root: nn.Module
@@ -135,7 +136,9 @@ class BatchRun:
     losses: list[Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
     kept: list[KeptOutputs] | None = None
+    num_without_loss: int = 0
     _region_outputs: Sequence[Tensor] = ()
+    _has_run_stage: bool = False
     _rng_before_region: dict[str, Any] | None = None
 
     def changed_rng(self) -> dict[str, Any] | None:
@@ -155,8 +158,9 @@ class BatchRun:
         Returns:
             What the stage sends; on the last stage the weighted loss, or zero where nothing is trained.
         """
-        stage, traced = setup.stage, setup.traced
+        stage = setup.stage
         self.log.begin_microbatch(self.sizes[index])
+        self._has_run_stage = False
         draws = self.randomness.draws
         try:
             with self.step.context(), self.randomness.microbatch(index, sum(self.sizes[:index]), self.sizes[index]):
@@ -169,12 +173,42 @@ class BatchRun:
                     result = self.step.function(self.microbatches[index], *self.step.rest)
         except StageExit as leaving:
             return leaving.outputs
-        if not stage.is_last:
-            raise self._never_called(traced)
+        if not self._has_run_stage:
+            # A step that skips its model skips it on every rank: what decides that runs on all.
+            self._region_outputs = received
+            if not stage.is_last:
+                return self._in_place_of_outputs(setup, received)
         self.outputs.append(result)
         if not self.step.is_training:
             return torch.zeros((), device=self.device)
         return self._weighted_loss(result, index)
+
+    def run_without_model(self) -> None:
+        """Runs the step on all microbatches, none of which calls the model: on the last stage, as ordinary Python.
+
+        Raises:
+            UnsupportedError: It calls the model after all.
+        """
+        self._rng_before_region = rng_state()
+        for index, microbatch in enumerate(self.microbatches):
+            self.log.begin_microbatch(self.sizes[index])
+            with (
+                self.step.context(),
+                self.randomness.microbatch(index, sum(self.sizes[:index]), self.sizes[index]),
+                watched_step(self.randomness.draws),
+                no_model_called(self.root),
+            ):
+                result = self.step.function(microbatch, *self.step.rest)
+            self.outputs.append(result)
+            if self.step.is_training:
+                self._weighted_loss(result, index)
+        if self.losses:
+            raise UnsupportedError(
+                f"The {self.step.kind.value} returned a loss without calling the model.",
+                observed="a loss that depends on no parameter",
+                expected="a loss of the model's result, or None to skip the batch",
+                todo="Return None for batches that train nothing.",
+            )
 
     @contextmanager
     def _single_call(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Iterator[None]:
@@ -199,6 +233,7 @@ class BatchRun:
             StageExit: The stage is not the last.
         """
         self._check_shapes(inputs, setup)
+        self._has_run_stage = True
         stage = setup.stage
         state: Tensor | None = None
         if setup.carries_random_state and stage.index:
@@ -261,30 +296,42 @@ class BatchRun:
             todo="Make the inputs' shapes and constants follow from the batch's shapes, or set num_microbatches=1.",
         )
 
-    def _never_called(self, traced: TracedRegion) -> UnsupportedError:
-        return UnsupportedError(
-            f"The {self.step.kind.value} did not call {traced.signature.label} for this microbatch.",
-            observed="the step returned without the call that it made on the first batch",
-            expected="the same call for every microbatch",
-            todo="Call the model for every batch; a step that skips batches cannot be pipelined.",
-        )
-
     def _weighted_loss(self, result: Any, index: int) -> Tensor:
+        if result is None:
+            self.num_without_loss += 1
+            return self._no_loss()
         loss = loss_of(result)
         if loss is None:
             found = result.get("loss") if isinstance(result, dict) else result
             raise UnsupportedError(
-                "The training_step returned no loss for a microbatch.",
+                "The training_step returned something that is no loss.",
                 observed=f"{type(found).__name__}" + (f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""),
-                expected="a tensor with one element, or a dict with one under 'loss'",
-                todo="Return a loss for every batch; skipping batches is not supported in a pipeline.",
+                expected="a tensor with one element, a dict with one under 'loss', or None to skip the batch",
+                todo="Return a loss.",
             )
         self.losses.append(loss.detach().reshape(()))
         weight = self.weights[index] / self.step.num_accumulated
         if not weight:
-            return without_gradient(self._region_outputs)
+            return self._no_loss()
         # A product, not a view: torch detaches what the last stage returns in place.
-        return loss.reshape(()) * weight
+        weighted = loss.reshape(()) * weight
+        return weighted if self._has_run_stage else weighted + self._no_loss()
+
+    def _no_loss(self) -> Tensor:
+        """Zero, with gradients of zero for what the stage computed from, so that the schedule has something to send."""
+        trained = [tensor for tensor in self._region_outputs if tensor.requires_grad]
+        return without_gradient(trained) if trained else torch.zeros((), device=self.device, requires_grad=True)
+
+    def _in_place_of_outputs(self, setup: StageSetup, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the stage sends for a microbatch that skips the model: zeros, whose gradients are zero for what it received."""
+        outputs = [torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in setup.sent]
+        if not self.step.is_training:
+            return tuple(outputs)
+        trained = [tensor for tensor in received if tensor.requires_grad]
+        zero = without_gradient(trained) if trained else torch.zeros((), device=self.device, requires_grad=True)
+        return tuple(
+            output + zero.to(output) if spec.requires_grad else output for spec, output in zip(setup.sent, outputs, strict=True)
+        )
 
 
 def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

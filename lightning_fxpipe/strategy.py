@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fxpipe._compat import (
+    SkippedBatch,
+    allow_skipped_batches,
     batch_counter,
     first_batch,
     init_process_group,
@@ -38,7 +40,7 @@ from lightning_fxpipe.checkpoint import (
     usable_rng,
 )
 from lightning_fxpipe.failure import failures_reach_every_rank
-from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
+from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
@@ -47,8 +49,8 @@ from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer
-from lightning_fxpipe.survey import locate_region
+from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages, check_optimizers, check_trainer
+from lightning_fxpipe.survey import locate_first_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
@@ -81,6 +83,7 @@ class FxPipeStrategy(ParallelStrategy):
         loss_weight: A function, or its import path, that gives the weight of a batch in a mean over something else than
             samples, such as its number of tokens that are not padding. Called with each microbatch; the loss is then the mean
             of the microbatches' losses with these weights.
+        batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
         timeout_seconds: Seconds after which a rank that waits for another gives up.
     """
@@ -95,6 +98,7 @@ class FxPipeStrategy(ParallelStrategy):
         plan: str | Path | PartitionPlan | None = None,
         loss_reduction: LossReductionName = "auto",
         loss_weight: str | Callable[[Any], Any] | None = None,
+        batch_dim: int = 0,
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -102,6 +106,8 @@ class FxPipeStrategy(ParallelStrategy):
         for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
             if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
+        if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
+            raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
         if schedule not in ("gpipe", "1f1b"):
             raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'gpipe' or '1f1b'")
         self.num_nodes = 1
@@ -110,6 +116,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._schedule: ScheduleName = schedule
         self._given_plan = PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan
         self._loss = LossOptions.of(loss_reduction, loss_weight)
+        self._batch_dim = batch_dim
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._seed = 0
@@ -255,6 +262,7 @@ class FxPipeStrategy(ParallelStrategy):
         self.session.prepare(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            allow_skipped_batches(trainer)
         self.setup_precision_plugin()
         # Lightning clips by the norm of the parameters that it sees; they are one stage's.
         self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -267,19 +275,25 @@ class FxPipeStrategy(ParallelStrategy):
         if self._given_plan is not None:
             self._given_plan.check_fits({fqn: tuple(p.shape) for fqn, p in self.module.named_parameters()})
             check_num_stages(self._given_plan.num_stages, num_stages)
+            check_batch_dim(self._batch_dim, self._given_plan.batch_dim)
             return self._given_plan
         assert trainer.state.fn is not None
         kind = _STEPS[trainer.state.fn]
         batch = check_has_batch(first_batch(trainer))
-        count = self._num_microbatches or default_num_microbatches(batch_size(batch), num_stages)
-        microbatch, size = first_microbatch(batch, count)
+        count = self._num_microbatches or default_num_microbatches(batch_size(batch, self._batch_dim), num_stages)
+        microbatch, size = first_microbatch(batch, count, self._batch_dim)
         training = kind is StepKind.TRAIN
         with self._context(kind), torch.set_grad_enabled(training):
-            call = StepCall.of_step(getattr(self.module, kind.value), microbatch)
-            region = locate_region(
-                self.module, call, batch_size=size, device=self.root_device, fallback=trains if training else holds_any
+            region = locate_first_region(
+                self.module,
+                partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
+                batch_size=size,
+                batch_dim=self._batch_dim,
+                device=self.root_device,
+                fallback=trains if training else holds_any,
             )
             plan = plan_region(self.module, region, num_stages=num_stages, device=self.root_device)
+            plan = dataclasses.replace(plan, batch_dim=self._batch_dim, without_batch=tensors_without_batch(batch))
         # Rank 0's plan holds for all: ranks that cut differently would never find each other.
         return self.broadcast(plan)
 
@@ -316,7 +330,8 @@ class FxPipeStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._has_trained = True
         with self.session.hooks.suspended():
-            return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+            output = self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+        return SkippedBatch() if output is None else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

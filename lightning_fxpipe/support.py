@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat import validates_by_time
+from lightning_fxpipe._compat_callbacks import validates_by_time
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.weighting import Finding
 
@@ -31,6 +31,16 @@ def check_num_stages(num_stages: int | str, num_devices: int) -> None:
             expected="one stage for each device",
             todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}"
             " (a plan made for another number of stages must be made again).",
+        )
+
+
+def check_batch_dim(batch_dim: int, of_plan: int) -> None:
+    """Raises :class:`UnsupportedError` where a given plan was made for another dimension; the default goes with any."""
+    if batch_dim not in (0, of_plan):
+        raise UnsupportedError(
+            "The plan was made for batches in another dimension of their tensors.",
+            observed=f"FxPipeStrategy(batch_dim={batch_dim}), and a plan with batch_dim={of_plan}",
+            todo="Make the plan again with that batch_dim, or leave the option out.",
         )
 
 

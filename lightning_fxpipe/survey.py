@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +17,19 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_leaves
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.record import RecorderSettings
-from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable
-from lightning_fxpipe.region import IsRegion, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, WantedResults
+from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.span import Span, SpanRecorder, StepRegion, run_step, step_name
+from lightning_fxpipe.stepcode import code_of, locals_up_to, may_differ_between_batches
 from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
+from lightning_fxpipe.torchcalls import LOOKS
 from lightning_fxpipe.trace import fake_run
+
+# A step that calls the model for none of so many batches is taken to have none.
+_MAX_SKIPPED = 3
 
 
 def locate_region(
@@ -31,33 +37,64 @@ def locate_region(
     step: StepCall,
     *,
     batch_size: int,
+    batch_dim: int = 0,
     device: torch.device | None = None,
     fallback: IsRegion = trains,
+    needs_model: bool = True,
 ) -> Recordable:
     """What of a step is pipelined: the only call that uses parameters, or the span of several.
 
     Where the step cannot run on fake tensors far enough to tell, the first call of a module that ``fallback`` accepts is taken,
     and later ones run on the last stage.
 
+    Args:
+        root: The LightningModule.
+        step: The step, with a microbatch.
+        batch_size: Samples in that.
+        batch_dim: Dimension of the batch in its tensors.
+        device: Where the fakes are.
+        fallback: What is a model, where the step cannot run on fakes.
+        needs_model: Whether a step that uses a parameter without calling a module is refused: there is nothing to cut.
+
     Raises:
-        TraceError: The step never calls a model with parameters.
+        NoModelCall: The step never calls a model with parameters.
         UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline.
     """
-    survey = _survey(root, step, batch_size, device)
+    survey = _survey(root, _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
     if survey is None or not survey.users:
-        return find_region(root, step, batch_size=batch_size, is_region=fallback)
-    if len(survey.users) == 1 and not survey.leaves_something_behind():
-        # Also where a single function is all that uses parameters: there is no model to pipeline, and this says so.
-        return find_region(root, step, batch_size=batch_size, is_region=holds_any)
+        return find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=fallback)
+    if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
+        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=holds_any)
+        return replace(region, wanted=survey.wanted_of_call(survey.users[0]))
     first, last = survey.users[0], survey.users[-1]
     return StepRegion(
-        step=step, span=Span(first=first, last=last, wanted=survey.used_after(first, last)), batch_size=batch_size
+        step=step,
+        span=Span(first=first, last=last, wanted=survey.used_after(first, last)),
+        batch_size=batch_size,
+        batch_dim=batch_dim,
     )
 
 
-def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.device | None) -> _Survey | None:
+def locate_first_region(root: nn.Module, call: Callable[..., StepCall], **options: Any) -> Recordable:
+    """The region of a step at the start of a run, which may skip its first batches.
+
+    Args:
+        root: The LightningModule.
+        call: ``call(batch_idx=i)`` is the step with that index.
+        **options: For :func:`locate_region`.
+
+    Raises:
+        NoModelCall: The step calls no model for any of the first indices.
+    """
+    for batch_idx in range(_MAX_SKIPPED):
+        with suppress(NoModelCall):
+            return locate_region(root, call(batch_idx=batch_idx), **options)
+    return locate_region(root, call(batch_idx=_MAX_SKIPPED), **options)
+
+
+def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _Survey | None:
     """The calls of a step; None where it cannot run on fake tensors up to a call that uses parameters."""
-    call = _WholeStep(step=step, batch_size=batch_size, root=root)
+    step = call.step
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
         survey = run.recorder
         assert isinstance(survey, _Survey)
@@ -66,6 +103,7 @@ def _survey(root: nn.Module, step: StepCall, batch_size: int, device: torch.devi
             survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
             survey.note_use([_held(module) for module in root.modules()])
             survey.completed = True
+            survey.is_fixed &= not any(path is None or isinstance(value, bool) for (path, _), value in run.reads.items())
         except HiddenTensor as error:
             if survey.users:
                 raise _hidden(step, error) from error
@@ -98,10 +136,16 @@ class _Survey(SpanRecorder):
     such a look is counted to the region, because whether it is made may depend on the value.
     """
 
-    def __init__(self, settings: RecorderSettings, root: nn.Module) -> None:
+    def __init__(self, settings: RecorderSettings, root: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__(settings, Span(first=0, last=-1, wanted=()))
         self.users: list[int] = []
+        self.calls_model = False
         self.completed = False
+        # Whether the step uses the same for every batch, as far as its code tells.
+        self.is_fixed = not may_differ_between_batches(root, function)
+        self._code = code_of(function)
+        self._reachable: set[TensorKey] = set()  # what the step could use after the last of the users
+        self._is_user_last = False
         self._uses: list[tuple[float, TensorKey]] = []  # (number of a call, what it uses)
         self._root = root
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
@@ -110,13 +154,14 @@ class _Survey(SpanRecorder):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._is_nested and func in _LOOKS and isinstance(args[0], FakeTensor) and self.users:
+        if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
             self._has_looked = True
+            self.before_call()
             self.note_use(args[0])
             self._count += 1
             shape = [size_hint(size) for size in args[0].shape]
             with self.paused(), outside_fakes():
-                return _LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
+                return LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
         return super().__torch_function__(func, types, args, kwargs)
 
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
@@ -139,6 +184,8 @@ class _Survey(SpanRecorder):
         new = list(self.graph.nodes)[num_nodes:]
         if not self._has_looked and any(self._uses_parameters(node) for node in new):
             self.users.append(number)
+            self._is_user_last, self._reachable = True, set()
+            self.calls_model |= any(node.op == "call_module" for node in new)
 
     def _uses_parameters(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -154,26 +201,52 @@ class _Survey(SpanRecorder):
         """Whether a call that uses parameters leaves more than its result."""
         return any(call.sides for call in self.calls if call.number in self.users)
 
+    def before_call(self) -> None:
+        """After the last call that uses parameters, and before the next: the results have got their names."""
+        if self._is_user_last:
+            self._is_user_last = False
+            with self.paused():
+                values = [*locals_up_to(self._code), *map(_held, self._root.modules())]
+                self._reachable = {key for value in values for key in self._keys_in(value)}
+
+    def _keys_in(self, value: Any) -> list[TensorKey]:
+        if isinstance(value, nn.Module) or not isinstance(value, (Tensor, *_CONTAINERS)) and not hasattr(value, "__dict__"):
+            return []
+        try:
+            tensors = Template.of(value).tensors
+        except Exception:
+            return []  # an object that cannot be taken apart
+        return [key for key in map(self.key_of, tensors) if key is not None]
+
+    def _used_after(self, number: int) -> set[TensorKey] | None:
+        """What code after a call uses. Where it may do something else for another batch, also what it could use then; None
+        where that is not known, because the step did not go on."""
+        used = {key for other, key in self._uses if other > number}
+        if self.is_fixed and not self._has_looked:
+            return used if self.completed else None
+        return used | self._reachable if self.completed and not self._is_user_last else None
+
+    def wanted_of_call(self, number: int) -> WantedResults | None:
+        """The results of a call that later code uses; None where that is not known."""
+        (call,) = (call for call in self.calls if call.number == number)
+        used = self._used_after(number)
+        if used is None:
+            return None
+        positions = tuple(i for i, key in enumerate(call.keys) if key in used or key.call != number)
+        return WantedResults(positions=positions, total=len(call.keys)) if positions else None
+
     def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
-        """The tensors made within the span that later code uses; all of them where the step did not come to its end."""
+        """The tensors made within the span that later code uses; all of them where that is not known."""
         calls = [call for call in self.calls if first <= call.number <= last]
         made = [key for call in calls for key in (*call.keys, *(key for *_, key in call.sides)) if key.call >= first]
-        used = {key for number, key in self._uses if number > last}
+        used = self._used_after(last)
+        if used is None:
+            return tuple(dict.fromkeys(made))
         used |= {key for call in calls for path, _, key in call.sides if path == call.name}  # nobody else would set them
-        return tuple(dict.fromkeys(key for key in made if not self.completed or key in used))
+        return tuple(dict.fromkeys(key for key in made if key in used))
 
 
-# Ways in which code looks at a tensor's values.
-_LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
-    Tensor.item: Tensor.item,
-    Tensor.tolist: Tensor.tolist,
-    Tensor.numpy: Tensor.numpy,
-    Tensor.__array__: Tensor.numpy,
-    Tensor.__bool__: bool,
-    Tensor.__float__: float,
-    Tensor.__int__: int,
-    Tensor.__index__: int,
-}
+_CONTAINERS = (list, tuple, dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,4 +258,4 @@ class _WholeStep(StepRegion):
 
     def make_recorder(self, settings: RecorderSettings) -> _Survey:
         """A recorder for it."""
-        return _Survey(settings, self.root)
+        return _Survey(settings, self.root, self.step.function)

@@ -26,6 +26,18 @@ _QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
     torch.is_complex,
 }
 
+# Ways in which code looks at a tensor's values, and the same outside of torch's dispatch.
+LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+    Tensor.numpy: Tensor.numpy,
+    Tensor.__array__: Tensor.numpy,
+    Tensor.__bool__: bool,
+    Tensor.__float__: float,
+    Tensor.__int__: int,
+    Tensor.__index__: int,
+}
+
 # torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
 NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
 

@@ -37,6 +37,7 @@ from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, context_of, sign, taken_apart
 from lightning_fxpipe.recording import recording
 from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
@@ -56,6 +57,7 @@ class TracedRegion:
     root: nn.Module = field(repr=False)
     signature: Signature = field(repr=False)
     batch_size: int
+    batch_dim: int
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
     output_structure: Structure = field(repr=False)
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
@@ -158,7 +160,8 @@ def trace_region(
             everything down to torch.nn's own modules.
         device: Device that parameters on the meta device are taken to be on.
         wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
-            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` wants all.
+            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
+            the call.
         check: Whether to record twice and compare; without, the graph is good for planning only.
 
     Raises:
@@ -168,11 +171,8 @@ def trace_region(
     kept_whole: dict[str, str] = {}
     while True:
         try:
-            with isolated_rng():
-                before = python_rng()
-                traced = _record(root, call, signature, opened, kept_whole, device, wanted)
-                drew = before != python_rng()
-                again = _record(root, call, signature, opened, kept_whole, device, wanted) if check else traced
+            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted)
+            again = _record(root, call, signature, opened, kept_whole, device, wanted)[0] if check else traced
         except MustStayWhole as stop:
             if stop.path in ("", call.opened_path) or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
@@ -195,7 +195,8 @@ def _record(
     kept_whole: dict[str, str],
     device: torch.device | None,
     wanted: Collection[int] | None,
-) -> TracedRegion:
+) -> tuple[TracedRegion, bool]:
+    """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
@@ -207,10 +208,11 @@ def _record(
             actually_opened[path] = None
         return whole
 
-    with fake_run(root, call, is_whole, device) as run:
+    with isolated_rng(), fake_run(root, call, is_whole, device) as run:
         recorder = run.recorder
         try:
             result = call.run(root, recorder, run.example)
+            drew = python_rng() != recorder.generators_before
         except Exception as error:
             reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
             raise _untraceable(root, call, reason, source) from error
@@ -218,14 +220,15 @@ def _record(
             if path or call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
                 _check_unchanged(path, run.attributes[path], recorder)
         output = _taken_apart(result, run.lasting)
-        chosen = tuple(index for index in range(len(output.tensors)) if wanted is None or index in wanted)
+        chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
         recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     _erase_unused(recorder.graph)
-    return TracedRegion(
+    traced = TracedRegion(
         graph=recorder.graph,
         root=root,
         signature=signature,
         batch_size=call.batch_size,
+        batch_dim=call.batch_dim,
         input_shapes=run.input_shapes,
         output_structure=output.structure,
         wanted=chosen,
@@ -238,6 +241,7 @@ def _record(
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
+    return traced, drew
 
 
 def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
@@ -255,8 +259,9 @@ def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
     return {symbolic_expression(size): size_hint(size) for size in sizes}
 
 
-def _batch_dims(tensor: Tensor, batch_size: int) -> tuple[int, ...]:
-    return (0,) if batch_size > 1 and tensor.dim() > 0 and tensor.shape[0] == batch_size else ()
+def _batch_dims(tensor: Tensor, call: Recordable) -> tuple[int, ...]:
+    dim = batch_dim_of(tensor.shape, call.batch_size, call.batch_dim)
+    return (dim,) if call.batch_size > 1 and dim is not None else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +309,7 @@ def fake_run(
     def fake_input(position: int, tensor: Tensor) -> Tensor:
         groups = {dim: group_of[position, dim] for dim in range(tensor.dim()) if (position, dim) in group_of}
         detached = tensor.detach().requires_grad_(tensor.requires_grad)
-        return world.input(detached, _batch_dims(tensor, call.batch_size), groups)
+        return world.input(detached, _batch_dims(tensor, call), groups)
 
     with (
         exchanged_tensors(root, fake_of),

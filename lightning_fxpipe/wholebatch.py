@@ -96,13 +96,15 @@ class WholeBatch:
         """The graph of the whole batch."""
         run, record = self._run, self._setup.traced.record
         step = StepCall(function=run.step.function, args=(self._batch, *run.step.rest), kwargs={})
-        num_samples = sum(run.sizes)
+        num_samples, dim = sum(run.sizes), self._setup.traced.batch_dim
         if record is not None:
             span = Span(first=record.first, last=record.last, wanted=record.outputs)
-            region: Any = StepRegion(step=step, span=span, batch_size=num_samples)
+            region: Any = StepRegion(step=step, span=span, batch_size=num_samples, batch_dim=dim)
         else:
             pipelined = run.root.get_submodule(self._setup.traced.signature.path or "")
-            region = find_region(run.root, step, batch_size=num_samples, is_region=lambda module: module is pipelined)
+            region = find_region(
+                run.root, step, batch_size=num_samples, batch_dim=dim, is_region=lambda module: module is pipelined
+            )
         return trace_region(run.root, region, opened=self._setup.traced.opened, device=run.device)
 
     # ------------------------------------------------------------------ the region's outputs

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_fxpipe.strategy
-from lightning_fxpipe import _compat, rng
+from lightning_fxpipe import _compat, _compat_callbacks, rng
 from tests.lit import LitModel, make_trainer
 from tests.test_compat import draw
 
@@ -225,6 +225,25 @@ def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
     assert second.found == whole.found[3:]
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_lightning_takes_a_skipped_batch_for_none_with_any_number_of_processes(num_processes: int) -> None:
+    outputs: list[Any] = []
+
+    class Skips(L.pytorch.strategies.SingleDeviceStrategy):
+        world_size = num_processes
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            _compat.allow_skipped_batches(self.lightning_module.trainer)
+            return _compat.SkippedBatch()
+
+    class Keeping(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, output: Any, batch: Any, batch_idx: int) -> None:
+            outputs.append(output)
+
+    make_trainer(max_epochs=1, callbacks=[Keeping()], strategy=Skips("cpu")).fit(Counted(), loader())
+    assert outputs == [{}, {}, {}]
+
+
 # ------------------------------------------------------------------ the first batch of a loader
 
 
@@ -362,10 +381,10 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
 def test_averaged_modules_are_the_copies_that_callbacks_keep() -> None:
     callback = L.pytorch.callbacks.EMAWeightAveraging()
     trainer = make_trainer(callbacks=[callback])
-    assert _compat.averaged_modules(trainer) == []  # before a fit
+    assert _compat_callbacks.averaged_modules(trainer) == []  # before a fit
     module = LitModel("mlp")
     callback.setup(trainer, module, "fit")
-    (copied,) = _compat.averaged_modules(trainer)
+    (copied,) = _compat_callbacks.averaged_modules(trainer)
     assert type(copied) is LitModel
     assert [name for name, _ in copied.named_parameters()] == [name for name, _ in module.named_parameters()]
 
@@ -375,9 +394,9 @@ def test_throughputs_are_those_of_the_monitors() -> None:
     trainer = make_trainer(callbacks=[callback])
     trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
     callback.setup(trainer, LitModel("mlp"), "fit")
-    assert {throughput.world_size for throughput in _compat.throughputs(trainer)} == {1}
+    assert {throughput.world_size for throughput in _compat_callbacks.throughputs(trainer)} == {1}
 
 
 @pytest.mark.parametrize(("interval", "by_time"), [(2, False), (0.5, False), ("00:00:00:10", True)])
 def test_validates_by_time_tells_times_from_numbers(interval: Any, by_time: bool) -> None:
-    assert _compat.validates_by_time(make_trainer(val_check_interval=interval)) is by_time
+    assert _compat_callbacks.validates_by_time(make_trainer(val_check_interval=interval)) is by_time

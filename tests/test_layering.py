@@ -24,6 +24,7 @@ ORDER = [
         "plan",
         "rng",
         "_compat",
+        "_compat_callbacks",
         "containers",
         "shapes",
         "sizes",
@@ -32,6 +33,7 @@ ORDER = [
         "weighting",
         "structure",
         "frames",
+        "stepcode",
         "signals",
         "objects",
         "torchcalls",
@@ -41,6 +43,7 @@ ORDER = [
         "calls",
         "randomness",
         "reads",
+        "prelude",
         "recurrent",
         "graphwriter",
         "record",
@@ -90,9 +93,19 @@ ORDER = [
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
-KNOW_LIGHTNING = {"_compat", "hooks", "support", "checkpoint", "session", "strategy", "__init__", "__main__"}
+KNOW_LIGHTNING = {
+    "_compat",
+    "_compat_callbacks",
+    "hooks",
+    "support",
+    "checkpoint",
+    "session",
+    "strategy",
+    "__init__",
+    "__main__",
+}
 WITHOUT_TORCH = {"errors", "table", "plan"}
-KNOW_PRIVATE_NAMES = {"_compat"}
+KNOW_PRIVATE_NAMES = {"_compat", "_compat_callbacks"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
 PUBLIC_UNDERSCORED = {"_fields", "_replace", "_asdict"}

@@ -68,6 +68,7 @@ def test_the_strategys_parameters_are_these() -> None:
         ("plan", None),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
+        ("batch_dim", 0),
         ("process_group_backend", None),
         ("timeout_seconds", 1800.0),
     ]
@@ -79,6 +80,7 @@ def test_make_plans_parameters_are_these() -> None:
         ("example_batch", EMPTY),
         ("num_stages", EMPTY),
         ("num_microbatches", 1),
+        ("batch_dim", 0),
     ]
 
 

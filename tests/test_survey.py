@@ -172,3 +172,72 @@ def test_the_module_and_the_generators_are_left_as_they_were() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert module.kept == []
     assert not any(isinstance(parameter.grad, Tensor) for parameter in module.parameters())
+
+
+# ------------------------------------------------------------------------------------------------- parts of a result
+
+
+class Result(nn.Module):
+    """Has more in its result than a loss needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.layer(x)
+        return {"hidden": hidden, "loss": hidden.sum(), "double": hidden * 2}
+
+
+class WithResult(L.LightningModule):
+    def __init__(self, step: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.step, self.flag = Result(), step, False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        raise NotImplementedError
+
+
+def of_loss(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    return self.model(batch)["loss"] * 2
+
+
+def of_index(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    result = self.model(batch)
+    loss = result["loss"] * 2
+    if batch_idx == 7:
+        loss = loss + result["hidden"].sum()
+    return loss
+
+
+def of_flag(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    hidden, loss, _ = self.model(batch).values()
+    del _
+    loss = loss * 2
+    return loss + hidden.mean() if self.flag else loss
+
+
+def of_loss_at_once(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+    result = self.model(batch)
+    return result["hidden"] if batch_idx == 7 else result["loss"]
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (of_loss, (1,)),
+        (of_index, (0, 1, 2)),  # the whole dict has a name
+        (of_flag, (0, 1)),
+        (of_loss_at_once, None),  # nothing runs between the call and the end that could tell
+    ],
+)
+def test_only_what_the_step_uses_or_may_use_of_a_result_is_wanted(step: Any, expected: Any) -> None:
+    class Module(WithResult):
+        training_step = step
+
+    module = Module(step)
+    region = locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    assert isinstance(region, RegionCall)
+    assert (region.wanted and region.wanted.positions) == expected
+    traced = trace_region(module, region)
+    assert traced.wanted == (expected or (0, 1, 2))

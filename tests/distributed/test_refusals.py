@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import BatchError, FxPipeError, FxPipeStrategy, PartitionError, TraceError, UnsupportedError
+from lightning_fxpipe.region import NoModelCall
 from tests.distributed.pool import RankPool
 from tests.lit import LitModel, make_loader, make_trainer
 
@@ -89,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxP
         ["2 stages", "3 dev"],
     ),
     "untraceable root": (LooksAtValues, lambda: make_loader("mlp"), "auto", TraceError, ["test_refusals.py:"]),
-    "never calls a model": (NeverCalls, lambda: make_loader("mlp"), "auto", TraceError, ["NeverCalls.training_step"]),
+    "never calls a model": (NeverCalls, lambda: make_loader("mlp"), "auto", NoModelCall, ["NeverCalls.training_step"]),
     "no batch dimension": (lambda: LitModel("mlp"), strings_only, "auto", BatchError, ["no tensor with a batch dimension"]),
     "different batch sizes": (lambda: LitModel("mlp"), sizes_that_differ, "auto", BatchError, ["[0]: 4", "[1]: 3"]),
     "manual optimization": (Manual, lambda: make_loader("mlp"), "auto", UnsupportedError, ["manual optimization"]),

@@ -22,9 +22,11 @@ from tests.zoo import (
     steps_evaluation,
     steps_losses,
     steps_models,
+    steps_prelude,
     steps_random,
     steps_several,
     steps_shapes,
+    steps_skips,
     steps_state,
 )
 from tests.zoo.steps_case import Case
@@ -33,11 +35,13 @@ CASES: dict[str, Case] = {
     **steps_calls.CASES,
     **steps_several.CASES,
     **steps_random.CASES,
+    **steps_prelude.CASES,
     **steps_state.CASES,
     **steps_losses.CASES,
     **steps_evaluation.CASES,
     **steps_models.CASES,
     **steps_shapes.CASES,
+    **steps_skips.CASES,
 }
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, generator, labelled, mlp
+from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, generator, labelled, mlp, unlabelled
 
 
 class ReadmeAutoencoder(Sgd):
@@ -218,6 +218,66 @@ class FrozenBackboneWithGradient(FrozenBackbone):
         return cross_entropy(self.head(self.backbone(batch[0])), batch[1])
 
 
+class UsedNowAndThen(Sgd):
+    """Looks at what lies between its calls, and at parts of a result, with some batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(DIM, WIDTH, WIDTH, 4), mlp(4, WIDTH, WIDTH, DIM)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.encoder(batch)
+        out = self.decoder(hidden)
+        if batch_idx == 1:
+            self.log("hidden", hidden.square().mean())
+        return (out - batch).square().mean()
+
+
+class ByCounter(UsedNowAndThen):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.encoder(batch)
+        return (self.decoder(hidden) - batch).square().mean() + self.penalty(hidden)
+
+    def penalty(self, hidden: Tensor) -> Any:
+        return hidden.square().mean() if self.global_step > 0 else 0.0
+
+
+class Result(nn.Module):
+    """Has more in its result than a loss needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = mlp(DIM, WIDTH, WIDTH), mlp(WIDTH, WIDTH, DIM)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        hidden = self.body(x)
+        out = self.head(hidden)
+        return {"loss": (out - x).square().mean(), "hidden": hidden, "more": [out, hidden * 2]}
+
+
+class PartOfAResult(Sgd):
+    """Other parts in validation than in training, and in training now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Result()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        result = self.model(batch)
+        if batch_idx % 2:
+            self.log("hidden", result["hidden"].mean())
+        return result["loss"]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.model(batch)["loss"])
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", self.model(batch)["more"][1].mean())
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model(batch)
+
+
 CASES: dict[str, Case] = {
     "readme_autoencoder": Case(make=ReadmeAutoencoder, batches=images, microbatches=(1, 4), evaluations=("predict",)),
     "vae_in_step": Case(make=VaeInStep, batches=labelled, microbatches=(1, 4)),
@@ -236,4 +296,9 @@ CASES: dict[str, Case] = {
     "perceptual": Case(make=Perceptual, batches=labelled, microbatches=(1, 4)),
     "frozen_backbone": Case(make=FrozenBackbone, batches=labelled, microbatches=(1, 4)),
     "frozen_backbone_with_gradient": Case(make=FrozenBackboneWithGradient, batches=labelled, microbatches=(2,)),
+    "used_now_and_then": Case(make=UsedNowAndThen, batches=unlabelled, microbatches=(2,), stages=3),
+    "used_by_counter": Case(make=ByCounter, batches=unlabelled, microbatches=(2,), stages=3),
+    "part_of_a_result": Case(
+        make=PartOfAResult, batches=unlabelled, microbatches=(2,), stages=3, evaluations=("validate", "test", "predict")
+    ),
 }

@@ -200,7 +200,41 @@ def classifies(make: Callable[[], nn.Module]) -> Callable[[], Classifies]:
 
 LENGTHS = ((8, 7), (8, 12), (8, 5), (8, 9), (8, 16), (8, 3))
 
+
 # `traces`: the first shape, then all others of which something varies; a microbatch of one sample has a trace of its own.
+class TimeFirstBatch(Sgd):
+    """The batch has (time, batch, features), a temperature, and labels of shape (batch,); the step draws noise of its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(DIM, WIDTH, num_layers=2), mlp(WIDTH, WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0].mean(dim=0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"]) + 0.1 * torch.rand(batch["x"].shape)
+        loss = cross_entropy(self(noisy) / batch["temperature"], batch["y"])
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["y"]))
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        states = self.gru(batch["x"])[0]
+        return {"states": states, "classes": self.head(states.mean(dim=0)).argmax(1)}
+
+
+def time_first(*shapes: tuple[int, int]) -> list[Any]:
+    g = generator()
+    return [
+        {
+            "x": torch.randn(length, n, DIM, generator=g),
+            "y": torch.randint(CLASSES, (n,), generator=g),
+            "temperature": torch.tensor(0.7),
+        }
+        for length, n in shapes
+    ]
+
+
 CASES: dict[str, Case] = {
     "text_recurrent": Case(make=classifies(Reads), batches=lambda: texts(*LENGTHS), traces=2),
     "text_attention": Case(make=AttendsToTexts, batches=lambda: padded_texts(*LENGTHS), traces=2),
@@ -234,4 +268,11 @@ CASES: dict[str, Case] = {
     "last_batch_smaller": Case(make=Classifies, batches=lambda: labelled(8, 8, 6), microbatches=(1, 2, 4), traces=1),
     "batches_of_one": Case(make=Classifies, batches=lambda: labelled(1, 8, 1), microbatches=(1, 2), traces=2),
     "features_of_one_size": Case(make=Classifies, batches=lambda: labelled(DIM, DIM, 3), microbatches=(1,), traces=1),
+    "time_first_batch": Case(
+        make=TimeFirstBatch,
+        batches=lambda: time_first((5, 8), (7, 8), (8, 8), (4, 6), (5, 3)),
+        microbatches=(1, 4),
+        strategy={"batch_dim": 1},
+        evaluations=("predict",),
+    ),
 }

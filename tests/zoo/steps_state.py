@@ -183,21 +183,6 @@ class Curriculum(Plain):
         return loss
 
 
-class Skips(Plain):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = cross_entropy(self.model(batch[0]), batch[1])
-        return None if batch_idx == 1 else loss
-
-
-class SkipsBefore(Plain):
-    """Returns before the model is called."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if batch_idx == 1:
-            return None
-        return cross_entropy(self.model(batch[0]), batch[1])
-
-
 class ExtraKeys(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         logits = self.model(batch[0])
@@ -295,8 +280,6 @@ CASES: dict[str, Case] = {
     "uses_result_in_hook": Case(make=UsesResultInHook, batches=labelled, microbatches=(1,)),
     "collects_outputs": Case(make=CollectsOutputs, batches=labelled, microbatches=(1, 4), trainer=EPOCHS),
     "curriculum": Case(make=Curriculum, batches=labelled, microbatches=(1,)),
-    "skips_after_the_call": Case(make=Skips, batches=labelled, microbatches=(2,)),
-    "skips_before_the_call": Case(make=SkipsBefore, batches=labelled, microbatches=(1,)),
     "extra_keys": Case(make=ExtraKeys, batches=labelled, microbatches=(4,), callbacks=(KeepsOutputs,)),
     "loss_of_a_part": Case(make=LossOfAPart, batches=labelled, microbatches=(2,)),
     "sum_loss": Case(make=SumLoss, batches=labelled, microbatches=(1, 2)),

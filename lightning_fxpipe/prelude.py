@@ -1,0 +1,116 @@
+"""What the model is called with, and what that depends on.
+
+Shapes and constants of the model's arguments usually follow from those of the batch, so that a trace found for one batch
+serves all batches like it. The *prelude*, the step's code before the model's call, may bring in more: an attribute that a
+callback changes (``x[:, : self.length]``), a number that Python draws (a crop), a value of the batch (``lengths.max()``).
+Such attributes are noted while the prelude is rehearsed, and looked up before each batch. For the rest there is only one way:
+to rehearse the prelude for every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat import patched_attributes, tree_map
+from lightning_fxpipe.exchange import Attributes, kept_generators
+from lightning_fxpipe.reads import ReadKey, noted_reads
+from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.stepcode import uses_arguments_after_batch
+from lightning_fxpipe.torchcalls import LOOKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreludeFacts:
+    """What the model's arguments depend on, besides the batch's shapes and constants.
+
+    Attributes:
+        reads: Plain values that modules and the Trainer have.
+        is_fixed: Whether on these only.
+    """
+
+    reads: tuple[ReadKey, ...]
+    is_fixed: bool
+
+
+@dataclass
+class Rehearsal:
+    """A step that runs once more than the user knows of.
+
+    Attributes:
+        args, kwargs: Copies of the step's arguments, which it may change.
+        facts: What it has shown, when it is over.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    facts: PreludeFacts | None = None
+
+
+@contextmanager
+def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Iterator[Rehearsal]:
+    """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
+
+    Random number generators, and what the step sets on the module, are afterwards as they were; what it logs is dropped.
+    """
+    # On copies, because a step may change its batch in place.
+    args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
+    rehearsal = Rehearsal(args, kwargs)
+    attributes = [Attributes(module) for module in root.modules()]
+    muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
+    generators = python_rng()
+    left_at: TracebackType | None = None
+    try:
+        with (
+            isolated_rng(),
+            kept_generators(root),
+            patched_attributes(*muted),
+            noted_reads(root, lambda: True) as reads,
+            _Looks() as looks,
+        ):
+            try:
+                yield rehearsal
+            except BaseException as error:
+                left_at = error.__traceback__
+                raise
+            finally:
+                has_drawn = python_rng() != generators
+                is_fixed = not (looks.happened or has_drawn or uses_arguments_after_batch(function, left_at))
+                rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed)
+    finally:
+        for before in attributes:
+            before.restore()
+
+
+class _Looks(TorchFunctionMode):
+    """Notes whether code looks at the values of a tensor."""
+
+    happened = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.happened |= func in LOOKS or func in _SELECTS or (func is Tensor.__getitem__ and _has_mask(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+# The shapes of their results depend on values.
+_SELECTS = frozenset(
+    {torch.nonzero, Tensor.nonzero, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique, torch.argwhere}
+)
+
+
+def _has_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    return None

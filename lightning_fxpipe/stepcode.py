@@ -1,0 +1,84 @@
+"""What a step's code says of itself before it runs: whether it may do something else for one batch than for another.
+
+A step that logs an image with every hundredth batch uses a result of its model then, and not otherwise. Nothing but its code
+tells that while the first batch runs.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from lightning_fxpipe.frames import is_machinery
+
+# What user code asks to tell one batch from another.
+_CHANGING = frozenset({"trainer", "global_step", "current_epoch", "random", "time"})
+_MAX_METHODS = 50
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a step; None where it is not Python's."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+
+
+def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackType | None = None) -> bool:
+    """Whether a step uses ``batch_idx`` or ``dataloader_idx``, up to where it was left, if it was."""
+    code = code_of(function)
+    if code is None:
+        return False
+    end: float = math.inf
+    while left_at is not None:
+        if left_at.tb_frame.f_code is code:
+            end = left_at.tb_lasti
+        left_at = left_at.tb_next
+    names = code.co_varnames[2 : code.co_argcount]
+    return any(instruction.argval in names and instruction.offset < end for instruction in dis.get_instructions(code))
+
+
+def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a step, or a method that it calls, uses the batch's index, the Trainer, or its counters."""
+    code = code_of(function)
+    if code is None or uses_arguments_after_batch(function):
+        return True
+    seen, waiting = {code}, [code]
+    while waiting and len(seen) < _MAX_METHODS:
+        current = waiting.pop()
+        if _CHANGING & {*current.co_names}:
+            return True
+        called = {code_of(getattr(type(root), name, None) or _nothing) for name in current.co_names}
+        new = {c for c in called if c is not None and not is_machinery_file(c)} - seen
+        seen |= new
+        waiting += new
+    return False
+
+
+def is_machinery_file(code: CodeType) -> bool:
+    """Whether code is that of torch, Lightning or this package."""
+    module = inspect.getmodule(code)
+    name = module.__name__ if module is not None else ""
+    return is_machinery(name) or name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def locals_up_to(code: CodeType | None) -> Iterator[Any]:
+    """The values of the local variables of user code that runs now, up to and with the function with this code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not is_machinery(frame.f_globals.get("__name__", "")):
+            yield from frame.f_locals.values()
+        if frame.f_code is code or frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _nothing() -> None:
+    return None
