@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,23 @@ from lightning_fxpipe.optimizers import StageOptimizer
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """This rank's part of ``module.state_dict()``."""
-    return {fqn: value for fqn, value in module.state_dict().items() if not (isinstance(value, Tensor) and value.is_meta)}
+    return _held(module.state_dict())
 
 
-def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {fqn: value for fqn, value in state.items() if not _is_placeholder(value)}
+
+
+def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -> None:
     """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors.
 
     The folder gets its name when it is complete, so that a run that dies meanwhile leaves the last good one.
+
+    Args:
+        path: The folder.
+        checkpoint: The checkpoint, with this rank's part of the model's state.
+        fqns: Names of the whole model's tensors. What else has a tensor for each of this rank's, such as weights beside
+            averaged ones, is in parts as well.
     """
     is_writer = dist.get_rank() == 0
     unfinished = path.with_name(f"{path.name}.unfinished")
@@ -42,7 +52,9 @@ def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
         _remove(unfinished)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    state = {"model": checkpoint.pop("state_dict")}
+    state = {"model": _held(checkpoint.pop("state_dict"))}
+    for name in [name for name, value in checkpoint.items() if _is_partial(value, state["model"], fqns)]:
+        state[_BESIDE + name] = _held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     dcp_save(state, checkpoint_id=unfinished)
@@ -53,6 +65,14 @@ def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     dist.barrier()
 
 
+# Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
+_BESIDE = "beside."
+
+
+def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
+    return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and _held(value).keys() == mine.keys()
+
+
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
@@ -60,55 +80,89 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def load_checkpoint(
-    path: Path,
-    module: nn.Module,
-    optimizers: Sequence[StageOptimizer],
-    *,
-    strict: bool,
-    weights_only: bool | None,
-) -> dict[str, Any]:
-    """Reads this rank's part of a checkpoint into the module and the optimizers. Called by every rank.
+def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+    """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
         path: A folder written by :func:`save_folder`, or a single file as a plain Trainer writes it.
         module: The module, with placeholders for other stages' tensors.
-        optimizers: The optimizers to restore; none, when nothing is trained.
-        strict: Whether the checkpoint's model must have the module's keys.
         weights_only: For ``torch.load``.
 
     Returns:
-        The rest of the checkpoint, for the Trainer to restore from.
+        The checkpoint. In states of the model, placeholders stand for the other stages' tensors.
+    """
+    if not path.is_dir():
+        whole: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+        return whole
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    expected = module.state_dict()
+    beside = sorted({key.split(".")[1] for key in stored if key.startswith(_BESIDE)})
+    request: dict[str, Any] = {"model": _request(stored, "model.", expected)}
+    request |= {f"{_BESIDE}{name}": _request(stored, f"{_BESIDE}{name}.", expected) for name in beside}
+    dcp_load(request, checkpoint_id=path)
+    checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
+    checkpoint["state_dict"] = _with_placeholders(request["model"], stored, "model.", expected)
+    for name in beside:
+        prefix = f"{_BESIDE}{name}"
+        checkpoint[name] = _with_placeholders(request[prefix], stored, f"{prefix}.", expected)
+    if any(key.startswith("optimizer_") for key in stored):
+        checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
+    return checkpoint
+
+
+def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]) -> dict[str, Any]:
+    """Empty tensors for this rank's part of a stored state, and for all that the model does not know."""
+    found = {}
+    for key, meta in stored.items():
+        fqn = key.removeprefix(prefix)
+        if key.startswith(prefix) and not _is_placeholder(expected.get(fqn)):
+            is_tensor = isinstance(meta, TensorStorageMetadata)
+            found[fqn] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
+    return found
+
+
+def _with_placeholders(
+    state: Mapping[str, Any], stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]
+) -> dict[str, Any]:
+    absent = {f: value for f, value in expected.items() if _is_placeholder(value) and f"{prefix}{f}" in stored}
+    order = {fqn: index for index, fqn in enumerate(expected)}
+    return dict(sorted({**state, **absent}.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Loads this rank's part of a checkpoint's state into the module.
 
     Raises:
         FxPipeError: With ``strict``, the keys differ.
     """
-    load = _load_folder if path.is_dir() else _load_file
-    return load(path, module, optimizers, strict, weights_only)
+    _check_keys(module.state_dict(), list(state), strict)
+    local = module_state(module)
+    module.load_state_dict({key: value for key, value in state.items() if key in local}, strict=False)
 
 
-def _load_folder(
-    path: Path, module: nn.Module, optimizers: Sequence[StageOptimizer], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
+def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[StageOptimizer]) -> None:
+    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
+    if not path.is_dir():
+        for optimizer, saved in zip(optimizers, checkpoint["optimizer_states"], strict=False):
+            optimizer.load_plain(saved)
+        return
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    found = [key.removeprefix("model.") for key in stored if key.startswith("model.")]
-    _check_keys(module.state_dict(), found, path, strict)
-    wanted = {key: value for key, value in module_state(module).items() if f"model.{key}" in stored}
-    request: dict[str, Any] = {"model": wanted}
-    for index, optimizer in enumerate(optimizers):
-        if any(key.startswith(f"optimizer_{index}.") for key in stored):
-            request[f"optimizer_{index}"] = {
-                "state": _state_request(module, stored, index),
-                "param_groups": optimizer.state_dict()["param_groups"],
-            }
+    request: dict[str, Any] = {
+        f"optimizer_{index}": {
+            "state": _state_request(module, stored, index),
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+        for index, optimizer in enumerate(optimizers)
+        if any(key.startswith(f"optimizer_{index}.") for key in stored)
+    }
     dcp_load(request, checkpoint_id=path)
-    module.load_state_dict(wanted, strict=False)
     for index, optimizer in enumerate(optimizers):
         if f"optimizer_{index}" in request:
             optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])
-    checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
-    checkpoint["state_dict"] = wanted
-    return checkpoint
 
 
 def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:
@@ -124,25 +178,11 @@ def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> 
     return request
 
 
-def _load_file(
-    path: Path, module: nn.Module, optimizers: Sequence[StageOptimizer], strict: bool, weights_only: bool | None
-) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-    state = checkpoint["state_dict"]
-    _check_keys(module.state_dict(), list(state), path, strict)
-    local = module_state(module)
-    module.load_state_dict({key: value for key, value in state.items() if key in local}, strict=False)
-    for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
-        optimizer.load_plain(saved)
-    return checkpoint
-
-
-def _check_keys(expected: Mapping[str, Any], found: Sequence[str], path: Path, strict: bool) -> None:
+def _check_keys(expected: Mapping[str, Any], found: Sequence[str], strict: bool) -> None:
     missing, unexpected = sorted({*expected} - {*found}), sorted({*found} - {*expected})
     if strict and (missing or unexpected):
         raise FxPipeError(
             "The checkpoint does not fit the model.",
-            where=str(path),
             observed=f"{len(missing)} missing keys {missing[:8]}, {len(unexpected)} unexpected keys {unexpected[:8]}",
             expected="the keys of the model's state_dict",
             todo="Load it into the model that wrote it, or set strict_loading=False on the module.",

@@ -56,3 +56,8 @@ def _reported() -> str | None:
         return str(store.get(_KEY).decode())
     except Exception:
         return None  # the rank that holds the store has gone: its own error is on the terminal
+
+
+def peer_failure() -> PeerError:
+    """The error of another rank that is known to have failed."""
+    return PeerError("Another rank of the pipeline failed.", observed=f"its traceback:\n{_reported() or 'not there yet'}")

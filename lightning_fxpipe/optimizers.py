@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 
 class StageOptimizer:
-    """An optimizer whose groups hold this rank's parameters.
+    """An optimizer whose groups hold this rank's parameters, and those of the whole model where user code looks at them.
 
     Args:
         module: The module, with placeholders for the parameters of other stages.
@@ -24,12 +24,27 @@ class StageOptimizer:
     def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._module = module
-        names = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
-        self.group_fqns = tuple(tuple(names[id(parameter)] for parameter in g["params"]) for g in optimizer.param_groups)
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
-        for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-            del optimizer.state[parameter]
+        self._whole: list[list[nn.Parameter]] = []
+        self.hide_others()
+
+    @property
+    def group_fqns(self) -> tuple[tuple[str, ...], ...]:
+        """FQNs of the whole model's parameters in each group."""
+        names = {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
+        return tuple(tuple(names[id(parameter)] for parameter in group) for group in self._whole)
+
+    def show_others(self) -> None:
+        """Puts the placeholders into the groups, which then list what they list on one device."""
+        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = list(parameters)
+
+    def hide_others(self) -> None:
+        """Takes the placeholders out again, also from groups that have been added meanwhile."""
+        self._whole = [list(group["params"]) for group in self.optimizer.param_groups]
+        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = [parameter for parameter in parameters if not parameter.is_meta]
+        for parameter in [parameter for parameter in self.optimizer.state if parameter.is_meta]:
+            del self.optimizer.state[parameter]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's states by FQN, and the groups of the whole model."""
@@ -54,6 +69,7 @@ class StageOptimizer:
         local = {fqn: parameter for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        self.optimizer.state.clear()  # a parameter that has no state in the checkpoint has none any more
         for fqn, values in state.items():
             if fqn in local:
                 parameter = local[fqn]

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat_callbacks import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
+from lightning_fxpipe.hooks import Hooks
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.microbatch import merge_outputs
 from lightning_fxpipe.plan import PartitionPlan
@@ -30,6 +34,7 @@ from lightning_fxpipe.support import report_loss
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
+from lightning_fxpipe.wholemodel import WholeModel
 
 
 class Session:
@@ -65,6 +70,7 @@ class Session:
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
         self._shared = _share_parameters(module, plan, topology)
+        self.hooks = Hooks(module, WholeModel(module, plan, topology), topology)
         self._parked = ParkedGradients()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
         self.trace_log = TraceLog(rank_zero_info, rank_zero_warn)
@@ -78,6 +84,31 @@ class Session:
             trace_log=self.trace_log,
         )
 
+    def prepare(self, trainer: Trainer) -> None:
+        """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
+        for copy in averaged_modules(trainer):
+            if not any(parameter.is_meta for parameter in copy.parameters()):
+                # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
+                drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
+        for throughput in throughputs(trainer):
+            if throughput.world_size > 1:
+                # Lightning takes each process for one that has batches of its own; here all work on the same.
+                throughput.world_size = 1
+                throughput.available_flops = (
+                    throughput.available_flops and throughput.available_flops * self._topology.num_stages
+                )
+        self.hooks.install(trainer)
+
+    def restore_groups(self, trainer: Trainer) -> None:
+        """Brings back the optimizer's groups that finetuning has added.
+
+        The callback does so in ``on_fit_start``, which has been: a module in stages is restored after the strategy's setup.
+        """
+        with self.hooks.running(trainer):
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, BaseFinetuning):
+                    BaseFinetuning.on_fit_start(callback, trainer, self.module)
+
     def train(self, step: Step, batch: Any) -> Any:
         """Runs a training batch forward and backward and parks its gradients.
 
@@ -87,7 +118,7 @@ class Session:
         """
         mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
         with self._parked.collect(mine):
-            result = self._run(step, batch)
+            result, output = self._run(step, batch)
             self._shared.sum_gradients()
         if result.finding is not None:
             report_loss(result.finding)
@@ -96,7 +127,6 @@ class Session:
             return None
         with step.context():  # in which the default dtype is that of the precision plugin
             loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
-        output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def install_gradients(self, factor: float) -> None:
@@ -105,8 +135,7 @@ class Session:
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
-        result = self._run(step, batch)
-        return merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
+        return self._run(step, batch)[1]
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
@@ -135,22 +164,31 @@ class Session:
         self._runtime.forget()
         self._shared.close()
 
-    def _run(self, step: Step, batch: Any) -> BatchResult:
-        """Runs one batch, and repeats on every rank what the last stage logged and set on the module."""
+    def _run(self, step: Step, batch: Any) -> tuple[BatchResult, Any]:
+        """Runs one batch, and repeats on every rank what the last stage logged and set on the module.
+
+        Returns:
+            The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
+        """
         is_last = self._topology.is_last
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
+        trainer = self.module.trainer
         with failures_reach_every_rank():
             result = self._runtime.run(step, batch)
             changed = before.changes() if before is not None else ([], {})
-            news = (result.rng, *changed) if result.rng is not None or any(changed) else None
+            output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
+            sent = self.hooks.sendable_output(step.kind.value, output)
+            told = (result.rng, *changed, sent, trainer.should_stop)
+            news = told if is_last and (result.rng is not None or any(told[1:])) else None
             loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and not is_last:
-            rng, attributes, buffers = news
+            rng, attributes, buffers, sent, trainer.should_stop = news
             if rng is not None:
                 set_rng_state(rng)
             take_over(self.module, attributes, buffers, self._topology.device)
+            output = sent[0] if sent else None
         replay(self.module, entries, self._topology.device)
-        return dataclasses.replace(result, loss=loss, entries=entries)
+        return dataclasses.replace(result, loss=loss, entries=entries), output
 
     def _common_buffers(self) -> dict[str, Tensor]:
         """The buffers that no stage holds, so that every rank has them."""

@@ -28,7 +28,15 @@ from lightning_fxpipe._compat import (
     init_process_group,
     set_rank_zero_only,
 )
-from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
+from lightning_fxpipe.checkpoint import (
+    load_model,
+    load_optimizers,
+    module_state,
+    portable_rng,
+    read_checkpoint,
+    save_folder,
+    usable_rng,
+)
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
@@ -137,6 +145,8 @@ class FxPipeStrategy(ParallelStrategy):
         self._precision: PipelinePrecision | None = None
         self._planned_for: TrainerFn | None = None
         self._stage_optimizers: list[StageOptimizer] = []
+        self._restored_from: Path | None = None
+        self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
 
     # ------------------------------------------------------------------ environment
 
@@ -165,11 +175,6 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # a rank loads only what its stage holds, which setup decides
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
 
     @property
     def plan(self) -> PartitionPlan:
@@ -273,11 +278,13 @@ class FxPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         check_trainer(trainer, self.module)
+        self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if self._session is None or self._session.module is not self.module or not self._session.is_split:
             self._split(trainer)
+        self.session.prepare(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             allow_skipped_batches(trainer)
@@ -350,9 +357,11 @@ class FxPipeStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers)
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
+        self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
+        with self.session.hooks.suspended():
+            self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _detach_precision(self) -> None:
         if self._precision is not None:
@@ -364,6 +373,8 @@ class FxPipeStrategy(ParallelStrategy):
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         self._detach_precision()
+        if self._session is not None and self.module.trainer.interrupted:
+            self._session.hooks.uninstall()  # otherwise hooks are still to come
         self._end_session()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -383,28 +394,40 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+        self._has_trained = True
+        with self.session.hooks.suspended():
+            output = self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
         return SkippedBatch() if output is None else output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         # The schedule has run backward; what is left are the hooks around it and the gradients' appearance between them.
         assert self._precision is not None
-        closure_loss, factor = self._precision.before_backward(closure_loss, self.module)
-        self.session.install_gradients(factor)
-        return self.precision_plugin.post_backward(closure_loss, self.module)
+        with self.session.hooks.suspended():
+            closure_loss, factor = self._precision.before_backward(closure_loss, self.module)
+            self.session.install_gradients(factor)
+            return self.precision_plugin.post_backward(closure_loss, self.module)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.session.hooks.suspended():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.evaluate(self._step(StepKind.VALIDATE, args[1:], kwargs), args[0])
+        return self._evaluate(StepKind.VALIDATE, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.evaluate(self._step(StepKind.TEST, args[1:], kwargs), args[0])
+        return self._evaluate(StepKind.TEST, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.session.evaluate(self._step(StepKind.PREDICT, args[1:], kwargs), args[0])
+        return self._evaluate(StepKind.PREDICT, args, kwargs)
+
+    def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.session.hooks.suspended():
+            return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
 
     def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Lightning's call of one of the module's steps, without the batch."""
@@ -424,39 +447,39 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return module_state(self.module)
+        with self.session.hooks.suspended():
+            return module_state(self.module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
-        return next(mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner)
+        with self.session.hooks.suspended():
+            return next(mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
-        save_folder(Path(self.broadcast(filepath)), checkpoint)
+        with self.session.hooks.suspended():
+            save_folder(Path(self.broadcast(filepath)), checkpoint, self.module.state_dict().keys())
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        fitting = self.module.trainer.state.fn is TrainerFn.FITTING
-        checkpoint = load_checkpoint(
-            Path(self.broadcast(checkpoint_path)),
-            self.module,
-            self._stage_optimizers if fitting else [],
-            strict=self.module.strict_loading,
-            weights_only=weights_only,
-        )
-        if fitting and "lightning_fxpipe" in checkpoint:
-            # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
-        return checkpoint
+        self._restored_from = Path(self.broadcast(checkpoint_path))
+        with self.session.hooks.suspended():
+            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing to do: :meth:`load_checkpoint` has loaded it."""
+        with self.session.hooks.suspended():
+            load_model(self.module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing to do: :meth:`load_checkpoint` has loaded it."""
+        assert self._restored_from is not None
+        self.session.restore_groups(self.module.trainer)
+        load_optimizers(self._restored_from, checkpoint, self.module, self._stage_optimizers)
+        if "lightning_fxpipe" in checkpoint and not self._has_trained:
+            # A resumed run shuffles and draws as the uninterrupted one would have.
+            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))

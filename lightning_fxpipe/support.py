@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import BitsandbytesPrecision, Precision, TransformerEnginePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -16,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat_callbacks import validates_by_time
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.weighting import Finding
@@ -173,12 +176,35 @@ def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
 
 def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     yield from _precision_faults(trainer)
-    refused = {
-        StochasticWeightAveraging: "average checkpoints afterwards, or use EMAWeightAveraging",
-        BatchSizeFinder: "choose the batch size by hand",
-        LearningRateFinder: "choose the learning rate by hand, or find it on one device",
-    }
+    if not isinstance(trainer.accelerator, (CPUAccelerator, CUDAAccelerator)):
+        yield f"the accelerator {type(trainer.accelerator).__name__}", "use accelerator='gpu' with CUDA devices, or 'cpu'"
+    if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+        yield (
+            f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
+            "leave the plugin out: every rank writes its part of a checkpoint folder itself",
+        )
+    if validates_by_time(trainer):
+        yield (
+            "val_check_interval as a time, at which each rank would look on its own clock",
+            "set val_check_interval to a number of batches or a share of the epoch",
+        )
     for callback in getattr(trainer, "callbacks", ()):
-        for kind, todo in refused.items():
+        for kind, (reason, todo) in _REFUSED_CALLBACKS.items():
             if isinstance(callback, kind):
-                yield f"the callback {kind.__name__}, which needs the whole model on one rank", todo
+                yield f"the callback {kind.__name__}, {reason}", todo
+
+
+_REFUSED_CALLBACKS: dict[type, Fault] = {
+    StochasticWeightAveraging: (
+        "which keeps a whole copy of the model in its own part of the checkpoint",
+        "use WeightAveraging or EMAWeightAveraging, or average checkpoints afterwards",
+    ),
+    BatchSizeFinder: (
+        "which tries sizes until one rank has no memory left, and then the others cannot go on",
+        "choose the batch size by hand",
+    ),
+    ModelPruning: (
+        "which replaces parameters by others while the model is in stages",
+        "prune the model on one device before or after training",
+    ),
+}

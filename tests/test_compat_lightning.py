@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_fxpipe.strategy
-from lightning_fxpipe import _compat, rng
-from tests.lit import make_trainer
+from lightning_fxpipe import _compat, _compat_callbacks, rng
+from tests.lit import LitModel, make_trainer
 from tests.test_compat import draw
 
 # ------------------------------------------------------------------ Lightning: processes
@@ -373,3 +373,30 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
     checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
     assert checkpoint["epoch"] == 3
     torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ Lightning: callbacks and arguments
+
+
+def test_averaged_modules_are_the_copies_that_callbacks_keep() -> None:
+    callback = L.pytorch.callbacks.EMAWeightAveraging()
+    trainer = make_trainer(callbacks=[callback])
+    assert _compat_callbacks.averaged_modules(trainer) == []  # before a fit
+    module = LitModel("mlp")
+    callback.setup(trainer, module, "fit")
+    (copied,) = _compat_callbacks.averaged_modules(trainer)
+    assert type(copied) is LitModel
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in module.named_parameters()]
+
+
+def test_throughputs_are_those_of_the_monitors() -> None:
+    callback = L.pytorch.callbacks.ThroughputMonitor(len)
+    trainer = make_trainer(callbacks=[callback])
+    trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
+    callback.setup(trainer, LitModel("mlp"), "fit")
+    assert {throughput.world_size for throughput in _compat_callbacks.throughputs(trainer)} == {1}
+
+
+@pytest.mark.parametrize(("interval", "by_time"), [(2, False), (0.5, False), ("00:00:00:10", True)])
+def test_validates_by_time_tells_times_from_numbers(interval: Any, by_time: bool) -> None:
+    assert _compat_callbacks.validates_by_time(make_trainer(val_check_interval=interval)) is by_time

@@ -24,6 +24,7 @@ ORDER = [
         "plan",
         "rng",
         "_compat",
+        "_compat_callbacks",
         "containers",
         "shapes",
         "sizes",
@@ -80,6 +81,8 @@ ORDER = [
     *(
         "failure",
         "optimizers",
+        "wholemodel",
+        "hooks",
         "checkpoint",
         "support",
         "attributes",
@@ -92,9 +95,21 @@ ORDER = [
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
-KNOW_LIGHTNING = {"_compat", "support", "precision", "checkpoint", "session", "launching", "strategy", "__init__", "__main__"}
+KNOW_LIGHTNING = {
+    "_compat",
+    "_compat_callbacks",
+    "hooks",
+    "support",
+    "precision",
+    "checkpoint",
+    "session",
+    "launching",
+    "strategy",
+    "__init__",
+    "__main__",
+}
 WITHOUT_TORCH = {"errors", "table", "plan"}
-KNOW_PRIVATE_NAMES = {"_compat"}
+KNOW_PRIVATE_NAMES = {"_compat", "_compat_callbacks"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
 PUBLIC_UNDERSCORED = {"_fields", "_replace", "_asdict"}

@@ -9,8 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
@@ -92,11 +92,23 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
         "BatchSizeFinder",
         "batch size by hand",
     ),
-    "learning rate finder": (
-        lambda: trainer_for(callbacks=[LearningRateFinder()]),
+    "validation by time": (
+        lambda: trainer_for(val_check_interval="00:00:00:10"),
         lambda: LitModel("mlp"),
-        "LearningRateFinder",
-        "learning rate by hand",
+        "val_check_interval as a time",
+        "number of batches",
+    ),
+    "checkpoint plugin": (
+        lambda: trainer_for(plugins=[AsyncCheckpointIO()]),
+        lambda: LitModel("mlp"),
+        "AsyncCheckpointIO",
+        "leave the plugin out",
+    ),
+    "pruning": (
+        lambda: trainer_for(callbacks=[ModelPruning("l1_unstructured")]),
+        lambda: LitModel("mlp"),
+        "ModelPruning",
+        "on one device",
     ),
 }
 
@@ -126,13 +138,13 @@ def test_all_faults_are_in_one_error() -> None:
         pass
 
     trainer = with_scaler()
-    trainer.callbacks += [StochasticWeightAveraging(1e-2), LearningRateFinder()]
+    trainer.callbacks += [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")]
     error = refusal(trainer, Everything("mlp"))
     reasons = [
         "torchmetrics objects",
         "gradient scaler",
         "StochasticWeightAveraging",
-        "LearningRateFinder",
+        "ModelPruning",
         "manual optimization",
         "overridden LightningModule.backward",
     ]
