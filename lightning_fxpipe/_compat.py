@@ -277,11 +277,19 @@ def set_rank_zero_only(global_rank: int) -> None:
         decorator.rank = global_rank  # type: ignore[attr-defined]
 
 
-def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """Starts ``python script.py`` once more for each further rank; every Lightning strategy uses it. Lightning 2.6."""
+def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int) -> list[Any]:
+    """Starts ``python script.py`` once more for each further rank of this machine, as every Lightning strategy does.
+
+    Without Lightning's observer of them, which kills this process while it may be telling what happened. Lightning 2.6.
+    """
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-    return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    launcher = _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
+    launcher._call_children_scripts()
+    _set_num_threads_if_needed(num_processes=num_processes)
+    return launcher.procs
 
 
 def first_batch(trainer: Trainer) -> Any:
@@ -395,11 +403,11 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         yield
 
 
-def default_store() -> Any:
-    """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
-    from torch.distributed.distributed_c10d import _get_default_store
+def abort_process_groups() -> None:
+    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.13-2.15."""
+    from torch.distributed.distributed_c10d import _abort_process_group
 
-    return _get_default_store()
+    _abort_process_group()
 
 
 def metadata_filename() -> str:

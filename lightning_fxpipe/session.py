@@ -15,7 +15,6 @@ from torchmetrics import Metric
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
-from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.microbatch import merge_outputs
@@ -108,11 +107,10 @@ class Session:
         """Runs one batch, and repeats on every rank what the last stage logged and set on the module."""
         is_last = self._topology.is_last
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
-        with failures_reach_every_rank():
-            result = self._runtime.run(step, batch)
-            changed = before.changes() if before is not None else ([], {})
-            news = (result.rng, *changed) if result.rng is not None or any(changed) else None
-            loss, entries, news = self._channel.share(result.loss, result.entries, news)
+        result = self._runtime.run(step, batch)
+        changed = before.changes() if before is not None else ([], {})
+        news = (result.rng, *changed) if result.rng is not None or any(changed) else None
+        loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and not is_last:
             rng, attributes, buffers = news
             if rng is not None:

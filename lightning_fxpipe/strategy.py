@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -26,10 +27,11 @@ from lightning_fxpipe._compat import (
     first_batch,
     init_process_group,
     set_rank_zero_only,
-    subprocess_launcher,
+    start_processes,
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
-from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections
+from lightning_fxpipe.launcher import Launcher
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
@@ -170,8 +172,10 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        start = None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            start = partial(start_processes, self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(start)  # type: ignore[assignment]  # whose base class has no public name
 
     @override
     def setup_environment(self) -> None:
@@ -180,22 +184,29 @@ class FxPipeStrategy(ParallelStrategy):
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         set_rank_zero_only(self.global_rank)
-        init_process_group(self.cluster_environment, self._backend, self.root_device, self._timeout)
+        start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
+        begin_run(start, self.broadcast, self.cluster_environment.main_address)
         if self._topology is None:
-            self._topology = make_topology(self.root_device)
+            with noted_connections():
+                self._topology = make_topology(self.root_device)
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
 
+    @property
+    def _others_answer(self) -> bool:
+        """Whether there are other ranks, and they have not been told that the run has failed."""
+        return dist.is_initialized() and not has_failed()
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if self._others_answer:
             dist.barrier()
 
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
-        if not dist.is_initialized():
+        if not self._others_answer:
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src)
@@ -208,7 +219,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized():
+        if not self._others_answer:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
@@ -237,7 +248,7 @@ class FxPipeStrategy(ParallelStrategy):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         self.model = self.precision_plugin.convert_module(self.module)
         if self._session is None or self._session.module is not self.module:
-            with failures_reach_every_rank():
+            with noted_connections():
                 self._session = Session(
                     self.module,
                     self._make_plan(trainer),
@@ -298,6 +309,7 @@ class FxPipeStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        end_run()
 
     # ------------------------------------------------------------------ steps
 
@@ -362,6 +374,12 @@ class FxPipeStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
+        if has_failed():
+            # Hooks that run on an exception ask for it. The others are on their way out, each at another place of the step.
+            print(
+                f"[rank {self.global_rank}] no checkpoint saved to {filepath}: the run has failed", file=sys.stderr, flush=True
+            )
+            return
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
         save_folder(Path(self.broadcast(filepath)), checkpoint)
 

@@ -74,7 +74,8 @@ ORDER = [
         "gradients",
         "shard",
     ),
-    *("failure", "optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
+    *("lifeline", "connections", "failure", "launcher"),
+    *("optimizers", "checkpoint", "support", "attributes", "session", "strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
