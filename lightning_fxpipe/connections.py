@@ -46,7 +46,9 @@ class Connections:
         self.are_shut = True
         for descriptor, _ in self._found & _open_sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+                # One that listens must go on: gloo ends the process when it cannot accept.
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    connection.shutdown(socket.SHUT_RDWR)
         if dist.is_initialized() and dist.get_backend() != "gloo":
             # NCCL waits on the device. Aborting may take its time.
             threading.Thread(target=abort_process_groups, daemon=True).start()

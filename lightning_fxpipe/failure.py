@@ -1,9 +1,9 @@
 """Ends the run on every rank when one fails, and lets the user see why: once, and first of all.
 
 A rank that fails tells the others over the :class:`~lightning_fxpipe.lifeline.Lifeline`. Each of them gives its own code a
-moment to fail by itself, since an error of the user's code is often one of every rank, then raises in the main thread what fits:
-a ``PeerError``, or the ``KeyboardInterrupt`` or ``SystemExit`` of the other rank. Lightning's ``on_exception`` and teardown
-hooks run as they do for any error. A main thread that does not come round is ended with its process.
+moment to fail by itself, since an error of the user's code is often one of every rank, then raises in the main thread what
+fits: a ``PeerError``, or the ``KeyboardInterrupt`` or ``SystemExit`` of the other rank. Lightning's ``on_exception`` and
+teardown hooks run as they do for any error. A main thread that does not come round is ended with its process.
 
 The rank that failed first prints its traceback, the others a line. They wait for it before they end: launchers kill what is
 left once one process has gone.

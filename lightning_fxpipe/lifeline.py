@@ -1,8 +1,8 @@
 """A connection between the ranks that says at once when one of them has failed or died.
 
 Each rank holds a socket to rank 0, on which nothing travels while all is well: a thread sleeps on it. A rank that fails sends
-what happened; the system closes the socket of one that dies, however it dies. Rank 0 passes everything on, to the sender as well,
-so that all ranks hear the same in the same order, and agree on who failed first.
+what happened; the system closes the socket of one that dies, however it dies. Rank 0 passes everything on, to the sender as
+well, so that all ranks hear the same in the same order, and agree on who failed first.
 """
 
 from __future__ import annotations
