@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -45,12 +48,24 @@ def save_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     state = {"model": checkpoint.pop("state_dict")}
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    dcp_save(state, checkpoint_id=unfinished)
+    with _original_errors():
+        dcp_save(state, checkpoint_id=unfinished)
     if is_writer:
         torch.save(checkpoint, unfinished / metadata_filename())
         _remove(path)
         unfinished.rename(path)
     dist.barrier()
+
+
+@contextmanager
+def _original_errors() -> Iterator[None]:
+    """Raises what a rank has raised in the block, such as an OSError, in place of the exception that torch puts around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (original, stack) = next(iter(error.failures.items()))
+        original.add_note(f"while reading or writing a checkpoint on rank {rank}:\n{''.join(traceback.format_list(stack))}")
+        raise original from None
 
 
 def _remove(path: Path) -> None:
@@ -101,7 +116,8 @@ def _load_folder(
                 "state": _state_request(module, stored, index),
                 "param_groups": optimizer.state_dict()["param_groups"],
             }
-    dcp_load(request, checkpoint_id=path)
+    with _original_errors():
+        dcp_load(request, checkpoint_id=path)
     module.load_state_dict(wanted, strict=False)
     for index, optimizer in enumerate(optimizers):
         if f"optimizer_{index}" in request:

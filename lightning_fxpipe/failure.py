@@ -129,6 +129,10 @@ class FailureWatch:
         """Whether any rank has failed in the current or last run."""
         return self._own is not None or self._first() is not None
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has ended its program, or is about to."""
+        return self._lifeline is not None and rank in self._lifeline.left
+
     @property
     def has_failed(self) -> bool:
         """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
@@ -255,9 +259,15 @@ class FailureWatch:
 
     def _end_process(self, failure: Failure) -> None:
         self._print_consequence(failure)
-        for child in multiprocessing.active_children():  # workers of a dataloader, which nobody would end
-            child.kill()
+        _end_workers()
         os._exit(1)
+
+    def _leave(self) -> None:
+        """At the end of the process."""
+        if self.knows_failure:
+            _end_workers()
+        if self._lifeline is not None:
+            self._lifeline.leave()
 
     # ------------------------------------------------------------------ what the user sees
 
@@ -266,7 +276,7 @@ class FailureWatch:
         if _WAKE is not None and threading.current_thread() is threading.main_thread():
             signal.signal(_WAKE, self._wake)
         if self._lifeline is not None:
-            atexit.register(self._lifeline.leave)
+            atexit.register(self._leave)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """In place of ``sys.excepthook``: an error that ends the program."""
@@ -294,6 +304,12 @@ class FailureWatch:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             print("".join(lines) + f"[rank {self._rank}] {what}", file=sys.stderr, flush=True)
+
+
+def _end_workers() -> None:
+    """Ends what a dataloader has started; where this process is killed, nobody else would."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _raised_for(failure: Failure) -> BaseException:

@@ -18,6 +18,7 @@ from lightning_fxpipe.failure import current_watch, failures_reach_every_rank
 _POLL_SECONDS = 0.2
 # Seconds that a failure has to reach all ranks in order, before a launcher ends what is left.
 _END_SECONDS = 4.0
+_INTERPRETER_SECONDS = 0.5
 
 
 class Launcher:
@@ -75,7 +76,12 @@ class Launcher:
         if watch is None or not (watch.knows_failure or self._failed()):
             return
         deadline = time.monotonic() + _END_SECONDS
-        for child in self._children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
+        left = None  # since when all that is left of the others is the end of their interpreters, which may take seconds
+        while time.monotonic() < min(deadline, (left or deadline) + _INTERPRETER_SECONDS):
+            running = [rank for rank, child in enumerate(self._children, start=1) if child.poll() is None]
+            if not running:
+                return
+            if left is None and all(watch.has_left(rank) for rank in running):
+                left = time.monotonic()
+            time.sleep(0.02)
         self.kill(signal.SIGKILL)

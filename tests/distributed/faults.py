@@ -82,7 +82,9 @@ class Outcome:
             found.append(f"took {self.seconds:.1f} s")
         text = "".join(self.outputs)
         if case.kind in ERRORS:
-            times = len(re.findall(rf"^(?:\[rank\d\]: )?(?:[\w.]+\.)?{ERRORS[case.kind]}: injected fault", text, re.MULTILINE))
+            times = len(
+                re.findall(rf"^(?:\[rank\d\]: )?(?:[\w.<>]+\.)?{ERRORS[case.kind]}: injected fault", text, re.MULTILINE)
+            )
             expected = 2 if case.place == "worker" else 1  # a dataloader puts the worker's traceback into its own error
             if times != expected:
                 found.append(f"the original error was told {times} times")
