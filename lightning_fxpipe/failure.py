@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import FrameType, TracebackType
@@ -254,7 +255,9 @@ class FailureWatch:
 
     def _wake(self, signum: int, frame: FrameType | None) -> None:
         """Raises in the main thread what another rank's failure means here."""
-        if self._pending is not None and not self._ended.is_set():
+        # What a finalizer raises is printed and forgotten; the next signal finds the thread elsewhere.
+        in_finalizer = frame is not None and (frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__)
+        if self._pending is not None and not self._ended.is_set() and not in_finalizer:
             raise _raised_for(self._pending)
 
     def _end_process(self, failure: Failure) -> None:

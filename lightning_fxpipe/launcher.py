@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from lightning_fxpipe.failure import current_watch, failures_reach_every_rank
 
 _POLL_SECONDS = 0.2
@@ -45,7 +47,11 @@ class Launcher:
             atexit.register(self._end_children)
             threading.Thread(target=self._observe, name="fxpipe-children", daemon=True).start()
         with failures_reach_every_rank():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            # A run has ended when it has on every rank: none leaves with success while the last hooks of another fail.
+            if dist.is_initialized():
+                dist.barrier()
+            return result
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the processes that this one started."""

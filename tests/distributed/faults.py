@@ -146,6 +146,10 @@ def random_cases(seed: int, count: int) -> list[Case]:
 # ---------------------------------------------------------------------------------------------------- a rank
 
 
+class MyOwnError(BaseException):
+    """Which no ``except Exception`` catches."""
+
+
 class _Fault:
     """Makes the case's fault happen on its rank."""
 
@@ -165,9 +169,6 @@ class _Fault:
 
     def _happen(self, kind: str) -> None:
         import torch
-
-        class MyOwnError(BaseException):
-            pass
 
         message = f"injected fault in {self._case.place}"
         if kind in ERRORS:
