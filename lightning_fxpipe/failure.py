@@ -159,8 +159,6 @@ class FailureWatch:
             self._is_connected = True
             self._lifeline = connect(self._rank, dist.get_world_size(), addresses, share, self._heard)
             self._take_over_process()
-        if self._lifeline is not None:
-            self._lifeline.begin_run(self._run)
 
     def end_run(self) -> None:
         """The run is over, with its hooks, in whatever way."""
@@ -189,7 +187,7 @@ class FailureWatch:
         text = "".join(traceback.format_exception(error))
         self._own = Failure(
             rank=self._rank,
-            run=self._run,
+            run=self._run + (not self._in_run),  # between two runs: the others may have begun the next
             summary=_summary(error),
             traceback=text
             if len(text) <= _MAX_TRACEBACK

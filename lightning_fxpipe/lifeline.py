@@ -14,6 +14,7 @@ import os
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -31,7 +32,7 @@ class Failure:
 
     Attributes:
         rank: The global rank.
-        run: Number of the run in which it happened, counted alike on every rank.
+        run: Number of the run in which it happened, counted alike on every rank; the last there can be for a rank that died.
         summary: What happened, one line.
         traceback: The whole of it, as Python prints it; empty where there is none.
         is_interrupt: Whether it is a KeyboardInterrupt.
@@ -62,17 +63,12 @@ class Lifeline:
         self._lock = threading.RLock()
         self._changed = threading.Condition()
         self._owner = os.getpid()
-        self._run = 0
         self.done: set[int] = set()  # ranks that have told the user why they stop, or have gone
         self.left: set[int] = set()  # ranks that have ended their program in order
         # A process that a rank has forked, such as a worker of a dataloader, must not keep the connection of a dead rank open.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(this()))
         threading.Thread(target=self._listen, name="fxpipe-lifeline", daemon=True).start()
-
-    def begin_run(self, run: int) -> None:
-        """A rank that dies from now on does so in this run."""
-        self._run = run
 
     def report(self, failure: Failure) -> None:
         """Tells every rank, this one included."""
@@ -140,7 +136,7 @@ class Lifeline:
         with self._lock:
             self._sockets.pop(rank).close()
         if rank not in self.left:
-            died = Failure(rank=rank, run=self._run, summary="the process died (killed by a signal, or out of memory)")
+            died = Failure(rank=rank, run=sys.maxsize, summary="the process died (killed by a signal, or out of memory)")
             self._take({"failure": dataclasses.asdict(died)})
         self._take({"left": rank})
 
