@@ -292,6 +292,26 @@ def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int
     return launcher.procs
 
 
+def share_sigterm(trainer: Any, tell: Callable[[], None]) -> Callable[[], None]:
+    """In place of what the Trainer does on SIGTERM calls ``tell``; returns what makes a rank stop at its next batch.
+
+    The Trainer's own handler has all ranks meet in a broadcast, wherever they are; where not all get the signal they wait for
+    each other forever. Lightning 2.6.
+    """
+    connector = trainer._signal_connector
+
+    def stop() -> None:
+        connector.received_sigterm = True
+
+    def received(signum: int, frame: Any) -> None:
+        if not connector.received_sigterm:
+            tell()
+        stop()
+
+    connector._sigterm_notifier_fn = received
+    return stop
+
+
 def first_batch(trainer: Trainer) -> Any:
     """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
 

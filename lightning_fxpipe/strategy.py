@@ -27,10 +27,11 @@ from lightning_fxpipe._compat import (
     first_batch,
     init_process_group,
     set_rank_zero_only,
+    share_sigterm,
     start_processes,
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
-from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections
+from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launcher import Launcher
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
@@ -243,6 +244,7 @@ class FxPipeStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        terminate_together(partial(share_sigterm, trainer))
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
