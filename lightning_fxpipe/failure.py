@@ -334,11 +334,10 @@ def _raised_for(failure: Failure) -> BaseException:
         return KeyboardInterrupt()
     if failure.exit_code is not None:
         return SystemExit(failure.exit_code)
-    return PeerError(
-        "Another rank of the pipeline failed.",
-        where=f"rank {failure.rank}",
-        observed=f"{failure.summary}\n{failure.traceback}".rstrip(),
-    )
+    error = PeerError("Another rank of the pipeline failed.", where=f"rank {failure.rank}", observed=failure.summary)
+    if failure.traceback:
+        error.add_note(f"Its traceback:\n{failure.traceback.rstrip()}")
+    return error
 
 
 def _summary(error: BaseException) -> str:

@@ -33,6 +33,7 @@ from lightning_fxpipe._compat import (
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launcher import Launcher
+from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
@@ -233,6 +234,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        dataloader = in_step(dataloader, self.topology.control_group)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
         if getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]

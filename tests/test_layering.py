@@ -67,6 +67,7 @@ ORDER = [
         "step",
         "topology",
         "agreement",
+        "loading",
         "stagetraces",
         "wholebatch",
         "reduction",
