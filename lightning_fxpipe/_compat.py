@@ -301,11 +301,39 @@ def set_rank_zero_only(global_rank: int) -> None:
         decorator.rank = global_rank  # type: ignore[attr-defined]
 
 
-def subprocess_launcher(cluster_environment: Any, num_processes: int, num_nodes: int) -> Any:
-    """Starts ``python script.py`` once more for each further rank; every Lightning strategy uses it. Lightning 2.6."""
+def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int) -> list[Any]:
+    """Starts ``python script.py`` once more for each further rank of this machine, as every Lightning strategy does.
+
+    Without Lightning's observer of them, which kills this process while it may be telling what happened. Lightning 2.6.
+    """
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
-    return _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    launcher = _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
+    launcher._call_children_scripts()
+    _set_num_threads_if_needed(num_processes=num_processes)
+    return launcher.procs
+
+
+def share_sigterm(trainer: Any, tell: Callable[[], None]) -> Callable[[], None]:
+    """In place of what the Trainer does on SIGTERM calls ``tell``; returns what makes a rank stop at its next batch.
+
+    The Trainer's own handler has all ranks meet in a broadcast, wherever they are; where not all get the signal they wait for
+    each other forever. Lightning 2.6.
+    """
+    connector = trainer._signal_connector
+
+    def stop() -> None:
+        connector.received_sigterm = True
+
+    def received(signum: int, frame: Any) -> None:
+        if not connector.received_sigterm:
+            tell()
+        stop()
+
+    connector._sigterm_notifier_fn = received
+    return stop
 
 
 def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
@@ -447,11 +475,11 @@ def allow_skipped_batches(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
 
 
-def default_store() -> Any:
-    """The key-value store that the ranks met at; it outlives a broken connection between them. torch 2.11-2.15."""
-    from torch.distributed.distributed_c10d import _get_default_store
+def abort_process_groups() -> None:
+    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.13-2.15."""
+    from torch.distributed.distributed_c10d import _abort_process_group
 
-    return _get_default_store()
+    _abort_process_group()
 
 
 def metadata_filename() -> str:

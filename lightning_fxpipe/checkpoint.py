@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -57,7 +60,8 @@ def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -
         state[_BESIDE + name] = _held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    dcp_save(state, checkpoint_id=unfinished)
+    with _original_errors():
+        dcp_save(state, checkpoint_id=unfinished)
     if is_writer:
         torch.save(checkpoint, unfinished / metadata_filename())
         _remove(path)
@@ -71,6 +75,17 @@ _BESIDE = "beside."
 
 def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
     return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and _held(value).keys() == mine.keys()
+
+
+@contextmanager
+def _original_errors() -> Iterator[None]:
+    """Raises what a rank has raised in the block, such as an OSError, in place of the exception that torch puts around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (original, stack) = next(iter(error.failures.items()))
+        original.add_note(f"while reading or writing a checkpoint on rank {rank}:\n{''.join(traceback.format_list(stack))}")
+        raise original from None
 
 
 def _remove(path: Path) -> None:
@@ -99,7 +114,8 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
     beside = sorted({key.split(".")[1] for key in stored if key.startswith(_BESIDE)})
     request: dict[str, Any] = {"model": _request(stored, "model.", expected)}
     request |= {f"{_BESIDE}{name}": _request(stored, f"{_BESIDE}{name}.", expected) for name in beside}
-    dcp_load(request, checkpoint_id=path)
+    with _original_errors():
+        dcp_load(request, checkpoint_id=path)
     checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = _with_placeholders(request["model"], stored, "model.", expected)
     for name in beside:
@@ -159,7 +175,8 @@ def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module
         for index, optimizer in enumerate(optimizers)
         if any(key.startswith(f"optimizer_{index}.") for key in stored)
     }
-    dcp_load(request, checkpoint_id=path)
+    with _original_errors():
+        dcp_load(request, checkpoint_id=path)
     for index, optimizer in enumerate(optimizers):
         if f"optimizer_{index}" in request:
             optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])

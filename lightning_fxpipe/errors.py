@@ -63,4 +63,4 @@ class UnsupportedError(FxPipeError):
 
 
 class PeerError(FxPipeError):
-    """Another rank of the pipeline failed; the message carries its original traceback."""
+    """Another rank of the pipeline failed; a note (``__notes__``) carries its original traceback."""

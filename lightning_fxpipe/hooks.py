@@ -5,7 +5,6 @@ While a hook of the LightningModule or of a callback that is not Lightning's own
 * placeholders of other stages' tensors give the real values and gradients (:mod:`lightning_fxpipe.wholemodel`),
 * ``self.log`` takes rank 0's value where ranks have different ones, such as times and memory, so that monitors decide alike,
 * ``trainer.should_stop`` holds for every rank once one has set it,
-* an exception on one rank ends the others, too.
 
 Hooks of Lightning's own callbacks, and whatever the strategy does inside a hook, run as they are.
 """
@@ -35,7 +34,6 @@ from torch import Tensor
 
 from lightning_fxpipe._compat import function_mode_removed, patched_attributes, tree_map, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.failure import failures_reach_every_rank, peer_failure
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.wholemodel import WholeModel, WholeView
@@ -51,7 +49,7 @@ _CALLBACK_HOOKS = tuple(
 )
 _OWN_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fxpipe.")
 
-_GRADIENTS, _VALUES, _LOGGING, _STOP, _FAILED, _DIGEST, _MINUS_DIGEST = range(7)
+_GRADIENTS, _VALUES, _LOGGING, _STOP, _DIGEST, _MINUS_DIGEST = range(6)
 _NOTHING = -math.inf
 
 
@@ -168,15 +166,9 @@ class Hooks:
         view = WholeView(self._whole.placeholders(), self._values, self._gradients, self._topology.device)
         self._frame = _Frame(view=view)
         try:
-            with failures_reach_every_rank():
-                with view, self._whole_groups():
-                    yield
-                self._end(trainer)
-        except _OtherRankFailed:
-            raise peer_failure() from None
-        except Exception:
-            self._tell_failure()
-            raise
+            with view, self._whole_groups():
+                yield
+            self._end(trainer)
         finally:
             self._frame = None
 
@@ -256,15 +248,13 @@ class Hooks:
         """
         frame = self._frame
         assert frame is not None
-        vote = torch.full((7,), _NOTHING, dtype=torch.float64)
+        vote = torch.full((6,), _NOTHING, dtype=torch.float64)
         for kind, value in mine.items():
             vote[kind] = value
         all_logged: list[dict[str, float] | None] = []
         with unwatched_torch():
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._topology.control_group)
             result: list[float] = vote.tolist()
-            if result[_FAILED] > 0:
-                raise _OtherRankFailed
             if result[_GRADIENTS] > 0:
                 gradients = self._whole.gradients()
                 frame.gradients = gradients if frame.gradients is None else frame.gradients
@@ -275,14 +265,6 @@ class Hooks:
                 all_logged = [None] * self._topology.num_stages
                 dist.all_gather_object(all_logged, logged, group=self._topology.control_group)
         return result, all_logged
-
-    def _tell_failure(self) -> None:
-        try:
-            vote = torch.full((7,), _NOTHING, dtype=torch.float64)
-            vote[_FAILED] = 1.0
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._topology.control_group)
-        except RuntimeError:
-            pass  # the others have gone; the hook's own error is what counts
 
     # ------------------------------------------------------------------ logging
 
@@ -331,10 +313,6 @@ class Hooks:
                 "is right for times and memory; what is computed from something that only one rank has must come from rank 0, "
                 "which runs the steps to their end."
             )
-
-
-class _OtherRankFailed(BaseException):
-    """Another rank's hook has raised. Not for user code to catch."""
 
 
 def _is_number(value: Any) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_fxpipe._compat import multiprocessing_launcher, subprocess_launcher
+from lightning_fxpipe._compat import multiprocessing_launcher, start_processes
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.launcher import ForkingLauncher, Launcher
 
 StartMethod = Literal["auto", "popen", "fork", "spawn"]
 
@@ -27,13 +29,13 @@ def resolved(start_method: StartMethod) -> StartMethod:
 
 
 def make_launcher(
-    strategy: ParallelStrategy, start_method: StartMethod, *, num_processes: int, num_nodes: int, gathers: bool
+    strategy: ParallelStrategy, start_method: StartMethod | None, *, num_processes: int, num_nodes: int, gathers: bool
 ) -> Any:
-    """Lightning's launcher for a start method.
+    """The launcher for a start method.
 
     Args:
         strategy: The strategy, with its environment.
-        start_method: The method, resolved.
+        start_method: The method, resolved; None where nothing is to be started.
         num_processes: Processes on this machine.
         num_nodes: Machines.
         gathers: Whether the module is whole after a run.
@@ -41,8 +43,10 @@ def make_launcher(
     Raises:
         UnsupportedError: Processes that end with a run would take what they trained with them.
     """
+    if start_method is None:
+        return Launcher()
     if start_method == "popen":
-        return subprocess_launcher(strategy.cluster_environment, num_processes, num_nodes)
+        return Launcher(partial(start_processes, strategy.cluster_environment, num_processes, num_nodes))
     if not gathers:
         raise UnsupportedError(
             "The trained parameters would be lost.",
@@ -50,4 +54,4 @@ def make_launcher(
             expected="processes that give the whole module back to the one that started them",
             todo="Run a script, with python or torchrun, or leave out gather_after_run=False.",
         )
-    return multiprocessing_launcher(strategy, start_method)
+    return ForkingLauncher(multiprocessing_launcher(strategy, start_method))

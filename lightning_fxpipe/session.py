@@ -18,7 +18,6 @@ from lightning_fxpipe._compat_callbacks import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
-from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
@@ -149,16 +148,15 @@ class Session:
             must: Whether it is done even where the machines' memory seems too small; else the module then stays split.
         """
         num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
-        with failures_reach_every_rank():
-            if not must and not has_room_for_copies(num_bytes, num_copies, self._topology):
-                rank_zero_warn(
-                    f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
-                    "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
-                    "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
-                )
-                return
-            if self._topology.num_stages > 1:
-                gather(self.module, self.plan, self._topology, self._dropped)
+        if not must and not has_room_for_copies(num_bytes, num_copies, self._topology):
+            rank_zero_warn(
+                f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
+                "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
+                "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
+            )
+            return
+        if self._topology.num_stages > 1:
+            gather(self.module, self.plan, self._topology, self._dropped)
         self.module.cpu()
         self.is_split = False
         self._runtime.forget()
@@ -173,14 +171,13 @@ class Session:
         is_last = self._topology.is_last
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
         trainer = self.module.trainer
-        with failures_reach_every_rank():
-            result = self._runtime.run(step, batch)
-            changed = before.changes() if before is not None else ([], {})
-            output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
-            sent = self.hooks.sendable_output(step.kind.value, output)
-            told = (result.rng, *changed, sent, trainer.should_stop)
-            news = told if is_last and (result.rng is not None or any(told[1:])) else None
-            loss, entries, news = self._channel.share(result.loss, result.entries, news)
+        result = self._runtime.run(step, batch)
+        changed = before.changes() if before is not None else ([], {})
+        output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
+        sent = self.hooks.sendable_output(step.kind.value, output)
+        told = (result.rng, *changed, sent, trainer.should_stop)
+        news = told if is_last and (result.rng is not None or any(told[1:])) else None
+        loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and not is_last:
             rng, attributes, buffers, sent, trainer.should_stop = news
             if rng is not None:

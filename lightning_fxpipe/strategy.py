@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -27,6 +28,7 @@ from lightning_fxpipe._compat import (
     first_batch,
     init_process_group,
     set_rank_zero_only,
+    share_sigterm,
 )
 from lightning_fxpipe.checkpoint import (
     load_model,
@@ -37,8 +39,9 @@ from lightning_fxpipe.checkpoint import (
     save_folder,
     usable_rng,
 )
-from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
+from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt
@@ -204,13 +207,13 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1:
-            return  # a single process needs no other
-        method, gathers = resolved(self._start_method), self._gather_after_run is not False
+        starts_none = self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1
+        method = None if starts_none else resolved(self._start_method)
+        gathers = self._gather_after_run is not False
         self._launcher = make_launcher(
             self, method, num_processes=self.num_processes, num_nodes=self.num_nodes, gathers=gathers
         )
-        if method != "popen":
+        if method not in (None, "popen"):
             self._gather_after_run = True  # the processes end with the run
 
     def set_world_ranks(self) -> None:
@@ -225,22 +228,29 @@ class FxPipeStrategy(ParallelStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         self.set_world_ranks()
-        init_process_group(self.cluster_environment, self._backend, self.root_device, self._timeout)
+        start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
+        begin_run(start, self.broadcast, self.cluster_environment.main_address)
         if self._topology is None:
-            self._topology = make_topology(self.root_device)
+            with noted_connections():
+                self._topology = make_topology(self.root_device)
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
 
+    @property
+    def _others_answer(self) -> bool:
+        """Whether there are other ranks, and they have not been told that the run has failed."""
+        return dist.is_initialized() and not has_failed()
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if self._others_answer:
             dist.barrier()
 
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
-        if not dist.is_initialized():
+        if not self._others_answer:
             return obj
         objects = [obj]
         dist.broadcast_object_list(objects, src)
@@ -253,7 +263,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized():
+        if not self._others_answer:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
@@ -266,6 +276,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        dataloader = in_step(dataloader, self.topology.control_group)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
         if getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
@@ -277,6 +288,7 @@ class FxPipeStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        terminate_together(partial(share_sigterm, trainer))
         check_trainer(trainer, self.module)
         self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
@@ -295,7 +307,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
-        with failures_reach_every_rank():
+        with noted_connections():
             plan = self._last_plan(trainer)
             if plan is None:
                 plan, self._planned_for = self._make_plan(trainer), trainer.state.fn
@@ -379,6 +391,7 @@ class FxPipeStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        end_run()
 
     def _end_session(self) -> None:
         """Makes the module whole after a run that ended well; after another one, not every rank may come here."""
@@ -460,6 +473,12 @@ class FxPipeStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
+        if has_failed():
+            # Hooks that run on an exception ask for it. The others are on their way out, each at another place of the step.
+            print(
+                f"[rank {self.global_rank}] no checkpoint saved to {filepath}: the run has failed", file=sys.stderr, flush=True
+            )
+            return
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
         with self.session.hooks.suspended():
             save_folder(Path(self.broadcast(filepath)), checkpoint, self.module.state_dict().keys())

@@ -51,17 +51,6 @@ def test_init_dist_connection_chooses_gloo_for_cpus(lonely_environment: Lightnin
     _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
 
 
-def test_default_store_holds_what_a_rank_writes() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        store = _compat.default_store()
-        store.set("lightning_fxpipe/test", "what happened")
-        store.wait(["lightning_fxpipe/test"], timedelta(seconds=1))
-        assert _compat.default_store().get("lightning_fxpipe/test") == b"what happened"
-    finally:
-        dist.destroy_process_group()
-
-
 def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
     from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
     from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
@@ -76,22 +65,27 @@ def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
     assert [function() for function in decorated] == ["ran", "ran", "ran"]
 
 
-def test_subprocess_script_launcher_calls_the_function_here() -> None:
-    class Started(LightningEnvironment):
-        """Processes that something else has started, so that the launcher starts none."""
-
-        @property
-        def creates_processes_externally(self) -> bool:
-            return True
-
+def test_processes_are_started_with_the_script_and_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, env, cwd: started.append((command, env)))
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")  # restored afterwards
+        monkeypatch.delenv(name)
     threads = torch.get_num_threads()
-    launcher = _compat.subprocess_launcher(Started(), 2, 1)
     try:
-        assert launcher.launch(lambda *args, **kwargs: (args, kwargs), 1, trainer=None, b=2) == ((1,), {"b": 2})
+        assert len(_compat.start_processes(LightningEnvironment(), 3, 1)) == 2
     finally:
         torch.set_num_threads(threads)
-        os.environ.pop("OMP_NUM_THREADS", None)
-    assert launcher.is_interactive_compatible is False
+    assert [environment["LOCAL_RANK"] for _, environment in started] == ["1", "2"]
+
+
+def test_process_groups_can_be_aborted() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _compat.abort_process_groups()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_private_methods_that_the_strategy_overrides_are_lightnings() -> None:

@@ -70,6 +70,7 @@ ORDER = [
         "step",
         "topology",
         "agreement",
+        "loading",
         "stagetraces",
         "wholebatch",
         "reduction",
@@ -78,8 +79,8 @@ ORDER = [
         "shard",
         "gather",
     ),
+    *("lifeline", "connections", "failure", "launcher"),
     *(
-        "failure",
         "optimizers",
         "wholemodel",
         "hooks",

@@ -1,59 +1,133 @@
-"""An error on one rank ends the run on all, soon, with the original error on the terminal and a failing exit status."""
+"""A fault on one rank ends the run on all, soon, with the original error on the terminal once and a failing exit status."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-SCRIPT = '''
-import sys
+from tests.distributed.faults import Case, random_cases, run_cases
+
+# One of each kind, and of each way in which the other ranks may be waiting meanwhile.
+CASES = [
+    Case(place="prelude", kind="error", rank=1, at=6),
+    Case(place="forward", kind="kill", rank=0, at=9, num_ranks=3),
+    Case(place="backward", kind="own", rank=1),
+    Case(place="after_model", kind="device_memory", rank=0, at=4),
+    Case(place="callback.on_train_epoch_end", kind="memory", rank=2, num_ranks=3),
+    Case(place="module.configure_optimizers", kind="exit", rank=1),
+    Case(place="module.on_train_start", kind="error", rank=-1),
+    Case(place="worker", kind="error", rank=1, at=2),
+    Case(place="collate", kind="signal_self", rank=1, at=3),
+    Case(place="optimizer", kind="signal_group", rank=0),
+    Case(place="write_checkpoint", kind="own", rank=1),
+    Case(place="callback.teardown", kind="error", rank=1),
+    Case(place="between_runs", kind="error", rank=1),
+]
+
+
+def check(cases: Sequence[Case], *, must_be_reached: bool) -> None:
+    wrong = []
+    for case, outcome in run_cases(cases):
+        complaints = outcome.complaints(case) if outcome.reached or must_be_reached else []
+        if complaints:
+            outputs = "\n".join(f"rank {rank}: {text[-2000:]}" for rank, text in enumerate(outcome.outputs))
+            wrong.append(f"{case}: {complaints}\n{outputs}")
+    assert not wrong, f"{len(wrong)} of {len(cases)} faults:\n" + "\n".join(wrong)
+
+
+def test_a_fault_ends_the_run_on_all_ranks() -> None:
+    check(CASES, must_be_reached=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_random_faults_end_the_run_on_all_ranks() -> None:
+    check(random_cases(1, 200), must_be_reached=False)
+
+
+# --------------------------------------------------------------------------- processes that Lightning starts
+
+SCRIPT = """
+import os, signal, sys, time
 import lightning as L, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import lightning_fxpipe
 
-class Fails(nn.Module):
-    """Part of one stage, so that only that rank runs it."""
+class Lit(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.linear, self.calls = nn.Linear(8, 8), 0
-    def forward(self, x):
-        self.calls += x.is_cpu and type(x) is torch.Tensor
-        if self.calls == 30:
-            raise ValueError("the original error")
-        return self.linear(x)
-
-class Lit(L.LightningModule):
-    def __init__(self, failing):
-        super().__init__()
-        self.model = nn.Sequential(*(Fails() if i == failing else nn.Linear(8, 8) for i in range(4)))
+        self.model = nn.Sequential(*(nn.Linear(8, 8) for i in range(4)))
     def training_step(self, batch, batch_idx):
         return self.model(batch[0]).pow(2).mean()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 5 and sys.argv[1] == "error" and self.global_rank == 1:
+            raise ValueError("the original error")
+        if batch_idx == 5 and sys.argv[1] != "error" and self.global_rank == 0:
+            os.kill(os.getpid(), int(sys.argv[1]))
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+class Exceptions(L.Callback):
+    def on_exception(self, trainer, pl_module, exception):
+        print(f"on_exception {pl_module.global_rank} {type(exception).__name__}", file=sys.stderr, flush=True)
+
 torch.manual_seed(0)
 data = DataLoader(TensorDataset(torch.randn(400, 8)), batch_size=8)
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy="fxpipe", max_epochs=1, logger=False,
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="fxpipe", max_epochs=1000, logger=False, callbacks=[Exceptions()],
                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer.fit(Lit(int(sys.argv[1])), data)
-'''
+trainer.fit(Lit(), data)
+"""
 
 
-@pytest.mark.parametrize(("failing_layer", "rank"), [(0, 1), (3, 0)])
-def test_the_original_error_ends_the_run_on_all_ranks(tmp_path: Path, failing_layer: int, rank: int) -> None:
-    script = tmp_path / "script.py"
+def run_script(folder: Path, fault: str) -> tuple[int, str]:
+    """Exit status and output of the script; all of its processes have ended."""
+    script, output = folder / "script.py", folder / "output"
     script.write_text(SCRIPT)
-    started = time.monotonic()
-    run = subprocess.run([sys.executable, str(script), str(failing_layer)], capture_output=True, text=True, timeout=90)
-    assert run.returncode != 0
-    assert "ValueError: the original error" in run.stderr
-    assert f'File "{script}", line 16, in forward' in run.stderr
-    if rank == 1:
-        # Rank 0 is the process that the user started; it names the other rank's error rather than a lost connection.
-        assert "PeerError: Another rank of the pipeline failed." in run.stderr
-    assert time.monotonic() - started < 60
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(script), fault], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(60)
+            deadline = time.monotonic() + 5
+            while running := _of_group(process.pid):
+                assert time.monotonic() < deadline, f"{running} processes are left behind"
+                time.sleep(0.05)
+        finally:
+            for pid in _of_group(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+    return status, output.read_text()
+
+
+def _of_group(group: int) -> list[int]:
+    found = subprocess.run(["ps", "-eo", "pid=,pgid=,stat="], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in found.splitlines()]
+    return [int(pid) for pid, of, state in rows if int(of) == group and not state.startswith("Z")]
+
+
+def test_an_error_of_a_started_process_is_told_once(tmp_path: Path) -> None:
+    status, output = run_script(tmp_path, "error")
+    assert status == 1
+    assert output.count("Traceback (most recent call last)") == 1
+    assert output.count("ValueError: the original error") == 2  # under the traceback, and in the line of rank 0
+    assert "[rank 0] stopped, because rank 1 failed: ValueError: the original error" in output
+    assert "on_exception 1 ValueError" in output
+    assert "on_exception 0 PeerError" in output
+
+
+def test_an_interrupt_of_the_main_process_ends_the_run_in_order(tmp_path: Path) -> None:
+    status, output = run_script(tmp_path, str(int(signal.SIGINT)))
+    assert status == 1
+    assert "Traceback" not in output
+    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in output
+    assert "on_exception 0 KeyboardInterrupt" in output
+    assert "on_exception 1 KeyboardInterrupt" in output

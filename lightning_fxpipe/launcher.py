@@ -1,0 +1,122 @@
+"""Starts the other ranks where nobody else does, runs a Trainer's function, and leaves no process behind."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_fxpipe.failure import current_watch, failures_reach_every_rank
+
+_POLL_SECONDS = 0.2
+# Seconds that a failure has to reach all ranks in order, before a launcher ends what is left.
+_END_SECONDS = 4.0
+_INTERPRETER_SECONDS = 0.5
+
+
+def run_to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs ``function``, on every rank, so that it ends on all when it fails on one."""
+    with failures_reach_every_rank():
+        result = function(*args, **kwargs)
+        # A run has ended when it has on every rank: none leaves with success while the last hooks of another fail.
+        if dist.is_initialized():
+            dist.barrier()
+        return result
+
+
+class ForkingLauncher:
+    """Runs a Trainer's function in processes that end with it.
+
+    Args:
+        inner: Starts them, and brings their results back.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook can use it."""
+        return bool(self._inner.is_interactive_compatible)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Runs ``function`` on every rank."""
+        return self._inner.launch(run_to_the_end, function, *args, trainer=trainer, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """Sends a signal to the processes."""
+        self._inner.kill(signum)
+
+
+class Launcher:
+    """What Lightning runs ``fit`` and the like through.
+
+    Args:
+        start: Starts the other ranks as processes of this one and returns them; None where something else has started them.
+    """
+
+    def __init__(self, start: Callable[[], Sequence[subprocess.Popen[Any]]] | None = None) -> None:
+        self._start = start
+        self._children: Sequence[subprocess.Popen[Any]] = ()
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook can use it: there is no script to start once more."""
+        return self._start is None
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Runs ``function`` on every rank."""
+        if self._start is not None:
+            start, self._start = self._start, None
+            self._children = start()
+            atexit.register(self._end_children)
+            threading.Thread(target=self._observe, name="fxpipe-children", daemon=True).start()
+        return run_to_the_end(function, *args, **kwargs)
+
+    def kill(self, signum: int) -> None:
+        """Sends a signal to the processes that this one started."""
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                child.send_signal(signum)
+
+    # ------------------------------------------------------------------ children
+
+    def _observe(self) -> None:
+        """Ends this process where a child has failed that could not tell why: it was not connected yet, or not any more."""
+        while not (failed := self._failed()):
+            time.sleep(_POLL_SECONDS)
+        time.sleep(_END_SECONDS)  # a main thread that knows is on its way out
+        for child in self._children:
+            child.kill()
+        ranks = ", ".join(f"rank {rank} with exit status {code}" for rank, code in failed)
+        print(f"[rank 0] stopped, because another process ended: {ranks}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _failed(self) -> list[tuple[int, int]]:
+        codes = [child.poll() for child in self._children]
+        return [(rank, code) for rank, code in enumerate(codes, start=1) if code]
+
+    def _end_children(self) -> None:
+        """At the end of this process: after a failure the others have a moment to end by themselves."""
+        watch = current_watch()
+        if watch is None or not (watch.knows_failure or self._failed()):
+            return
+        deadline = time.monotonic() + _END_SECONDS
+        left = None  # since when all that is left of the others is the end of their interpreters, which may take seconds
+        while time.monotonic() < min(deadline, (left or deadline) + _INTERPRETER_SECONDS):
+            running = [rank for rank, child in enumerate(self._children, start=1) if child.poll() is None]
+            if not running:
+                return
+            if left is None and all(watch.has_left(rank) for rank in running):
+                left = time.monotonic()
+            time.sleep(0.02)
+        self.kill(signal.SIGKILL)
