@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import patched_attributes, tree_leaves, tree_map
+from lightning_fxpipe._compat import patched_attributes, silenced_loggers, tree_leaves, tree_map
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.torchcalls import CallContext
@@ -102,7 +103,14 @@ def find_region(root: nn.Module, step: StepCall, *, batch_size: int, is_region: 
 
     attributes = [Attributes(module) for module in root.modules()]
     muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
-    with _undone(attributes), isolated_rng(), kept_generators(root), patched_attributes((nn.Module, "__call__", call), *muted):
+    with (
+        _undone(attributes),
+        isolated_rng(),
+        kept_generators(root),
+        patched_attributes((nn.Module, "__call__", call), *muted),
+        silenced_loggers(root),
+        MetricCalls(held_metrics(root)).capture(),
+    ):
         try:
             # On copies, because a step may change its batch in place, and this run is one more than the user's.
             args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (step.args, step.kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
+from lightning_fxpipe.batchvalues import keep_batch_values
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.joining import BatchLoss
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
@@ -100,16 +102,21 @@ class PipelineRuntime:
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
 
-    def run(self, step: Step, batch: Any) -> BatchResult:
+    def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
         """Runs one batch, in training forward and backward. Called by every rank of the pipeline.
 
         Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the batch's loss. Errors
         of user code come out as they were raised.
+
+        Args:
+            step: The step.
+            batch: The batch.
+            metrics: The module's metrics, by name. They count on the last stage.
         """
         num_samples = batch_size(batch)
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
         passes = plan_passes(num_samples, count)
-        log = StepLog()
+        log = StepLog(metrics)
         self._run = run = BatchRun(
             root=self._root,
             step=step,
@@ -135,6 +142,9 @@ class PipelineRuntime:
         finally:
             self._run = None
         finding = check.finish() if check is not None else None
+        if self._topology.is_last:
+            log.calls.run(BatchLoss.of(run.losses, run.weights))
+            keep_batch_values(self._root)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,

@@ -17,7 +17,9 @@ from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.failure import failures_reach_every_rank
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
+from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
+from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
 from lightning_fxpipe.microbatch import merge_outputs
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.rng import set_rng_state
@@ -59,6 +61,7 @@ class Session:
         drop_other_stages(module, plan, topology.stage_index, topology.device)
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
+        belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
         self._parked = ParkedGradients()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
@@ -107,18 +110,21 @@ class Session:
     def _run(self, step: Step, batch: Any) -> BatchResult:
         """Runs one batch, and repeats on every rank what the last stage logged and set on the module."""
         is_last = self._topology.is_last
+        metrics = held_metrics(self.module)
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
+        states = MetricStates(metrics) if is_last else None
         with failures_reach_every_rank():
-            result = self._runtime.run(step, batch)
-            changed = before.changes() if before is not None else ([], {})
+            result = self._runtime.run(step, batch, metrics)
+            changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
             news = (result.rng, *changed) if result.rng is not None or any(changed) else None
             loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and not is_last:
-            rng, attributes, buffers = news
+            rng, attributes, buffers, counted = news
             if rng is not None:
                 set_rng_state(rng)
             take_over(self.module, attributes, buffers, self._topology.device)
-        replay(self.module, entries, self._topology.device)
+            take_over_states(metrics, counted, self._topology.device)
+        replay(self.module, entries, metrics, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries)
 
     def _common_buffers(self) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe.batchvalues import unmarked
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import (
@@ -169,6 +170,8 @@ class BatchRun:
                     result = self.step.function(self.microbatches[index], *self.step.rest)
         except StageExit as leaving:
             return leaving.outputs
+        finally:
+            self.log.calls.end_microbatch()
         if not stage.is_last:
             raise self._never_called(traced)
         self.outputs.append(result)
@@ -210,7 +213,8 @@ class BatchRun:
         # With one microbatch they are drawn where they stand.
         ahead = [d.make(self.randomness.draws, setup.sizes) if len(self.sizes) > 1 else None for d in setup.draws]
         values = [*inputs, *ahead]
-        with continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key):
+        numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
+        with numbers, self.log.calls.in_stage():
             outputs = stage.module(*received, *(values[i] for i in stage.region_inputs))
             state = generator_state(self.device) if setup.carries_random_state else None
         if not stage.is_last:
@@ -293,7 +297,7 @@ def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def loss_of(result: Any) -> Tensor | None:
     """The loss in what a training step returned."""
-    loss = result.get("loss") if isinstance(result, dict) else result
+    loss = unmarked(result.get("loss") if isinstance(result, dict) else result)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from lightning_fxpipe._compat import (
 )
 from lightning_fxpipe.checkpoint import load_checkpoint, module_state, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import failures_reach_every_rank
+from lightning_fxpipe.metricstates import one_replica
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
@@ -108,6 +109,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._topology: Topology | None = None
         self._session: Session | None = None
         self._stage_optimizers: list[StageOptimizer] = []
+        self._patches = ExitStack()
 
     # ------------------------------------------------------------------ environment
 
@@ -232,6 +234,8 @@ class FxPipeStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._patches.close()  # where a run before this one ended without a teardown
+        self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
@@ -295,6 +299,7 @@ class FxPipeStrategy(ParallelStrategy):
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._patches.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.weighting import Finding
@@ -48,7 +47,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
-    faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
+    faults = list(_trainer_faults(trainer))
     if trainer.state.fn is TrainerFn.FITTING:
         faults += list(_fit_faults(module))
     if faults:
@@ -95,15 +94,6 @@ def report_loss(finding: Finding) -> None:
 
 
 Fault = tuple[str, str]
-
-
-def _module_faults(module: LightningModule) -> Iterator[Fault]:
-    metrics = [path for path, child in module.named_modules() if isinstance(child, Metric)]
-    if metrics:
-        yield (
-            f"torchmetrics objects ({', '.join(metrics[:4])}), whose state would exist on the last stage only",
-            "compute the value in the step with torchmetrics.functional and log the number",
-        )
 
 
 def _fit_faults(module: LightningModule) -> Iterator[Fault]:
