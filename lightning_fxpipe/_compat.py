@@ -168,6 +168,11 @@ def function_mode_removed(mode: TorchFunctionMode) -> Iterator[None]:
         yield
 
 
+def has_function_mode() -> bool:
+    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.11-2.15."""
+    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def unwatched_torch() -> Iterator[None]:
     """No function mode sees the torch calls of the block. torch 2.11-2.15."""

@@ -1,8 +1,9 @@
 """Puts the arguments of a call that each microbatch makes together to those of one call for the whole batch.
 
-Data with an entry for each sample is joined. A number has no batch dimension, so what it is over samples follows from its kind:
-an int is a count and is summed, a float is a mean and is averaged, as ``self.log`` does. A float together with a count (a sum
-and its number, a mean and its weight) belongs to its microbatch, as does whatever else differs: then the call stays several.
+Data with an entry for each sample is joined. A number has no batch dimension, so what it is over samples follows from its
+kind: a float is a mean and is averaged, as ``self.log`` does, an int is a count and is summed. Several numbers, or a count
+beside data, belong to their microbatch (a sum and its number, a mean and its weight), as does whatever else differs: then the
+calls stay as many as there are microbatches.
 """
 
 from __future__ import annotations
@@ -77,19 +78,19 @@ class _Join:
     def __init__(self, sizes: Sequence[int], loss: BatchLoss) -> None:
         self._sizes = sizes
         self._loss = loss
-        self._num_joined = self._num_means = self._num_counts = self._num_unclear = 0
+        self._num_joined = self._num_means = self._num_counts = 0
 
     @property
     def must_stay_apart(self) -> bool:
-        """Whether there are numbers that belong to their microbatch, or of which it is not clear that they are counts."""
-        if self._num_joined:
-            return self._num_unclear > 0
-        return self._num_means > 1 or bool(self._num_means and self._num_counts)
+        """Whether there are numbers that belong to their microbatch."""
+        if self._num_counts:
+            return self._num_joined > 0 or self._num_counts + self._num_means > 1
+        return self._num_means > 1 and not self._num_joined
 
     def of(self, values: Sequence[Any]) -> Any:
         """The values as one."""
         first = values[0]
-        if all(value is first for value in values) and not isinstance(first, int):
+        if all(value is first for value in values) and not isinstance(first, (int, np.integer)):
             return first
         if isinstance(first, (Tensor, np.ndarray)):
             return self._array(values)
@@ -132,11 +133,7 @@ class _Join:
             self._num_means += 1
             total = self._loss.total(found)
             return _like(first, float((found * sizes).sum() / sizes.sum()) if total is None else total)
-        grows_with_size = bool((found * sizes[0] == found[0] * sizes).all()) and found[0] > 0 and found[0] % sizes[0] == 0
-        if is_equal and not grows_with_size:
-            return first
         self._num_counts += 1
-        self._num_unclear += is_equal
         return _like(first, int(found.sum()))
 
     def _is_per_sample(self, values: Sequence[Any]) -> bool:

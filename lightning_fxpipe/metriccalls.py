@@ -11,6 +11,7 @@ Only what runs on the last stage counts: it runs the whole step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_fxpipe._compat import (
     FakeTensor,
+    has_function_mode,
     patched_attributes,
     set_forward_cache,
     tree_leaves,
@@ -70,10 +72,9 @@ def _inside(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]
 
 def as_one_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Makes a call so that who watches torch's functions sees one, and nothing of what happens inside."""
-    leaves = tree_leaves((args, kwargs))
-    if not has_torch_function(leaves):
+    if not has_function_mode():
         return function(*args, **kwargs)
-    return handle_torch_function(function, leaves, *args, **kwargs)
+    return handle_torch_function(function, tree_leaves((args, kwargs)), *args, **kwargs)
 
 
 @dataclass(kw_only=True)
@@ -195,7 +196,8 @@ class MetricCalls:
         self, metric: nn.Module, method: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a call gives on tensors without data, or something like it where it must know the data."""
-        with self._open(), isolated_rng(), _state_kept([metric]):
+        with self._open(), isolated_rng(), _state_kept([metric]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that nothing has been counted yet
             try:
                 return function(*args, **kwargs)
             except Exception:

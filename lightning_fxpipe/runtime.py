@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
+from lightning_fxpipe.appended import AppendedEntries
 from lightning_fxpipe.batchvalues import keep_batch_values
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError
@@ -99,6 +100,7 @@ class PipelineRuntime:
         self._traces = StageTraces(root, plan, topology, trace_log)
         self._found: LruCache[Hashable, tuple[StageTrace, Shapes]] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, _Prepared] = LruCache(_MAX_PIPELINES)
+        self._appended_to: set[tuple[Any, ...]] = set()
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
 
@@ -125,6 +127,7 @@ class PipelineRuntime:
             randomness=BatchRandomness(step.random_key, num_samples),
             log=log,
             device=self._topology.device,
+            appended=AppendedEntries(self._root, self._appended_to),
         )
         if step.is_training and self._topology.is_last:
             run.weights = self._loss.weights(run.microbatches, run.sizes)
@@ -143,8 +146,10 @@ class PipelineRuntime:
             self._run = None
         finding = check.finish() if check is not None else None
         if self._topology.is_last:
-            log.calls.run(BatchLoss.of(run.losses, run.weights))
+            loss = BatchLoss.of(run.losses, run.weights)
+            log.calls.run(loss)
             keep_batch_values(self._root)
+            run.appended.join(run.sizes, loss)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,

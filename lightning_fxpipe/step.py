@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe.appended import AppendedEntries
 from lightning_fxpipe.batchvalues import unmarked
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
@@ -119,6 +120,7 @@ class BatchRun:
         randomness: Makes what the step draws.
         log: Collects what the step logs.
         device: This rank's device.
+        appended: Follows the module's lists.
         outputs: On the last stage, what the step returned for each microbatch.
         losses: On the last stage, the unweighted loss of each microbatch.
         weights: On the last stage in training, the factor of each microbatch's loss in the batch's loss.
@@ -132,6 +134,7 @@ class BatchRun:
     randomness: BatchRandomness
     log: StepLog
     device: torch.device
+    appended: AppendedEntries
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
@@ -174,6 +177,7 @@ class BatchRun:
             self.log.calls.end_microbatch()
         if not stage.is_last:
             raise self._never_called(traced)
+        self.appended.end_microbatch()
         self.outputs.append(result)
         if not self.step.is_training:
             return torch.zeros((), device=self.device)

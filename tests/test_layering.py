@@ -33,6 +33,7 @@ ORDER = [
         "structure",
         "batchvalues",
         "joining",
+        "appended",
         "frames",
         "metriccalls",
         "metricstates",
