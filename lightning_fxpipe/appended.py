@@ -15,6 +15,8 @@ from torch import nn
 from lightning_fxpipe.joining import BatchLoss, joined
 
 _MAX_DEPTH = 3
+# A list of lists has one for each dataloader or so; a longer one has results.
+_MAX_LISTS = 64
 
 
 Path = tuple[Any, ...]
@@ -63,7 +65,7 @@ class AppendedEntries:
 def _lists_in(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, list[Any]]]:
     if isinstance(value, list):
         yield path, value
-    if depth and isinstance(value, (list, dict)):
+    if depth and (isinstance(value, dict) or (isinstance(value, list) and len(value) <= _MAX_LISTS)):
         for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
             if isinstance(entry, (list, dict)):
                 yield from _lists_in(entry, (*path, key), depth - 1)

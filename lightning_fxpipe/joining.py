@@ -72,6 +72,27 @@ def joined(calls: Sequence[Arguments], sizes: Sequence[int], loss: BatchLoss) ->
     return list(calls) if join.must_stay_apart else [(args, kwargs)]
 
 
+def joined_log(calls: Sequence[Arguments], sizes: Sequence[int], loss: BatchLoss) -> Arguments:
+    """The arguments of a call that writes to a log once for the batch.
+
+    Numbers are averaged, but for those that are equal, such as the step; of what cannot be joined, such as a picture, the first
+    microbatch's is taken.
+    """
+    first, keywords = calls[0]
+    if len(calls) == 1 or any(len(args) != len(first) or list(kwargs) != list(keywords) for args, kwargs in calls):
+        return calls[0]
+    columns = [[args[i] for args, _ in calls] for i in range(len(first))]
+    named = {name: [kwargs[name] for _, kwargs in calls] for name in keywords}
+
+    def one(values: Sequence[Any]) -> Any:
+        try:
+            return _LogJoin(sizes, loss).of(values)
+        except _Separate:
+            return values[0]
+
+    return tuple(map(one, columns)), {name: one(values) for name, values in named.items()}
+
+
 class _Join:
     """One joining of values; remembers which kinds of numbers there were."""
 
@@ -168,6 +189,15 @@ class _Join:
         if not same:
             raise _Separate
         return first
+
+
+class _LogJoin(_Join):
+    """One joining of what is written to a log."""
+
+    def _number(self, values: Sequence[Any]) -> Any:
+        if all(value == values[0] for value in values) or _is_float(values[0]):
+            return super()._number(values) if _is_float(values[0]) else values[0]
+        return super()._number([float(value) for value in values])
 
 
 def _is_flag(number: Any) -> bool:

@@ -118,14 +118,10 @@ class MetricCalls:
         self._is_in_stage = False
 
     def begin_microbatch(self, size: int) -> None:
-        """Later calls belong to a microbatch of ``size`` samples."""
+        """Later calls belong to a microbatch of ``size`` samples; of zero: to a trace, and count for nothing."""
         self._size = size
         self._repeats = {}
         self.taken.clear()
-
-    def end_microbatch(self) -> None:
-        """Later calls are those of a trace, and count for nothing."""
-        self._size = 0
 
     @contextmanager
     def in_stage(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from lightning_fxpipe._compat import patched_attributes, unwatched_torch
 from lightning_fxpipe.batchvalues import BatchValue, of_batch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.joining import BatchLoss
+from lightning_fxpipe.loggercalls import LoggerCalls
 from lightning_fxpipe.metriccalls import MetricCalls
 
 # Values that travel with the first message; more need a second one.
@@ -71,10 +72,12 @@ class StepLog:
 
     Attributes:
         calls: The calls of metrics.
+        written: The calls of loggers.
     """
 
     def __init__(self, metrics: Mapping[str, nn.Module] | None = None) -> None:
         self.calls = MetricCalls(metrics or {})
+        self.written = LoggerCalls()
         self._series: dict[tuple[str, int], _Series] = {}
         self._size = 0
         self._repeats: dict[str, int] = {}
@@ -84,13 +87,19 @@ class StepLog:
         self._size = size
         self._repeats = {}
         self.calls.begin_microbatch(size)
+        self.written.begin_microbatch(size)
+
+    def end_microbatch(self) -> None:
+        """Later calls are those of a trace, and count for nothing."""
+        self.calls.begin_microbatch(0)
+        self.written.begin_microbatch(0)
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
         """During the block ``module.log`` collects instead of logging, ``log_dict`` calls it, and metrics note their calls."""
         original = getattr(module, "log", None)
         if original is None:
-            with self.calls.capture():
+            with self.calls.capture(), self.written.capture(module):
                 yield
             return
         signature = inspect.signature(original)
@@ -103,7 +112,7 @@ class StepLog:
             with unwatched_torch():  # what we do with the value is no part of the step
                 self._add(arguments.pop("name"), arguments.pop("value"), arguments)
 
-        with patched_attributes((module, "log", log)), self.calls.capture():
+        with patched_attributes((module, "log", log)), self.calls.capture(), self.written.capture(module):
             yield
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:

@@ -148,6 +148,7 @@ class PipelineRuntime:
         if self._topology.is_last:
             loss = BatchLoss.of(run.losses, run.weights)
             log.calls.run(loss)
+            log.written.run(loss)
             keep_batch_values(self._root)
             run.appended.join(run.sizes, loss)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []

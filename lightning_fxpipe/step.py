@@ -174,7 +174,7 @@ class BatchRun:
         except StageExit as leaving:
             return leaving.outputs
         finally:
-            self.log.calls.end_microbatch()
+            self.log.end_microbatch()
         if not stage.is_last:
             raise self._never_called(traced)
         self.appended.end_microbatch()

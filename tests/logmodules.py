@@ -9,7 +9,8 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import (
@@ -358,6 +359,32 @@ class Hooks(Base):
         self.v_losses.clear()
 
 
+class OwnLogger(Base):
+    """Calls of the loggers in steps and hooks."""
+
+    def make_metrics(self) -> None:
+        self.f1 = F1Score(**MACRO)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.log_metrics({"inputs": float(batch[0].mean())}, step=self.global_step)
+        loss, logits, y = self.common(batch)
+        f1 = self.f1(logits, y)
+        self.logger.log_metrics({"own_loss": loss.item(), "epoch": self.current_epoch, "f1": f1}, self.global_step)
+        self.logger.experiment.add_scalar("experiment", loss.detach(), global_step=self.global_step)
+        assert isinstance(self.logger.experiment, Experiment)
+        assert self.logger.experiment.written is not None
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        loss, logits, _ = self.common(batch)
+        self.logger.experiment.add_histogram("logits", logits)
+        for logger in self.loggers:
+            logger.log_metrics({"v_own": loss})
+
+    def on_validation_epoch_end(self) -> None:
+        self.logger.log_metrics({"hook": 1.0}, step=3)
+
+
 class BeforeTheModel(Base):
     """Metrics and logging before the model's call, which every rank runs."""
 
@@ -436,6 +463,7 @@ VARIANTS: dict[str, Callable[[], Base]] = {
         Aggregates,
         Wrapped,
         Hooks,
+        OwnLogger,
         BeforeTheModel,
         SeveralModels,
         Loader2,
@@ -444,12 +472,31 @@ VARIANTS: dict[str, Callable[[], Base]] = {
 }
 
 
+class Experiment:
+    """What a logger's ``experiment`` may be."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[Any, ...]] = []
+
+    def add_scalar(self, tag: str, value: Any, global_step: int = 0) -> None:
+        self.written.append((tag, float(value), global_step))
+
+    def add_histogram(self, tag: str, values: Tensor) -> None:
+        self.written.append((tag, values.flatten().tolist()))
+
+
 class InMemory(Logger):
     """Keeps what it is given."""
 
     def __init__(self) -> None:
         super().__init__()
         self.history: list[tuple[int | None, dict[str, float]]] = []
+        self.writer = Experiment()
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        return self.writer
 
     @property
     def name(self) -> str:
@@ -462,8 +509,9 @@ class InMemory(Logger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         return None
 
+    @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.history.append((step, dict(metrics)))
+        self.history.append((step, {name: float(value) for name, value in metrics.items()}))
 
 
 class Watcher(L.Callback):
@@ -531,4 +579,4 @@ def run_variant(name: str, folder: str | None = None, **options: Any) -> dict[st
     trainer.fit(module, loader(27, 1), loaders)
     results = [trainer.validate(module, loaders, verbose=False), trainer.test(module, loaders, verbose=False)]
     files = {path.name: path.read_text() for path in Path(folder).rglob("*.csv")} if folder and trainer.is_global_zero else {}
-    return {"seen": watcher.seen, "history": memory.history, "results": results, "files": files}
+    return {"seen": watcher.seen, "history": [*memory.history, *memory.writer.written], "results": results, "files": files}

@@ -34,6 +34,7 @@ ORDER = [
         "batchvalues",
         "joining",
         "appended",
+        "loggercalls",
         "frames",
         "metriccalls",
         "metricstates",
