@@ -7,6 +7,7 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torchmetrics import Metric
 
 from lightning_fxpipe._compat import metadata_filename
 from lightning_fxpipe.errors import FxPipeError
@@ -91,9 +93,14 @@ def _load_folder(
     path: Path, module: nn.Module, optimizers: Sequence[StageOptimizer], strict: bool, weights_only: bool | None
 ) -> dict[str, Any]:
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    found = [key.removeprefix("model.") for key in stored if key.startswith("model.")]
-    _check_keys(module.state_dict(), found, path, strict)
-    wanted = {key: value for key, value in module_state(module).items() if f"model.{key}" in stored}
+    lists = [key for key, value in module.state_dict().items() if isinstance(value, list)]
+    found = {_without_index(key.removeprefix("model."), lists) for key in stored if key.startswith("model.")}
+    _check_keys(module.state_dict(), list(found), path, strict)
+    wanted = {
+        key: _stored_list(f"model.{key}", stored) if key in lists else value
+        for key, value in module_state(module).items()
+        if key in found
+    }
     request: dict[str, Any] = {"model": wanted}
     for index, optimizer in enumerate(optimizers):
         if any(key.startswith(f"optimizer_{index}.") for key in stored):
@@ -102,13 +109,34 @@ def _load_folder(
                 "param_groups": optimizer.state_dict()["param_groups"],
             }
     dcp_load(request, checkpoint_id=path)
-    module.load_state_dict(wanted, strict=False)
+    _load_into(module, wanted)
     for index, optimizer in enumerate(optimizers):
         if f"optimizer_{index}" in request:
             optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])
     checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = wanted
     return checkpoint
+
+
+def _load_into(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads this rank's part into the module. A metric takes tensors as they are, from wherever they were read to."""
+    module.load_state_dict(state, strict=False)
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.to(metric.device)
+
+
+def _without_index(key: str, lists: Sequence[str]) -> str:
+    """The key of a list, such as a metric's state, for that of one of its entries; other keys as they are."""
+    name, _, index = key.rpartition(".")
+    return name if index.isdigit() and name in lists else key
+
+
+def _stored_list(key: str, stored: Mapping[str, Any]) -> list[Any]:
+    """Empty tensors for the stored entries of a list."""
+    number = itertools.takewhile(lambda i: f"{key}.{i}" in stored, itertools.count())
+    metas = [stored[f"{key}.{i}"] for i in number]
+    return [torch.empty(meta.size, dtype=meta.properties.dtype) for meta in metas]
 
 
 def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:
@@ -131,7 +159,7 @@ def _load_file(
     state = checkpoint["state_dict"]
     _check_keys(module.state_dict(), list(state), path, strict)
     local = module_state(module)
-    module.load_state_dict({key: value for key, value in state.items() if key in local}, strict=False)
+    _load_into(module, {key: value for key, value in state.items() if key in local})
     for optimizer, saved in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
         optimizer.load_plain(saved)
     return checkpoint
