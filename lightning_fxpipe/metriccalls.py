@@ -70,6 +70,42 @@ def _inside(value: Any, path: str, depth: int) -> Iterator[tuple[str, nn.Module]
             yield from _inside(entry, f"{path}[{key!r}]", depth - 1)
 
 
+@contextmanager
+def no_metrics_inside(root: nn.Module) -> Iterator[None]:
+    """Raises :class:`UnsupportedError` where the block, which runs what is cut into stages, calls a metric."""
+    called: list[UnsupportedError] = []
+
+    def noting(name: str, metric: nn.Module, method: str) -> Callable[..., Any]:
+        original = getattr(metric, method)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            called.append(_inside_the_model(name, metric, method, user_source()))
+            return original(*args, **kwargs)
+
+        return note
+
+    held = held_metrics(root).items()
+    patches = [(metric, method, noting(name, metric, method)) for name, metric in held for method in ("forward", "update")]
+    try:
+        with patched_attributes(*patches):
+            yield
+    except BaseException:
+        if not called:
+            raise
+    if called:
+        raise called[0]
+
+
+def _inside_the_model(name: str, metric: nn.Module, method: str, source: str | None) -> UnsupportedError:
+    return UnsupportedError(
+        f"The metric {name} is called between the first and the last call of the model.",
+        where=source,
+        observed=f"{type(metric).__name__}.{method} in a part of the step that is cut into stages",
+        expected="metrics that are called by the step before the model or after it",
+        todo="Return the values from the model, and call the metric after the model's last call.",
+    )
+
+
 def as_one_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Makes a call so that who watches torch's functions sees one, and nothing of what happens inside."""
     if not has_function_mode():
@@ -173,7 +209,7 @@ class MetricCalls:
         if not self._size:
             return self._traced(metric, method, function, args, kwargs)
         if self._is_in_stage or any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
-            raise self._inside_the_model(metric, method)
+            raise _inside_the_model(self.names[id(metric)], metric, method, user_source())
         repeat = self._repeats.get((id(metric), method), 0)
         self._repeats[id(metric), method] = repeat + 1
         call = self._calls.setdefault((id(metric), method, repeat), _Call(metric=metric, function=function, method=method))
@@ -198,15 +234,6 @@ class MetricCalls:
                 return function(*args, **kwargs)
             except Exception:
                 return torch.zeros(()) if method in ("forward", "compute") else None
-
-    def _inside_the_model(self, metric: nn.Module, method: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"The metric {self.names[id(metric)]} is called between the first and the last call of the model.",
-            where=user_source(),
-            observed=f"{type(metric).__name__}.{method} in a part of the step that is cut into stages",
-            expected="metrics that are called by the step before the model or after it",
-            todo="Return the values from the model, and call the metric after the model's last call.",
-        )
 
     def _run_so_far(self, until: _Call) -> None:
         """Makes the calls of the batch up to one, as if the batch ended with this microbatch."""

@@ -232,7 +232,7 @@ def other_runs() -> tuple[float, float, str]:
 
 def test_a_metric_can_be_read_after_the_run_and_on_one_rank(ranks: Ranks) -> None:
     """It would wait for the other ranks, or count P times, if it were gathered."""
-    results = ranks(2).run(other_runs)
+    results = ranks(2).run(other_runs, timeout_seconds=40)
     assert [everywhere for _, everywhere, _ in results] == [32.0, 32.0]
     assert results[0][0] == 32.0
     for *_, message in results:
