@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.weighting import Finding
 
 
@@ -47,7 +48,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
-    faults = list(_trainer_faults(trainer))
+    faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
     if trainer.state.fn is TrainerFn.FITTING:
         faults += list(_fit_faults(module))
     if faults:
@@ -94,6 +95,15 @@ def report_loss(finding: Finding) -> None:
 
 
 Fault = tuple[str, str]
+
+
+def _module_faults(module: LightningModule) -> Iterator[Fault]:
+    held = {name: metric for name, metric in held_metrics(module).items() if any(True for _ in metric.parameters())}
+    if held:
+        yield (
+            f"metrics with a model of their own ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
+            "give the metric a function that calls a model which the LightningModule does not hold, or compute it afterwards",
+        )
 
 
 def _fit_faults(module: LightningModule) -> Iterator[Fault]:
