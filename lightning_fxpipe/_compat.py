@@ -168,6 +168,11 @@ def function_mode_removed(mode: TorchFunctionMode) -> Iterator[None]:
         yield
 
 
+def has_function_mode() -> bool:
+    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.11-2.15."""
+    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def unwatched_torch() -> Iterator[None]:
     """No function mode sees the torch calls of the block. torch 2.11-2.15."""
@@ -290,6 +295,11 @@ def init_process_group(cluster_environment: Any, backend: str | None, device: to
     backend = backend or _get_default_process_group_backend_for_device(device)
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(cluster_environment, backend, timeout=timeout, device_id=device_id)
+
+
+def set_forward_cache(metric: Any, value: Any) -> None:
+    """Sets what ``self.log(name, metric)`` logs for the step: the value of the last ``forward``. torchmetrics 1.9."""
+    metric._forward_cache = value
 
 
 def set_rank_zero_only(global_rank: int) -> None:

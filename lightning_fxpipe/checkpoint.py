@@ -7,6 +7,7 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import traceback
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torchmetrics import Metric
 
 from lightning_fxpipe._compat import metadata_filename
 from lightning_fxpipe.errors import FxPipeError
@@ -128,10 +130,13 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
 
 def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]) -> dict[str, Any]:
     """Empty tensors for this rank's part of a stored state, and for all that the model does not know."""
-    found = {}
+    found: dict[str, Any] = {}
+    lists = [name for name, value in expected.items() if isinstance(value, list)]
     for key, meta in stored.items():
-        fqn = key.removeprefix(prefix)
-        if key.startswith(prefix) and not _is_placeholder(expected.get(fqn)):
+        fqn = _without_index(key.removeprefix(prefix), lists)
+        if key.startswith(prefix) and fqn in lists:
+            found[fqn] = _stored_list(f"{prefix}{fqn}", stored)
+        elif key.startswith(prefix) and not _is_placeholder(expected.get(fqn)):
             is_tensor = isinstance(meta, TensorStorageMetadata)
             found[fqn] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
     return found
@@ -157,7 +162,7 @@ def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
     """
     _check_keys(module.state_dict(), list(state), strict)
     local = module_state(module)
-    module.load_state_dict({key: value for key, value in state.items() if key in local}, strict=False)
+    _load_into(module, {key: value for key, value in state.items() if key in local})
 
 
 def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[StageOptimizer]) -> None:
@@ -180,6 +185,27 @@ def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module
     for index, optimizer in enumerate(optimizers):
         if f"optimizer_{index}" in request:
             optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])
+
+
+def _load_into(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Loads this rank's part into the module. A metric takes tensors as they are, from wherever they were read to."""
+    module.load_state_dict(state, strict=False)
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.to(metric.device)
+
+
+def _without_index(key: str, lists: Sequence[str]) -> str:
+    """The key of a list, such as a metric's state, for that of one of its entries; other keys as they are."""
+    name, _, index = key.rpartition(".")
+    return name if index.isdigit() and name in lists else key
+
+
+def _stored_list(key: str, stored: Mapping[str, Any]) -> list[Any]:
+    """Empty tensors for the stored entries of a list."""
+    number = itertools.takewhile(lambda i: f"{key}.{i}" in stored, itertools.count())
+    metas = [stored[f"{key}.{i}"] for i in number]
+    return [torch.empty(meta.size, dtype=meta.properties.dtype) for meta in metas]
 
 
 def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:

@@ -2,14 +2,15 @@
 
 Every rank repeats the last stage's calls of ``self.log`` with the whole batch's value and size. So Lightning's own machinery
 (epoch means, progress bar, ``callback_metrics``, checkpoints that monitor a metric, plateau schedulers, early stopping) works
-and decides alike everywhere. The price is one broadcast of a few numbers per step.
+and decides alike everywhere. The price is one broadcast of a few numbers per step. A torchmetrics object is logged as an object
+on every rank; its states travel beside (:mod:`lightning_fxpipe.metricstates`).
 """
 
 from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_fxpipe._compat import patched_attributes, unwatched_torch
+from lightning_fxpipe.batchvalues import BatchValue, of_batch
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.weighting import weighted_sum
+from lightning_fxpipe.joining import BatchLoss
+from lightning_fxpipe.loggercalls import LoggerCalls
+from lightning_fxpipe.metriccalls import MetricCalls
 
 # Values that travel with the first message; more need a second one.
 _INLINE_VALUES = 62
@@ -32,15 +37,19 @@ class LogEntry:
 
     Attributes:
         name: The logged name.
-        value: The batch's value.
+        value: The batch's value; of a metric that was logged itself, zero.
         options: The call's other arguments, without those about synchronisation over ranks.
         num_samples: Samples that the value was computed on, the weight in epoch means.
+        metric: Where a torchmetrics object was logged, the metric's name.
+        is_double: Whether the value was a float64 tensor.
     """
 
     name: str
     value: float
     options: tuple[tuple[str, Any], ...]
     num_samples: int
+    metric: str | None = None
+    is_double: bool = False
 
 
 @dataclass
@@ -49,14 +58,26 @@ class _Series:
 
     name: str
     options: tuple[tuple[str, Any], ...]
+    metric: str | None = None
+    is_double: bool = False
     values: list[Tensor] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
 
 
 class StepLog:
-    """Collects the calls of ``self.log`` made during one step."""
+    """Collects the calls of ``self.log``, and of metrics, made during one step.
 
-    def __init__(self) -> None:
+    Args:
+        metrics: The module's metrics, by name.
+
+    Attributes:
+        calls: The calls of metrics.
+        written: The calls of loggers.
+    """
+
+    def __init__(self, metrics: Mapping[str, nn.Module] | None = None) -> None:
+        self.calls = MetricCalls(metrics or {})
+        self.written = LoggerCalls()
         self._series: dict[tuple[str, int], _Series] = {}
         self._size = 0
         self._repeats: dict[str, int] = {}
@@ -65,13 +86,21 @@ class StepLog:
         """Later calls belong to a microbatch of ``size`` samples."""
         self._size = size
         self._repeats = {}
+        self.calls.begin_microbatch(size)
+        self.written.begin_microbatch(size)
+
+    def end_microbatch(self) -> None:
+        """Later calls are those of a trace, and count for nothing."""
+        self.calls.begin_microbatch(0)
+        self.written.begin_microbatch(0)
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
-        """During the block ``module.log`` collects instead of logging; ``log_dict`` calls it."""
+        """During the block ``module.log`` collects instead of logging, ``log_dict`` calls it, and metrics note their calls."""
         original = getattr(module, "log", None)
         if original is None:
-            yield
+            with self.calls.capture(), self.written.capture(module):
+                yield
             return
         signature = inspect.signature(original)
 
@@ -83,16 +112,42 @@ class StepLog:
             with unwatched_torch():  # what we do with the value is no part of the step
                 self._add(arguments.pop("name"), arguments.pop("value"), arguments)
 
-        with patched_attributes((module, "log", log)):
+        with patched_attributes((module, "log", log)), self.calls.capture(), self.written.capture(module):
             yield
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        explicit = options.pop("batch_size", None)
+        # Every rank logs the same values, so there is nothing to synchronise.
+        for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
+            options.pop(about_ranks, None)
+        repeat = self._repeats.get(name, 0)
+        self._repeats[name] = repeat + 1
+        metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
+        series = self._series.setdefault((name, repeat), _Series(name=name, options=tuple(options.items()), metric=metric))
+        series.weights.append(self._size if explicit is None else int(explicit))
+        if metric is None:
+            series.values.append(self._checked(name, value))
+            series.is_double = isinstance(value, Tensor) and value.dtype == torch.float64
+
+    def _name_of_metric(self, name: str, metric: Metric) -> str:
+        found = self.calls.names.get(id(metric))
+        if found is None:
+            raise UnsupportedError(
+                f"self.log({name!r}, ...) got a metric that the other ranks cannot find.",
+                observed=f"a {type(metric).__name__} that the LightningModule does not hold",
+                expected="a metric that is an attribute of the LightningModule, or in a list or dict that is one",
+                todo="Set the metric as an attribute of the LightningModule in its __init__.",
+            )
+        return found
+
+    def _checked(self, name: str, value: Any) -> Tensor:
+        """A copy of a logged number: the step may go on to change the tensor in place."""
         if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
             raise UnsupportedError(
                 f"self.log({name!r}, ...) got a value that cannot be combined over microbatches.",
                 observed=f"a {type(value).__name__}",
-                expected="a number or a tensor with one element",
-                todo="Log a number; torchmetrics objects are not supported in a pipeline yet.",
+                expected="a number, a tensor with one element, or a torchmetrics Metric",
+                todo="Log a number, or a metric.",
             )
         if isinstance(value, Tensor) and value.is_meta:
             raise UnsupportedError(
@@ -101,47 +156,48 @@ class StepLog:
                 expected="a value computed from the model's result, the batch and what the last stage holds",
                 todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
             )
-        # Every rank logs the same values, so there is nothing to synchronise.
-        explicit = options.pop("batch_size", None)
-        for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
-            options.pop(about_ranks, None)
-        repeat = self._repeats.get(name, 0)
-        self._repeats[name] = repeat + 1
-        series = self._series.setdefault((name, repeat), _Series(name=name, options=tuple(options.items())))
+        if isinstance(value, BatchValue):
+            return value
+        if isinstance(value, float) and value in self.calls.taken:
+            return BatchValue.of(torch.tensor(value), self.calls.taken[value], {})
         detached = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-        # A copy: the step may go on to change the tensor in place.
-        series.values.append(detached.reshape(()).to(torch.float64, copy=True))
-        series.weights.append(self._size if explicit is None else int(explicit))
+        return detached.reshape(()).to(torch.float64, copy=True)
 
     def entries(self, losses: Sequence[Tensor] = (), loss_weights: Sequence[float] = ()) -> list[LogEntry]:
         """One entry for each name, in the order of the calls.
 
-        A value that was the loss in every microbatch is the batch's loss; others are combined by their ``reduce_fx``.
+        A value that was the loss in every microbatch is the batch's loss, and one that a metric gave is what it gives for the
+        batch; others are combined by their ``reduce_fx``.
 
         Args:
             losses: In training, the loss of each microbatch.
             loss_weights: Their factors in the batch's loss.
         """
-        loss = torch.stack(list(losses)).to("cpu", torch.float64) if losses else torch.empty(0)
+        loss = BatchLoss.of(losses, loss_weights)
         return [
             LogEntry(
                 name=series.name,
-                value=_combine(series, loss, loss_weights),
+                value=0.0 if series.metric is not None else _combine(series, loss),
                 options=series.options,
                 num_samples=sum(series.weights),
+                metric=series.metric,
+                is_double=series.is_double,
             )
             for series in self._series.values()
         ]
 
 
-def _combine(series: _Series, losses: Tensor, loss_weights: Sequence[float]) -> float:
+def _combine(series: _Series, loss: BatchLoss) -> float:
     """The value for the whole batch: the loss by its weights, others by the rule that Lightning uses over batches."""
-    stacked = torch.stack(series.values).cpu()
+    is_of_batch = isinstance(series.values[0], BatchValue)
+    stacked = torch.stack([of_batch(value).detach().reshape(()).to("cpu", torch.float64) for value in series.values])
     reduce_fx = dict(series.options).get("reduce_fx", "mean")
     rule = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if rule in ("mean", "avg") and stacked.shape == losses.shape and torch.equal(stacked.nan_to_num(), losses.nan_to_num()):
-        return weighted_sum(losses.tolist(), loss_weights)
-    if rule in ("mean", "avg"):
+    if is_of_batch and bool((stacked == stacked[0]).all()):
+        return float(stacked[0])
+    if rule in ("mean", "avg") and not is_of_batch and (total := loss.total(stacked)) is not None:
+        return total
+    if rule in ("mean", "avg") or is_of_batch:
         weight = torch.tensor(series.weights, dtype=torch.float64)
         return float((stacked * weight).sum() / weight.sum())
     rules: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
@@ -182,7 +238,7 @@ class ResultChannel:
         if self._group is None or dist.get_world_size(self._group) == 1:
             return loss, list(entries), news
         is_source = dist.get_rank() == self._source
-        layout = (loss is not None, tuple((e.name, e.options, e.num_samples) for e in entries))
+        layout = (loss is not None, tuple((e.name, e.options, e.num_samples, e.metric, e.is_double) for e in entries))
         values = [*([] if loss is None else [loss]), *(entry.value for entry in entries)]
         message = torch.zeros(2 + _INLINE_VALUES, dtype=torch.float64)
         if is_source:
@@ -207,14 +263,24 @@ class ResultChannel:
         has_loss, described = self._layout
         shared_loss = received.pop(0) if has_loss else None
         shared_entries = [
-            LogEntry(name=name, value=value, options=options, num_samples=num_samples)
-            for (name, options, num_samples), value in zip(described, received, strict=True)
+            LogEntry(name=name, value=value, options=options, num_samples=samples, metric=metric, is_double=is_double)
+            for (name, options, samples, metric, is_double), value in zip(described, received, strict=True)
         ]
         return shared_loss, shared_entries, news
 
 
-def replay(module: Any, entries: Sequence[LogEntry], device: torch.device) -> None:
-    """Logs the entries through the module's own ``log``."""
+def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Logs the entries through the module's own ``log``.
+
+    Args:
+        module: The LightningModule.
+        entries: What the last stage has logged.
+        metrics: This rank's metrics, by name.
+        device: This rank's device.
+    """
     for entry in entries:
-        value = torch.tensor(entry.value, dtype=torch.get_default_dtype(), device=device)
+        dtype = torch.float64 if entry.is_double else torch.get_default_dtype()
+        value: Any = torch.tensor(entry.value, dtype=dtype, device=device)
+        if entry.metric is not None:
+            value = metrics[entry.metric]
         module.log(entry.name, value, batch_size=entry.num_samples, **dict(entry.options))

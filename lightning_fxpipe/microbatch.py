@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fxpipe.batchvalues import BatchValue, of_batch
 from lightning_fxpipe.containers import leaves_with_path, opened
 from lightning_fxpipe.errors import BatchError
 from lightning_fxpipe.shapes import batch_dim_of
@@ -185,12 +186,14 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int =
     """What the step would have returned for the whole batch.
 
     Tensors are concatenated in the dimension that is the batch, arrays in the first; scalars are averaged with the sizes as
-    weights, lists with an entry for each sample joined, containers merged entry by entry. Anything else is taken from the last
-    microbatch.
+    weights, lists with an entry for each sample joined; what a metric gave is what it gives for the batch; containers are
+    merged entry by entry. Anything else is taken from the last microbatch.
     """
     first = outputs[0]
     if len(outputs) == 1 or first is None:
-        return first
+        return of_batch(first)
+    if isinstance(first, BatchValue):
+        return of_batch(outputs[-1])
     if isinstance(first, Tensor):
         return _merge_tensors(outputs, sizes, batch_dim)
     if isinstance(first, np.ndarray) and first.ndim > 0:

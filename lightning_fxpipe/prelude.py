@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat import patched_attributes, tree_map
+from lightning_fxpipe._compat import patched_attributes, silenced_loggers, tree_map
 from lightning_fxpipe.exchange import Attributes, kept_generators
+from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.stepcode import uses_arguments_after_batch
@@ -72,6 +73,8 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
             isolated_rng(),
             kept_generators(root),
             patched_attributes(*muted),
+            silenced_loggers(root),
+            MetricCalls(held_metrics(root)).capture(),
             noted_reads(root, lambda: True) as reads,
             _Looks() as looks,
         ):

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe._compat import patched_attributes, watched_trainer_counters
+from lightning_fxpipe.metriccalls import METRICS
 
 # (path of the module, name of the attribute); the Trainer's counters have None as path.
 ReadKey = tuple[str | None, str]
@@ -31,7 +32,9 @@ class _Unplain(Exception):
 @contextmanager
 def noted_reads(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[dict[ReadKey, Any]]:
     """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``."""
-    paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+    # Metrics are read by whoever asks for their hash, such as `named_modules`; what they have counted is no setting.
+    modules = [(path, module) for path, module in root.named_modules() if not isinstance(module, METRICS)]
+    paths = {id(module): path for path, module in reversed(modules)}
     reads: dict[ReadKey, Any] = {}
     is_nested = False
 

@@ -185,7 +185,7 @@ class BatchCheck:
     def _loss_of_whole_batch(self, outputs: WholeBatch) -> Tensor | None:
         run, root = self._run, self._check.root
         self._rewind_generators()
-        muted = StepLog()
+        muted = StepLog(run.log.calls.metrics)
         # With gradients enabled, as the step expects it: the outputs need none, so there is no graph.
         with (
             silenced_loggers(root),

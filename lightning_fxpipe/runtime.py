@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
+from lightning_fxpipe.appended import AppendedEntries
+from lightning_fxpipe.batchvalues import keep_batch_values
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError, UnsupportedError
+from lightning_fxpipe.joining import BatchLoss
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
@@ -102,19 +105,25 @@ class PipelineRuntime:
         self._traces = StageTraces(root, plan, topology, trace_log)
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
+        self._appended_to: set[tuple[Any, ...]] = set()
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
 
-    def run(self, step: Step, batch: Any) -> BatchResult:
+    def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
         """Runs one batch, in training forward and backward. Called by every rank of the pipeline.
 
         Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the batch's loss. Errors
         of user code come out as they were raised.
+
+        Args:
+            step: The step.
+            batch: The batch.
+            metrics: The module's metrics, by name. They count on the last stage.
         """
         num_samples = batch_size(batch, self._batch_dim)
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
         passes = plan_passes(num_samples, count)
-        log = StepLog()
+        log = StepLog(metrics)
         self._run = run = BatchRun(
             root=self._root,
             step=step,
@@ -123,6 +132,7 @@ class PipelineRuntime:
             randomness=BatchRandomness(step.random_key, num_samples, self._batch_dim),
             log=log,
             device=self._topology.device,
+            appended=AppendedEntries(self._root, self._appended_to),
         )
         if step.is_training and self._topology.is_last:
             run.weights = self._loss.weights(run.microbatches, run.sizes)
@@ -142,6 +152,12 @@ class PipelineRuntime:
         finding = check.finish() if check is not None else None
         if run.num_without_loss and run.losses:
             raise _mixed(run)
+        if self._topology.is_last:
+            loss = BatchLoss.of(run.losses, run.weights)
+            log.calls.run(loss)
+            log.written.run(loss)
+            keep_batch_values(self._root)
+            run.appended.join(run.sizes, loss)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,

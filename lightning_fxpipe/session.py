@@ -21,7 +21,9 @@ from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
+from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
+from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
 from lightning_fxpipe.microbatch import merge_outputs
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.rng import set_rng_state
@@ -68,6 +70,7 @@ class Session:
         self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device)
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
+        belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
         self.hooks = Hooks(module, WholeModel(module, plan, topology), topology)
         self._parked = ParkedGradients()
@@ -169,22 +172,25 @@ class Session:
             The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
         """
         is_last = self._topology.is_last
+        metrics = held_metrics(self.module)
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
+        states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
-        result = self._runtime.run(step, batch)
-        changed = before.changes() if before is not None else ([], {})
+        result = self._runtime.run(step, batch, metrics)
+        changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
         output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
         sent = self.hooks.sendable_output(step.kind.value, output)
         told = (result.rng, *changed, sent, trainer.should_stop)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
         loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and not is_last:
-            rng, attributes, buffers, sent, trainer.should_stop = news
+            rng, attributes, buffers, counted, sent, trainer.should_stop = news
             if rng is not None:
                 set_rng_state(rng)
             take_over(self.module, attributes, buffers, self._topology.device)
+            take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
-        replay(self.module, entries, self._topology.device)
+        replay(self.module, entries, metrics, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries), output
 
     def _common_buffers(self) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from lightning_fxpipe._compat import (
 )
 from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX
 from lightning_fxpipe.region import StepCall
@@ -275,10 +276,10 @@ class SpanRecorder(Recorder):
 
 
 def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., None]) -> Any:
-    """Runs a step on the fakes of its example. What it would log goes to ``log``."""
+    """Runs a step on the fakes of its example. What it would log goes to ``log``; its metrics count nothing."""
     batch, further = example
     muted = [(root, name, log) for name in ("log", "log_dict") if hasattr(root, name)]
-    with patched_attributes(*muted), silenced_loggers(root):
+    with patched_attributes(*muted), silenced_loggers(root), MetricCalls(held_metrics(root)).capture():
         return step.function(batch, *step.args[1:2], *further, **step.kwargs)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe.appended import AppendedEntries
+from lightning_fxpipe.batchvalues import unmarked
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.randomness import (
@@ -120,6 +122,7 @@ class BatchRun:
         randomness: Makes what the step draws.
         log: Collects what the step logs.
         device: This rank's device.
+        appended: Follows the module's lists.
         outputs: On the last stage, what the step returned for each microbatch.
         losses: On the last stage, the unweighted loss of each microbatch.
         weights: On the last stage in training, the factor of each microbatch's loss in the batch's loss.
@@ -134,6 +137,7 @@ class BatchRun:
     randomness: BatchRandomness
     log: StepLog
     device: torch.device
+    appended: AppendedEntries
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
@@ -175,11 +179,14 @@ class BatchRun:
                     result = self.step.function(self.microbatches[index], *self.step.rest)
         except StageExit as leaving:
             return leaving.outputs
+        finally:
+            self.log.end_microbatch()
         if not self._has_run_stage:
             # A step that skips its model skips it on every rank: what decides that runs on all.
             self._region_outputs = received
             if not stage.is_last:
                 return self._in_place_of_outputs(setup, received)
+        self.appended.end_microbatch()
         self.outputs.append(result)
         if not self.step.is_training:
             return torch.zeros((), device=self.device)
@@ -201,6 +208,8 @@ class BatchRun:
                 no_model_called(self.root),
             ):
                 result = self.step.function(microbatch, *self.step.rest)
+            self.log.end_microbatch()
+            self.appended.end_microbatch()
             self.outputs.append(result)
             if self.step.is_training:
                 self._weighted_loss(result, index)
@@ -247,7 +256,8 @@ class BatchRun:
         # With one microbatch they are drawn where they stand.
         ahead = [d.make(self.randomness.draws, setup.sizes) if len(self.sizes) > 1 else None for d in setup.draws]
         values = [*inputs, *ahead]
-        with continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key):
+        numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
+        with numbers, self.log.calls.in_stage():
             outputs = stage.module(*received, *(values[i] for i in stage.region_inputs))
             state = generator_state(self.device) if setup.carries_random_state else None
         if not stage.is_last:
@@ -343,7 +353,7 @@ def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def loss_of(result: Any) -> Tensor | None:
     """The loss in what a training step returned."""
-    loss = result.get("loss") if isinstance(result, dict) else result
+    loss = unmarked(result.get("loss") if isinstance(result, dict) else result)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 

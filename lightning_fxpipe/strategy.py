@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from lightning_fxpipe.checkpoint import (
 from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
+from lightning_fxpipe.metricstates import one_replica
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt
@@ -150,6 +152,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._stage_optimizers: list[StageOptimizer] = []
         self._restored_from: Path | None = None
         self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
+        self._patches = ExitStack()
 
     # ------------------------------------------------------------------ environment
 
@@ -289,6 +292,8 @@ class FxPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         terminate_together(partial(share_sigterm, trainer))
+        self._patches.close()  # where a run before this one ended without a teardown
+        self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
         self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
@@ -385,6 +390,7 @@ class FxPipeStrategy(ParallelStrategy):
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         self._detach_precision()
+        self._patches.close()
         if self._session is not None and self.module.trainer.interrupted:
             self._session.hooks.uninstall()  # otherwise hooks are still to come
         self._end_session()

@@ -16,10 +16,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
 from lightning_fxpipe._compat_callbacks import validates_by_time
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.weighting import Finding
 
@@ -133,11 +133,11 @@ Fault = tuple[str, str]
 
 
 def _module_faults(module: LightningModule) -> Iterator[Fault]:
-    metrics = [path for path, child in module.named_modules() if isinstance(child, Metric)]
-    if metrics:
+    held = {name: metric for name, metric in held_metrics(module).items() if any(True for _ in metric.parameters())}
+    if held:
         yield (
-            f"torchmetrics objects ({', '.join(metrics[:4])}), whose state would exist on the last stage only",
-            "compute the value in the step with torchmetrics.functional and log the number",
+            f"metrics with a model of their own ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
+            "give the metric a function that calls a model which the LightningModule does not hold, or compute it afterwards",
         )
 
 

@@ -31,6 +31,7 @@ from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
 from lightning_fxpipe.frames import raising_source, user_source
+from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
 from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
 from lightning_fxpipe.record import Recorder, RecorderSettings
@@ -208,7 +209,7 @@ def _record(
             actually_opened[path] = None
         return whole
 
-    with isolated_rng(), fake_run(root, call, is_whole, device) as run:
+    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device) as run:
         recorder = run.recorder
         try:
             result = call.run(root, recorder, run.example)

@@ -438,6 +438,15 @@ def test_a_mode_that_lies_on_top_can_be_taken_off_for_a_while() -> None:
     assert mode.seen == [torch.sin, torch.tan, torch.exp]
 
 
+def test_it_is_known_whether_somebody_watches() -> None:
+    assert not _compat.has_function_mode()
+    with Watching():
+        assert _compat.has_function_mode()
+        with _compat.unwatched_torch(), Watching():
+            pass
+    assert not _compat.has_function_mode()
+
+
 def test_no_mode_sees_what_is_unwatched() -> None:
     x = torch.ones(2)
     with Watching() as mode:

@@ -310,7 +310,7 @@ def test_replay_makes_the_calls_again_with_the_batchs_values() -> None:
         LogEntry(name="a", value=1.5, options=(("prog_bar", True), ("on_epoch", True)), num_samples=9),
         LogEntry(name="b", value=2.0, options=(), num_samples=4),
     ]
-    replay(module, entries, torch.device("cpu"))
+    replay(module, entries, {}, torch.device("cpu"))
     assert [(name, options) for name, _, options in module.calls] == [
         ("a", {"prog_bar": True, "on_epoch": True, "batch_size": 9}),
         ("b", {"batch_size": 4}),
@@ -329,7 +329,7 @@ def test_replayed_entries_reach_lightnings_own_metrics() -> None:
                 for part in batch.split(2):
                     log.begin_microbatch(len(part))
                     self.log("mean", part.mean(), on_step=True, on_epoch=True)
-            replay(self, log.entries(), torch.device("cpu"))
+            replay(self, log.entries(), {}, torch.device("cpu"))
 
         def configure_optimizers(self) -> None:
             return None

@@ -37,12 +37,14 @@ class OwnBackward(LitModel):
 
 
 class Measuring(LitModel):
-    """Holds torchmetrics objects, one of them deep inside."""
+    """Holds torchmetrics objects, one of them deep inside, with a model or without."""
 
-    def __init__(self, name: str = "mlp") -> None:
+    def __init__(self, name: str = "mlp", with_model: bool = True) -> None:
         super().__init__(name)
         self.seen = MeanMetric()
         self.group = nn.ModuleDict({"fit": MetricCollection({"accuracy": BinaryAccuracy()})})
+        if with_model:
+            self.group["fit"]["accuracy"].features = nn.Linear(2, 2)
 
 
 def trainer_for(fn: TrainerFn = TrainerFn.FITTING, **options: Any) -> L.Trainer:
@@ -78,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
     # what: (trainer, module, words of the reason, words of the way out)
     "manual optimization": (trainer_for, Manual, "manual optimization", "automatic optimization"),
     "backward": (trainer_for, lambda: OwnBackward("mlp"), "overridden LightningModule.backward", "gradient hook"),
-    "torchmetrics": (trainer_for, Measuring, "seen, group.fit.accuracy", "torchmetrics.functional"),
+    "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "does not hold"),
     "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler", "bf16-mixed"),
     "averaging": (
         lambda: trainer_for(callbacks=[StochasticWeightAveraging(1e-2)]),
@@ -141,7 +143,7 @@ def test_all_faults_are_in_one_error() -> None:
     trainer.callbacks += [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")]
     error = refusal(trainer, Everything("mlp"))
     reasons = [
-        "torchmetrics objects",
+        "metrics with a model of their own",
         "gradient scaler",
         "StochasticWeightAveraging",
         "ModelPruning",
@@ -160,8 +162,9 @@ def test_what_concerns_backward_is_no_fault_without_one(fn: TrainerFn, make: Cal
     check_trainer(trainer_for(fn), make())
 
 
-def test_metrics_are_refused_in_evaluation_too() -> None:
-    assert "torchmetrics" in str(refusal(trainer_for(TrainerFn.VALIDATING), Measuring()))
+def test_metrics_with_a_model_are_refused_in_evaluation_too_and_others_never() -> None:
+    assert "metrics with a model" in str(refusal(trainer_for(TrainerFn.VALIDATING), Measuring()))
+    check_trainer(trainer_for(), Measuring(with_model=False))
 
 
 # ------------------------------------------------------------------ optimizers
