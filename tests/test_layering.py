@@ -31,6 +31,7 @@ ORDER = [
         "exchange",
         "undo",
         "weighting",
+        "options",
         "structure",
         "batchvalues",
         "joining",
@@ -85,7 +86,7 @@ ORDER = [
         "shard",
         "gather",
     ),
-    *("lifeline", "connections", "failure", "launcher"),
+    *("lifeline", "connections", "failure", "launcher", "launching"),
     *(
         "optimizers",
         "wholemodel",
