@@ -63,11 +63,13 @@ class _Frame:
         view: The mode that shows it the whole model.
         values: Values of placeholders, once somebody has looked.
         gradients: Gradients of placeholders, once somebody has looked.
+        failed_elsewhere: Whether an exception comes from a step, in which the other ranks may still be.
     """
 
     view: WholeView
     values: dict[int, Tensor] | None = None
     gradients: dict[int, Tensor | None] | None = None
+    failed_elsewhere: bool = False
 
 
 class Hooks:
@@ -113,7 +115,7 @@ class Hooks:
         self._optimizers = optimizers if self._topology.num_stages > 1 else ()
         for optimizer in self._optimizers:
             # It would look at each gradient of the other stages, which the rank that has them sets to zero.
-            optimizer.optimizer.zero_grad = self._outside_hook(optimizer.optimizer.zero_grad)  # type: ignore[method-assign]
+            optimizer.optimizer.zero_grad = self.outside(optimizer.optimizer.zero_grad)  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
@@ -166,7 +168,7 @@ class Hooks:
     def running(self, trainer: Trainer) -> Iterator[None]:
         """The block is user code, on every rank."""
         view = WholeView(self._whole.placeholders(), self._values, self._gradients, self._topology.device)
-        self._frame = _Frame(view=view)
+        frame = self._frame = _Frame(view=view)
         try:
             with failures_reach_every_rank():
                 with view, self._whole_groups():
@@ -175,7 +177,8 @@ class Hooks:
         except _OtherRankFailed:
             raise peer_failure() from None
         except Exception:
-            self._tell_failure()
+            if not frame.failed_elsewhere:
+                self._tell_failure()
             raise
         finally:
             self._frame = None
@@ -192,12 +195,17 @@ class Hooks:
         try:
             with function_mode_removed(frame.view):
                 yield
+        except BaseException:
+            frame.failed_elsewhere = True
+            raise
         finally:
             self._show_others()
             frame.values = frame.gradients = None
             self._frame = frame
 
-    def _outside_hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which is no user code wherever it is called."""
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.suspended():

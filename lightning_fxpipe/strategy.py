@@ -265,7 +265,9 @@ class FxPipeStrategy(ParallelStrategy):
             allow_skipped_batches(trainer)
         self.setup_precision_plugin()
         # Lightning clips by the norm of the parameters that it sees; they are one stage's.
-        self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        plugin = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self.session.hooks.outside(type(plugin).clip_grad_by_value.__get__(plugin))  # type: ignore[method-assign]
         self.barrier("setup")
 
     def _make_plan(self, trainer: Trainer) -> PartitionPlan:
@@ -317,7 +319,8 @@ class FxPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        for clip in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(clip, None)
         if self._session is not None and self.module.trainer.interrupted:
             self._session.hooks.uninstall()  # otherwise hooks are still to come
         self.cluster_environment.teardown()
