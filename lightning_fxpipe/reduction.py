@@ -95,6 +95,8 @@ class LossCheck:
         if finding.verdict is Verdict.FITS:
             self.options = dataclasses.replace(self.options, reduction=finding.reduction)
         if finding.verdict is Verdict.IMPOSSIBLE:
+            if self.options.reduction is None:  # the user has not said what the loss is, either
+                finding = dataclasses.replace(finding, is_warning=True)
             finding, self._said_impossible = finding if not self._said_impossible else _SILENT, True
         return finding
 
@@ -216,6 +218,7 @@ def impossible(reason: str, *, is_warning: bool = False) -> Finding:
     """The finding that there is no loss to compare with."""
     message = (
         f"Whether the losses of microbatches make the loss of the batch could not be checked: {reason}. The loss is taken "
-        "to be what FxPipeStrategy(loss_reduction=..., loss_weight=...) say, by default a mean over samples."
+        "to be what FxPipeStrategy(loss_reduction=..., loss_weight=...) say, by default a mean over samples. If it is one, say "
+        "loss_reduction='mean'; else set num_microbatches=1."
     )
     return Finding(verdict=Verdict.IMPOSSIBLE, message=message, is_warning=is_warning)
