@@ -111,7 +111,7 @@ class Hooks:
         self._optimizers = optimizers if self._topology.num_stages > 1 else ()
         for optimizer in self._optimizers:
             # It would look at each gradient of the other stages, which the rank that has them sets to zero.
-            optimizer.optimizer.zero_grad = self._outside_hook(optimizer.optimizer.zero_grad)  # type: ignore[method-assign]
+            optimizer.optimizer.zero_grad = self.outside(optimizer.optimizer.zero_grad)  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
@@ -189,7 +189,9 @@ class Hooks:
             frame.values = frame.gradients = None
             self._frame = frame
 
-    def _outside_hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which is no user code wherever it is called."""
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.suspended():

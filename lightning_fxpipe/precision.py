@@ -30,10 +30,15 @@ class PipelinePrecision:
         plugin: The plugin.
         group: The pipeline's ranks, for messages between CPUs.
         clip_by_norm: Clips the gradients of an optimizer by the norm of the whole model's.
+        outside: Makes a function one that sees this rank's stage only.
     """
 
     def __init__(
-        self, plugin: Any, group: dist.ProcessGroup | None, clip_by_norm: Callable[[Optimizer, int | float], None]
+        self,
+        plugin: Any,
+        group: dist.ProcessGroup | None,
+        clip_by_norm: Callable[[Optimizer, int | float], None],
+        outside: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._plugin = plugin
         self._group = group
@@ -41,10 +46,12 @@ class PipelinePrecision:
         self._end_watch = watch_unscaling(scaler, self._share_overflow) if scaler is not None else None
         # Lightning clips by the norm of the parameters that it sees; they are one stage's.
         plugin.clip_grad_by_norm = clip_by_norm
+        plugin.clip_grad_by_value = outside(type(plugin).clip_grad_by_value.__get__(plugin))
 
     def detach(self) -> None:
         """Leaves the plugin as it was."""
-        vars(self._plugin).pop("clip_grad_by_norm", None)
+        for clip in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self._plugin).pop(clip, None)
         if self._end_watch is not None:
             self._end_watch()
             self._end_watch = None

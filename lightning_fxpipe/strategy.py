@@ -307,7 +307,9 @@ class FxPipeStrategy(ParallelStrategy):
             allow_skipped_batches(trainer)
         self.setup_precision_plugin()
         self._detach_precision()
-        self._precision = PipelinePrecision(self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm)
+        self._precision = PipelinePrecision(
+            self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm, self.session.hooks.outside
+        )
         self.barrier("setup")
 
     def _split(self, trainer: Trainer) -> None:

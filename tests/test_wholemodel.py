@@ -59,6 +59,7 @@ VALUES: dict[str, Callable[[nn.Linear], Any]] = {
     "data": lambda layer: layer.weight.data.sum(),
     "state_dict": lambda layer: list(layer.state_dict().values()),
     "copy": lambda layer: layer.weight.detach().clone(),
+    "deep copy": lambda layer: list(copy.deepcopy(layer).parameters()),
     "like": lambda layer: torch.zeros_like(layer.weight),
     "device": lambda layer: torch.zeros(2, device=layer.weight.device),
     "vector": lambda layer: nn.utils.parameters_to_vector(layer.parameters()),

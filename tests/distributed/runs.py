@@ -197,4 +197,4 @@ def documented(heading: str) -> dict[str, str]:
 
 def rows_of(runs: Collection[str]) -> set[str]:
     """The rows that runs are about: their first words."""
-    return {name.partition(" ")[0] for name in runs}
+    return {row for name in runs for row in name.partition(" ")[0].split("+")}

@@ -177,6 +177,21 @@ class ReturnsMore(Net):
         self.log("classes", float(torch.cat(self.kept).unique().numel()))
 
 
+class RunsItself(Net):
+    """Calls the model in a hook, as to show samples, saves from a hook, and keeps predictions."""
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.log("sample", self(torch.ones(2, 12)).mean())
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "mine.ckpt")
+
+    def on_predict_start(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.kept.append(outputs.argmax(1))
+
+
 class StopsInStep(Net):
     """Ends the run where only the last stage comes by, after the model's call."""
 
@@ -226,12 +241,17 @@ def noticed(trainer: L.Trainer, module: Any, folder: Path) -> Any:
     return [c.noticed for c in trainer.callbacks if isinstance(c, Fails)], str(trainer.state.status)
 
 
-def fails_on_one_rank(rank: int) -> str:
+class StepsItself(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+
+
+def fails_on_one_rank(rank: int, make: type[Net]) -> str:
     """What the other ranks are told."""
     callback = Fails(ArithmeticError, rank)
     trainer = make_trainer(max_epochs=2, callbacks=[callback], strategy="fxpipe", devices=2)
     with pytest.raises((ArithmeticError, PeerError)):
-        trainer.fit(Net())
+        trainer.fit(make())
     return callback.noticed[0]
 
 
@@ -241,6 +261,7 @@ HOOKS: dict[str, Run] = {
     "warms up": Run(module=WarmsUp, look=lambda trainer, module, folder: module.rates),
     "moves data": Run(module=MovesData, calls=("fit", "test", "predict")),
     "momentum": Run(module=Momentum, look=lambda trainer, module, folder: module.slow),
+    "runs itself": Run(module=RunsItself, calls=("fit", "predict"), look=lambda trainer, module, folder: module.kept),
     "returns more": Run(module=ReturnsMore),
     "stops in a step": Run(module=StopsInStep, options={"min_epochs": 0}),
     "stops on one rank": Run(module=StopsOnOneRank, options={"min_epochs": 0}),
@@ -289,9 +310,10 @@ def test_exceptions_in_hooks_end_the_run_as_on_one_device(ranks: Ranks, tmp_path
     compare(ranks, do, list(FAILING), tmp_path, 2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_in_one_ranks_hook_is_told_to_the_other(ranks: Ranks, rank: int) -> None:
-    told = ranks(2).run(fails_on_one_rank, rank)
+@pytest.mark.parametrize(("rank", "make"), [(0, Net), (1, StepsItself)])
+def test_an_exception_in_one_ranks_hook_is_told_to_the_other(ranks: Ranks, rank: int, make: type[Net]) -> None:
+    """Also where the hook runs within another hook."""
+    told = ranks(2).run(fails_on_one_rank, rank, make)
     assert told[rank] == "ArithmeticError on purpose"
     assert "ArithmeticError: on purpose" in told[1 - rank]
     assert f"rank {rank}" in told[1 - rank]
