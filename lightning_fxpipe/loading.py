@@ -7,7 +7,7 @@ step: forever, or with the tensors of another step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -44,7 +44,7 @@ def in_step(loader: Any, group: dist.ProcessGroup | None) -> Any:
         return loader
     following = copy.copy(loader)  # the user's own stays as it is
     try:
-        kind: Hashable = type(loader)
+        kind: Any = type(loader)
         following.__class__ = _in_step_kind(kind)
     except TypeError:
         return loader  # written in C
