@@ -48,7 +48,7 @@ def in_step(loader: Any, group: dist.ProcessGroup | None) -> Any:
         following.__class__ = _in_step_kind(kind)
     except TypeError:
         return loader  # written in C
-    following._fxpipe_group = group
+    following.in_step_with = group
     return following
 
 
@@ -59,8 +59,8 @@ def _in_step_kind(kind: Any) -> Any:
     def iterate(self: Any) -> Iterator[Any]:
         inner = kind.__iter__(self)
         if not _length_is_exact(self):
-            return _Voting(inner, self._fxpipe_group)
-        check_agreement(self._fxpipe_group, f"{len(self)} batches", _disagreement())
+            return _Voting(inner, self.in_step_with)
+        check_agreement(self.in_step_with, f"{len(self)} batches", _disagreement())
         return iter(inner)
 
     return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
