@@ -33,8 +33,8 @@ from lightning_fxpipe.errors import FxPipeError, PeerError
 from lightning_fxpipe.lifeline import Failure, Lifeline, connect
 
 # Seconds after the news: when a main thread that waits is interrupted, when one that computes, when the process ends.
-_WAITING_SECONDS, _BUSY_SECONDS, _LAST_SECONDS = 1.0, 2.5, 4.5
-_TOLD_SECONDS = 3.0  # how long another rank has to tell the user
+_WAITING_SECONDS, _BUSY_SECONDS, _LAST_SECONDS = 1.0, 2.0, 4.0
+_TOLD_SECONDS = 2.5  # how long another rank has to tell the user
 _ORDER_SECONDS = 1.0  # how long rank 0 has to say who failed first
 _MAX_TRACEBACK = 100_000
 # Ignored where nobody handles it, so that one that comes too late does nothing.

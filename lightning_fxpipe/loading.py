@@ -48,7 +48,7 @@ def in_step(loader: Any, group: dist.ProcessGroup | None) -> Any:
         following.__class__ = _in_step_kind(kind)
     except TypeError:
         return loader  # written in C
-    following._fxpipe_group = group
+    following.in_step_with = group
     return following
 
 
@@ -59,9 +59,8 @@ def _in_step_kind(kind: Any) -> Any:
     def iterate(self: Any) -> Iterator[Any]:
         inner = kind.__iter__(self)
         if not _length_is_exact(self):
-            return _Voting(inner, self._fxpipe_group)
-        check_agreement(self._fxpipe_group, f"{len(self)} batches", _disagreement())
-        return iter(inner)
+            return _Voting(inner, self.in_step_with)
+        return _checked(inner, f"{len(self)} batches", self.in_step_with)
 
     return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
@@ -71,6 +70,12 @@ def _length_is_exact(loader: Any) -> bool:
         return False
     sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
     return type(sampler) in _EXACT and type(loader.batch_sampler) in (BatchSampler, type(None))
+
+
+def _checked(inner: Iterator[Any], length: str, group: dist.ProcessGroup) -> Iterator[Any]:
+    """``inner``; its first batch comes when the ranks have agreed. Lightning hides an error that making an iterator raises."""
+    check_agreement(group, length, _disagreement())
+    yield from inner
 
 
 class _Voting:

@@ -73,12 +73,12 @@ class Outcome:
     left_over: int
     exceptions: list[list[str]]
 
-    def complaints(self, case: Case) -> list[str]:
+    def complaints(self, case: Case, *, limit_seconds: float = 5.0) -> list[str]:
         """What is not as it must be."""
         if not self.reached:
             return ["the fault was not reached"]
         found = [f"{self.left_over} processes hung"] if self.left_over else []
-        if self.seconds > 5:
+        if self.seconds > limit_seconds:
             found.append(f"took {self.seconds:.1f} s")
         text = "".join(self.outputs)
         if case.kind in ERRORS:
