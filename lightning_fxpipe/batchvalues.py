@@ -84,6 +84,8 @@ def unmarked(value: Any) -> Any:
 
 def of_batch(value: Any) -> Any:
     """The batch's values in place of the microbatch's, in any containers; called when they are known."""
+    if not any(isinstance(leaf, BatchValue) for leaf in tree_leaves(value)):
+        return value
     # A copy: what is computed again may be computed in place.
     return tree_map(lambda leaf: leaf.source().clone() if isinstance(leaf, BatchValue) else leaf, value)
 
