@@ -354,3 +354,11 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
     checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
     assert checkpoint["epoch"] == 3
     torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)
+
+
+def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:
+    strategy = make_trainer().strategy
+    for method, in_notebooks in (("fork", True), ("spawn", False)):
+        launcher = _compat.multiprocessing_launcher(strategy, method)
+        assert launcher.is_interactive_compatible is in_notebooks
+        assert callable(launcher.launch)
