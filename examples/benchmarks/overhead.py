@@ -103,7 +103,18 @@ class Parts:
 
 def instrument(parts: Parts) -> None:
     """Wraps the package's functions, by part."""
-    from lightning_fxpipe import attributes, gradients, metrics, precision, randomness, reduction, runtime, schedule, session, step
+    from lightning_fxpipe import (
+        attributes,
+        gradients,
+        metrics,
+        precision,
+        randomness,
+        reduction,
+        runtime,
+        schedule,
+        session,
+        step,
+    )
     from lightning_fxpipe.strategy import FxPipeStrategy
 
     parts.wrap("strategy hooks", FxPipeStrategy, "training_step")
@@ -242,7 +253,8 @@ def launch(work: Work, logged: int) -> list[list[dict[str, float]]]:
             command = [sys.executable, __file__, *flags, "--logged", str(logged), "--worker", f"{folder}/{rank}.json"]
             with open(f"{folder}/{rank}.log", "w") as log:
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        if any([process.wait(timeout=900) for process in processes]):
+        codes = [process.wait(timeout=900) for process in processes]
+        if any(codes):
             logs = "\n".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(work.stages))
             raise SystemExit(f"A rank failed:\n{logs}")
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(work.stages)]
