@@ -75,18 +75,8 @@ ORDER = [
         "shard",
         "gather",
     ),
-    *(
-        "failure",
-        "optimizers",
-        "checkpoint",
-        "support",
-        "attributes",
-        "precision",
-        "session",
-        "strategy",
-        "__init__",
-        "__main__",
-    ),
+    *("failure", "optimizers", "checkpoint", "support", "attributes", "precision", "session", "launching", "options"),
+    *("strategy", "__init__", "__main__"),
 ]
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
