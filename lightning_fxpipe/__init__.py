@@ -35,6 +35,8 @@ __all__ = [
     "make_plan",
 ]
 
-# Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. Imported twice under test runners.
-if "fxpipe" not in StrategyRegistry.available_strategies():
-    StrategyRegistry.register("fxpipe", FxPipeStrategy, description="Pipeline parallelism for an unmodified LightningModule")
+# Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. A class name without options reaches the
+# Trainer as a name, in lower case, from LightningCLI's command line. Imported twice under test runners.
+for _name in ("fxpipe", "fxpipestrategy", "lightning_fxpipe.fxpipestrategy"):
+    if _name not in StrategyRegistry.available_strategies():
+        StrategyRegistry.register(_name, FxPipeStrategy, description="Pipeline parallelism for an unmodified LightningModule")

@@ -151,14 +151,15 @@ class Session:
             must: Whether it is done even where the machines' memory seems too small; else the module then stays split.
         """
         num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
-        if not must and not has_room_for_copies(num_bytes, num_copies, self._topology):
+        is_whole = self._topology.num_stages == 1
+        if not must and not is_whole and not has_room_for_copies(num_bytes, num_copies, self._topology):
             rank_zero_warn(
                 f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
                 "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
                 "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
             )
             return
-        if self._topology.num_stages > 1:
+        if not is_whole:
             gather(self.module, self.plan, self._topology, self._dropped)
         self.module.cpu()
         self.is_split = False

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe import _compat, rng
@@ -490,3 +491,33 @@ def test_readings_of_the_trainers_counters_are_seen() -> None:
         assert module.trainer.current_epoch == 0
     assert module.current_epoch == 0
     assert seen == [("global_step", 0), ("current_epoch", 0)]
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_what_a_scaler_found_decides_about_step_and_scale(kind: Any) -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = kind("cpu", init_scale=8.0, **({} if kind is torch.amp.GradScaler else {"process_group": None}))
+    seen: list[dict[torch.device, Tensor]] = []
+
+    def overflow_elsewhere(found: dict[torch.device, Tensor]) -> None:
+        seen.append(dict(found))
+        for flag in found.values():
+            flag.fill_(1.0)
+
+    end = _compat.watch_unscaling(scaler, overflow_elsewhere)
+    for gradient in (torch.ones(2), None):  # a rank without gradients is asked, too
+        scaler.scale(weight.sum())
+        weight.grad = gradient
+        if kind is torch.amp.GradScaler:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        else:  # whose own unscale_ talks to other ranks
+            scaler._unscale_grads_(optimizer, torch.ones(()), torch.zeros(1))
+    assert [list(found) for found in seen] == [[torch.device("cpu")], [torch.device("cpu")]]
+    assert torch.equal(weight, torch.ones(2))  # both steps were skipped
+    if kind is torch.amp.GradScaler:
+        assert scaler.get_scale() == 2.0
+    end()
+    assert "_unscale_grads_" not in vars(scaler)

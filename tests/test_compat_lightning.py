@@ -418,3 +418,11 @@ def test_lightning_logs_for_a_step_what_a_metrics_forward_cache_is() -> None:
     trainer = make_trainer(max_steps=1, log_every_n_steps=1)
     trainer.fit(Logging(), DataLoader([0, 1]))
     assert (float(trainer.callback_metrics["mean_step"]), float(trainer.callback_metrics["mean_epoch"])) == (7.0, 3.0)
+
+
+def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:
+    strategy = make_trainer().strategy
+    for method, in_notebooks in (("fork", True), ("spawn", False)):
+        launcher = _compat.multiprocessing_launcher(strategy, method)
+        assert launcher.is_interactive_compatible is in_notebooks
+        assert callable(launcher.launch)

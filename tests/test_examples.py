@@ -49,3 +49,18 @@ def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
     assert len(losses["single"]) == 5
     for candidate in ("torch", "fxpipe"):
         assert losses[candidate] == pytest.approx(losses["single"], abs=1e-5)
+
+
+def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
+    sizes = ["--dim=16", "--num-layers=2", "--num-heads=2", "--context=8", "--batch-size=4", "--microbatches=2"]
+    command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes, "--warmup-steps=2", "--steps=3"]
+    run = subprocess.run([*command, f"--output={tmp_path / 'out.json'}"], capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "The strategy, all parts" in run.stdout
+    for steps in json.loads((tmp_path / "out.json").read_text())["seconds"]:
+        assert len(steps) == 3
+        for step in steps:
+            # A part that is never charged has lost its function's name.
+            silent = {name for name, seconds in step.items() if seconds <= 0}
+            assert silent <= {"attributes of the module", "weights and checks of the loss"}
+            assert len(step) >= 14

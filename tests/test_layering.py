@@ -31,7 +31,6 @@ ORDER = [
         "exchange",
         "undo",
         "weighting",
-        "options",
         "structure",
         "batchvalues",
         "joining",
@@ -86,7 +85,7 @@ ORDER = [
         "shard",
         "gather",
     ),
-    *("lifeline", "connections", "failure", "launcher", "launching"),
+    *("options", "lifeline", "connections", "failure", "launcher", "launching"),
     *(
         "optimizers",
         "wholemodel",

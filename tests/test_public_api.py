@@ -71,6 +71,8 @@ def test_the_strategys_parameters_are_these() -> None:
         ("batch_dim", 0),
         ("process_group_backend", None),
         ("timeout_seconds", 1800.0),
+        ("start_method", "auto"),
+        ("gather_after_run", "auto"),
     ]
 
 

@@ -10,14 +10,27 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
+from lightning.pytorch.plugins import (
+    AsyncCheckpointIO,
+    BitsandbytesPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.support import check_has_batch, check_num_stages, check_optimizers, check_trainer, report_batch_norm
+from lightning_fxpipe.support import (
+    check_converted,
+    check_has_batch,
+    check_num_stages,
+    check_optimizers,
+    check_trainer,
+    report_batch_norm,
+)
 from tests.lit import LitModel, make_trainer
 
 
@@ -59,11 +72,38 @@ def refusal(trainer: L.Trainer, module: L.LightningModule) -> UnsupportedError:
     return caught.value
 
 
-def with_scaler() -> L.Trainer:
-    """On a CPU the Trainer itself turns 16-mixed into bf16-mixed, so the plugin is put in afterwards."""
-    trainer = trainer_for()
-    trainer.strategy.precision_plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
-    return trainer
+class OwnBackwardPrecision(Precision):
+    """Runs backward itself."""
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        tensor.backward()
+
+
+class OwnClipping(Precision):
+    """Clips the gradients that it sees."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        raise AssertionError("never called")
+
+
+def with_plugin(make: Callable[[], Any], **options: Any) -> Callable[[], L.Trainer]:
+    """A Trainer with a precision plugin that is put in afterwards, past Lightning's own checks."""
+
+    def made() -> L.Trainer:
+        trainer = trainer_for(**options)
+        trainer.strategy.precision_plugin = make()
+        return trainer
+
+    return made
+
+
+def other_scaler() -> MixedPrecision:
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    plugin.scaler = object()  # type: ignore[assignment]
+    return plugin
+
+
+with_scaler = with_plugin(other_scaler)
 
 
 @pytest.mark.parametrize("fn", list(TrainerFn))
@@ -76,12 +116,48 @@ def test_precision_without_a_scaler_passes(precision: Any) -> None:
     check_trainer(trainer_for(precision=precision), LitModel("mlp"))
 
 
+@pytest.mark.parametrize("make", [lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")), OwnClipping])
+def test_scalers_of_torch_and_unused_overrides_pass(make: Callable[[], Any]) -> None:
+    check_trainer(with_plugin(make)(), LitModel("mlp"))
+
+
+def test_a_plugin_that_replaces_the_module_is_refused() -> None:
+    module = LitModel("mlp")
+    assert check_converted(module, module) is module
+    with pytest.raises(UnsupportedError, match="replaces the LightningModule"):
+        check_converted(nn.Sequential(module), module)
+
+
 REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule], str, str]] = {
     # what: (trainer, module, words of the reason, words of the way out)
     "manual optimization": (trainer_for, Manual, "manual optimization", "automatic optimization"),
     "backward": (trainer_for, lambda: OwnBackward("mlp"), "overridden LightningModule.backward", "gradient hook"),
     "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "does not hold"),
-    "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler", "bf16-mixed"),
+    "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler of type object", "torch.amp.GradScaler"),
+    "transformer engine": (
+        with_plugin(lambda: object.__new__(TransformerEnginePrecision)),
+        lambda: LitModel("mlp"),
+        "TransformerEnginePrecision",
+        "bf16-mixed",
+    ),
+    "bitsandbytes": (
+        with_plugin(lambda: object.__new__(BitsandbytesPrecision)),
+        lambda: LitModel("mlp"),
+        "BitsandbytesPrecision",
+        "bf16-mixed",
+    ),
+    "plugin's backward": (
+        with_plugin(OwnBackwardPrecision),
+        lambda: LitModel("mlp"),
+        "OwnBackwardPrecision.backward",
+        "pre_backward",
+    ),
+    "plugin's clipping": (
+        with_plugin(OwnClipping, gradient_clip_val=0.5),
+        lambda: LitModel("mlp"),
+        "OwnClipping.clip_grad_by_norm",
+        "clip by value",
+    ),
     "averaging": (
         lambda: trainer_for(callbacks=[StochasticWeightAveraging(1e-2)]),
         lambda: LitModel("mlp"),
