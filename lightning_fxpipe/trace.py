@@ -27,6 +27,7 @@ from lightning_fxpipe._compat import (
     symbolic_expression,
     tracing_friendly_torch,
 )
+from lightning_fxpipe.batchvalues import unmarked
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
@@ -301,7 +302,8 @@ def fake_run(
     fqns: dict[int, str] = {}
 
     def fake_of(tensor: Tensor, fqn: str) -> Tensor:
-        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device)
+        # A step may have kept what a metric gave it for a microbatch, and the batch's rest is traced now.
+        fake = tensor if isinstance(tensor, FakeTensor) else world.static(unmarked(tensor), device)
         fqns[id(fake)] = fqn
         return fake
 
