@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lightning_fxpipe._compat import first_loader_batch
+from lightning_fxpipe._compat_lightning import first_loader_batch
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches
 from lightning_fxpipe.planning import make_plan

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat import metadata_filename
+from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.optimizers import StageOptimizer
 

@@ -6,9 +6,7 @@ import sys
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch.strategies import ParallelStrategy
-
-from lightning_fxpipe._compat import multiprocessing_launcher, start_processes
+from lightning_fxpipe._compat_lightning import multiprocessing_launcher, start_processes
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.launcher import ForkingLauncher, Launcher
 
@@ -28,16 +26,12 @@ def resolved(start_method: StartMethod) -> StartMethod:
     return "fork" if hasattr(sys, "ps1") or bool(sys.flags.interactive) else "popen"
 
 
-def make_launcher(
-    strategy: ParallelStrategy, start_method: StartMethod | None, *, num_processes: int, num_nodes: int, gathers: bool
-) -> Any:
+def make_launcher(strategy: Any, start_method: StartMethod | None, *, gathers: bool) -> Any:
     """The launcher for a start method.
 
     Args:
         strategy: The strategy, with its environment.
         start_method: The method, resolved; None where nothing is to be started.
-        num_processes: Processes on this machine.
-        num_nodes: Machines.
         gathers: Whether the module is whole after a run.
 
     Raises:
@@ -46,7 +40,7 @@ def make_launcher(
     if start_method is None:
         return Launcher()
     if start_method == "popen":
-        return Launcher(partial(start_processes, strategy.cluster_environment, num_processes, num_nodes))
+        return Launcher(partial(start_processes, strategy.cluster_environment, strategy.num_processes, strategy.num_nodes))
     if not gathers:
         raise UnsupportedError(
             "The trained parameters would be lost.",

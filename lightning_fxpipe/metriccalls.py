@@ -23,15 +23,8 @@ from torch.overrides import handle_torch_function
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_fxpipe._compat import (
-    FakeTensor,
-    has_function_mode,
-    patched_attributes,
-    set_forward_cache,
-    tree_leaves,
-    tree_map,
-    unwatched_torch,
-)
+from lightning_fxpipe._compat import FakeTensor, has_function_mode, patched_attributes, tree_leaves, tree_map, unwatched_torch
+from lightning_fxpipe._compat_lightning import set_forward_cache
 from lightning_fxpipe.batchvalues import BatchValue, Source, unmarked
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source

@@ -36,3 +36,14 @@ else:
 
         PlanFile = extend_base_type("PlanFile", str, _check_plan, docstring="Path of a saved plan.")
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
+
+
+def check_options(*, num_stages: Any, num_microbatches: Any, schedule: Any, batch_dim: Any) -> None:
+    """Raises ValueError for values that no parser has checked."""
+    for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
+    if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
+        raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
+    if schedule not in ("gpipe", "1f1b"):
+        raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'gpipe' or '1f1b'")

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat import patched_attributes, silenced_loggers, tree_map
+from lightning_fxpipe._compat import patched_attributes, tree_map
+from lightning_fxpipe._compat_lightning import silenced_loggers
 from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
 from lightning_fxpipe.reads import ReadKey, noted_reads

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe._compat import patched_attributes, watched_trainer_counters
+from lightning_fxpipe._compat import patched_attributes
+from lightning_fxpipe._compat_lightning import watched_trainer_counters
 from lightning_fxpipe.metriccalls import METRICS
 
 # (path of the module, name of the attribute); the Trainer's counters have None as path.

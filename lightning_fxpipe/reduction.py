@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import FakeTensor, silenced_loggers
+from lightning_fxpipe._compat import FakeTensor
+from lightning_fxpipe._compat_lightning import silenced_loggers
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.exchange import remembered_generators
 from lightning_fxpipe.frames import raising_source

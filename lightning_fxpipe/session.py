@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat_callbacks import averaged_modules, throughputs
+from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
@@ -25,6 +26,7 @@ from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
 from lightning_fxpipe.microbatch import merge_outputs
+from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
@@ -142,6 +144,23 @@ class Session:
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
+
+    def end_run(self, optimizers: Sequence[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
+        """Makes the module whole after a run that ended well; after another one, not every rank may come here.
+
+        Args:
+            optimizers: The run's optimizers, which follow the module.
+            num_copies: Ranks on this machine.
+            gathers: Whether the module is made whole; ``"auto"``: where there is memory for it.
+        """
+        if self.module.trainer.interrupted:
+            self.hooks.uninstall()  # otherwise hooks are still to come
+        if not self.is_split or self.module.trainer.state.status is not TrainerStatus.RUNNING or gathers is False:
+            return
+        self.make_whole(num_copies=num_copies, must=gathers is True)
+        if not self.is_split:
+            for optimizer in optimizers:
+                optimizer.to_cpu()
 
     def make_whole(self, *, num_copies: int, must: bool) -> None:
         """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.

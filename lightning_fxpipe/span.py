@@ -20,11 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import (
-    patched_attributes,
-    silenced_loggers,
-    tree_flatten,
-)
+from lightning_fxpipe._compat import patched_attributes, tree_flatten
+from lightning_fxpipe._compat_lightning import silenced_loggers
 from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.metriccalls import MetricCalls, held_metrics

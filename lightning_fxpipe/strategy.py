@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -17,16 +16,15 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fxpipe._compat import (
+from lightning_fxpipe._compat_lightning import (
     SkippedBatch,
     allow_skipped_batches,
     batch_counter,
-    first_batch,
     init_process_group,
     set_rank_zero_only,
     share_sigterm,
@@ -44,38 +42,26 @@ from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_conne
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.metricstates import one_replica
-from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.optimizers import StageOptimizer
-from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt
+from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.precision import PipelinePrecision, step_context
-from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import (
-    check_batch_dim,
     check_converted,
-    check_has_batch,
-    check_num_stages,
     check_optimizers,
     check_trainer,
     report_plan,
+    report_unsaved,
 )
-from lightning_fxpipe.survey import locate_first_region
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
 Broadcast = TypeVar("Broadcast")
-
-_STEPS = {
-    TrainerFn.FITTING: StepKind.TRAIN,
-    TrainerFn.VALIDATING: StepKind.VALIDATE,
-    TrainerFn.TESTING: StepKind.TEST,
-    TrainerFn.PREDICTING: StepKind.PREDICT,
-}
 
 
 class FxPipeStrategy(ParallelStrategy):
@@ -125,20 +111,19 @@ class FxPipeStrategy(ParallelStrategy):
         gather_after_run: bool | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
-        for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
-        if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
-            raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
-        if schedule not in ("gpipe", "1f1b"):
-            raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'gpipe' or '1f1b'")
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
         self.num_nodes = 1
-        self._num_stages = num_stages
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
         self._schedule: ScheduleName = schedule
-        self._given_plan = PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan
+        self._plans = RunPlans(
+            PlanOptions(
+                given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
+                num_stages=num_stages,
+                num_microbatches=self._num_microbatches,
+                batch_dim=batch_dim,
+            )
+        )
         self._loss = LossOptions.of(loss_reduction, loss_weight)
-        self._batch_dim = batch_dim
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         check_start_method(start_method)
@@ -148,7 +133,6 @@ class FxPipeStrategy(ParallelStrategy):
         self._topology: Topology | None = None
         self._session: Session | None = None
         self._precision: PipelinePrecision | None = None
-        self._planned_for: TrainerFn | None = None
         self._stage_optimizers: list[StageOptimizer] = []
         self._restored_from: Path | None = None
         self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
@@ -212,10 +196,7 @@ class FxPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         starts_none = self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1
         method = None if starts_none else resolved(self._start_method)
-        gathers = self._gather_after_run is not False
-        self._launcher = make_launcher(
-            self, method, num_processes=self.num_processes, num_nodes=self.num_nodes, gathers=gathers
-        )
+        self._launcher = make_launcher(self, method, gathers=self._gather_after_run is not False)
         if method not in (None, "popen"):
             self._gather_after_run = True  # the processes end with the run
 
@@ -315,9 +296,17 @@ class FxPipeStrategy(ParallelStrategy):
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
         with noted_connections():
-            plan = self._last_plan(trainer)
+            plan = self._plans.known(trainer, self.module)
             if plan is None:
-                plan, self._planned_for = self._make_plan(trainer), trainer.state.fn
+                made = self._plans.make(
+                    trainer,
+                    self.module,
+                    num_stages=self.topology.num_stages,
+                    device=self.root_device,
+                    context=partial(step_context, self.precision_plugin),
+                )
+                # Rank 0's plan holds for all: ranks that cut differently would never find each other.
+                plan = self.broadcast(made)
                 report_plan(plan, self.module, self._num_microbatches)
             self._session = Session(
                 self.module,
@@ -327,44 +316,6 @@ class FxPipeStrategy(ParallelStrategy):
                 schedule=self._schedule,
                 loss=self._loss,
             )
-
-    def _last_plan(self, trainer: Trainer) -> PartitionPlan | None:
-        """The plan of the module's last run, if it holds for this one: what trains decides."""
-        if self._session is None or self._session.module is not self.module:
-            return None
-        if trainer.state.fn is TrainerFn.FITTING and self._planned_for is not TrainerFn.FITTING:
-            return None
-        shapes = {fqn: tuple(p.shape) for fqn, p in self.module.named_parameters()}
-        return self._session.plan if self._session.plan.parameter_shapes == shapes else None
-
-    def _make_plan(self, trainer: Trainer) -> PartitionPlan:
-        """The given plan, or one made by running the step that comes first on its first microbatch."""
-        num_stages = self.topology.num_stages
-        check_num_stages(self._num_stages, num_stages)
-        if self._given_plan is not None:
-            self._given_plan.check_fits({fqn: tuple(p.shape) for fqn, p in self.module.named_parameters()})
-            check_num_stages(self._given_plan.num_stages, num_stages)
-            check_batch_dim(self._batch_dim, self._given_plan.batch_dim)
-            return self._given_plan
-        assert trainer.state.fn is not None
-        kind = _STEPS[trainer.state.fn]
-        batch = check_has_batch(first_batch(trainer))
-        count = self._num_microbatches or default_num_microbatches(batch_size(batch, self._batch_dim), num_stages)
-        microbatch, size = first_microbatch(batch, count, self._batch_dim)
-        training = kind is StepKind.TRAIN
-        with step_context(self.precision_plugin, kind), torch.set_grad_enabled(training):
-            region = locate_first_region(
-                self.module,
-                partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
-                batch_size=size,
-                batch_dim=self._batch_dim,
-                device=self.root_device,
-                fallback=trains if training else holds_any,
-            )
-            plan = plan_region(self.module, region, num_stages=num_stages, device=self.root_device)
-            plan = dataclasses.replace(plan, batch_dim=self._batch_dim, without_batch=tensors_without_batch(batch))
-        # Rank 0's plan holds for all: ranks that cut differently would never find each other.
-        return self.broadcast(plan)
 
     @override
     def model_to_device(self) -> None:
@@ -393,23 +344,12 @@ class FxPipeStrategy(ParallelStrategy):
         assert self.cluster_environment is not None and self.accelerator is not None
         self._detach_precision()
         self._patches.close()
-        if self._session is not None and self.module.trainer.interrupted:
-            self._session.hooks.uninstall()  # otherwise hooks are still to come
-        self._end_session()
+        if self._session is not None:
+            self._session.end_run(self._stage_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         end_run()
-
-    def _end_session(self) -> None:
-        """Makes the module whole after a run that ended well; after another one, not every rank may come here."""
-        if self._session is None or not self._session.is_split:
-            return
-        if self.module.trainer.state.status is TrainerStatus.RUNNING and self._gather_after_run is not False:
-            self._session.make_whole(num_copies=self.num_processes, must=self._gather_after_run is True)
-            if not self._session.is_split:
-                for optimizer in self._stage_optimizers:
-                    optimizer.to_cpu()
 
     # ------------------------------------------------------------------ steps
 
@@ -483,9 +423,7 @@ class FxPipeStrategy(ParallelStrategy):
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
         if has_failed():
             # Hooks that run on an exception ask for it. The others are on their way out, each at another place of the step.
-            print(
-                f"[rank {self.global_rank}] no checkpoint saved to {filepath}: the run has failed", file=sys.stderr, flush=True
-            )
+            report_unsaved(filepath, self.global_rank)
             return
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
         with self.session.hooks.suspended():

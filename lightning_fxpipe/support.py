@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fxpipe._compat_callbacks import validates_by_time
+from lightning_fxpipe._compat_lightning import validates_by_time
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
@@ -111,6 +112,11 @@ def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | 
     """Shows a new plan, and what the user should know about it."""
     rank_zero_info(f"\n{plan}\n")
     report_batch_norm(module, num_microbatches)
+
+
+def report_unsaved(path: object, rank: int) -> None:
+    """Says that a checkpoint which is asked for after a failure is not written."""
+    print(f"[rank {rank}] no checkpoint saved to {path}: the run has failed", file=sys.stderr, flush=True)
 
 
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:

@@ -50,7 +50,7 @@ def test_options_of_a_config_are_overridden(tmp_path: Path) -> None:
     for written in ("--trainer.strategy.num_microbatches=2", "--trainer.strategy.init_args.num_microbatches=2"):
         strategy, printed = run("--config", str(config), written, "--trainer.strategy.timeout_seconds=5")
         assert isinstance(strategy, FxPipeStrategy), printed
-        assert (strategy._num_microbatches, strategy._given_plan, strategy._loss.weight) == (2, plan, count)
+        assert (strategy._num_microbatches, strategy._plans.options.given, strategy._loss.weight) == (2, plan, count)
         assert strategy._timeout.total_seconds() == 5
     _, printed = run("--config", str(config), "--print_config")
     assert "num_microbatches: 8" in printed

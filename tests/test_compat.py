@@ -23,15 +23,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe import _compat, rng
+from lightning_fxpipe import _compat, _compat_lightning, rng
 from lightning_fxpipe._compat import FakeTensor, FakeWorld
 
 
 def test_every_function_here_has_a_canary() -> None:
-    tree = ast.parse(Path(_compat.__file__).read_text(encoding="utf-8"))
-    names = [node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
+    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (_compat, _compat_lightning)]
+    nodes = [node for tree in trees for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    names = [node.name for node in nodes if node.name[0] != "_"]
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_compat*.py"))
-    assert [name for name in names if f"_compat.{name}(" not in tests and f" {name}(" not in tests] == []
+    called = ("_compat.{}(", "_compat_lightning.{}(", " {}(")
+    assert [name for name in names if not any(form.format(name) in tests for form in called)] == []
 
 
 def test_python_rng_sees_draws_of_python_and_numpy_but_not_of_torch() -> None:
@@ -472,11 +474,11 @@ def test_a_stand_in_has_a_shape_and_no_data() -> None:
 
 def test_loggers_are_silent_for_a_while(tmp_path: Path) -> None:
     module = L.LightningModule()
-    with _compat.silenced_loggers(module):
+    with _compat_lightning.silenced_loggers(module):
         pass  # no Trainer yet
     logger = CSVLogger(tmp_path)
     module.trainer = L.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False)
-    with _compat.silenced_loggers(module):
+    with _compat_lightning.silenced_loggers(module):
         assert module.logger is not logger
         module.logger.log_metrics({"a": 1.0})
     assert module.logger is logger
@@ -486,7 +488,7 @@ def test_loggers_are_silent_for_a_while(tmp_path: Path) -> None:
 def test_readings_of_the_trainers_counters_are_seen() -> None:
     module, seen = L.LightningModule(), []
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with _compat.watched_trainer_counters(module, lambda name, value: seen.append((name, value))):
+    with _compat_lightning.watched_trainer_counters(module, lambda name, value: seen.append((name, value))):
         assert module.global_step == 0
         assert module.trainer.current_epoch == 0
     assert module.current_epoch == 0

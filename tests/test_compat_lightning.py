@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import lightning_fxpipe.strategy
-from lightning_fxpipe import _compat, _compat_callbacks, rng
+from lightning_fxpipe import _compat, _compat_lightning, rng
 from tests.lit import LitModel, make_trainer
 from tests.test_compat import draw
 
@@ -46,10 +46,10 @@ def lonely_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningEnv
 
 def test_init_dist_connection_chooses_gloo_for_cpus(lonely_environment: LightningEnvironment) -> None:
     assert not dist.is_initialized()
-    _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+    _compat_lightning.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
     assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
     # The second run of a Trainer comes here again.
-    _compat.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+    _compat_lightning.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
 
 
 def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
@@ -59,10 +59,10 @@ def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
 
     decorated = [decorator(lambda: "ran") for decorator in (of_fabric, of_pytorch, of_utilities)]
     try:
-        _compat.set_rank_zero_only(1)
+        _compat_lightning.set_rank_zero_only(1)
         assert [function() for function in decorated] == [None, None, None]
     finally:
-        _compat.set_rank_zero_only(0)
+        _compat_lightning.set_rank_zero_only(0)
     assert [function() for function in decorated] == ["ran", "ran", "ran"]
 
 
@@ -74,7 +74,7 @@ def test_processes_are_started_with_the_script_and_their_rank(monkeypatch: pytes
         monkeypatch.delenv(name)
     threads = torch.get_num_threads()
     try:
-        assert len(_compat.start_processes(LightningEnvironment(), 3, 1)) == 2
+        assert len(_compat_lightning.start_processes(LightningEnvironment(), 3, 1)) == 2
     finally:
         torch.set_num_threads(threads)
     assert [environment["LOCAL_RANK"] for _, environment in started] == ["1", "2"]
@@ -87,6 +87,21 @@ def test_process_groups_can_be_aborted() -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def test_share_sigterm_replaces_what_the_trainer_does_and_stops_it_at_its_next_batch() -> None:
+    told: list[int] = []
+
+    class Asks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            stop = _compat_lightning.share_sigterm(trainer, lambda: told.append(trainer.global_step))
+            trainer._signal_connector._sigterm_notifier_fn(15, None)
+            trainer._signal_connector._sigterm_notifier_fn(15, None)
+            stop()
+
+    with pytest.raises(SystemExit):
+        make_trainer(max_epochs=2, callbacks=[Asks()]).fit(Counted(), loader())
+    assert told == [1]
 
 
 def test_private_methods_that_the_strategy_overrides_are_lightnings() -> None:
@@ -141,7 +156,7 @@ class Peek(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self.active:
-            self.batch = _compat.first_batch(trainer)
+            self.batch = _compat_lightning.first_batch(trainer)
 
 
 def loader(*, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
@@ -184,7 +199,7 @@ def test_no_dataloader_is_no_batch() -> None:
     trainer = make_trainer()
     trainer.state.fn = TrainerFn.FITTING
     trainer.fit_loop._data_source.instance = Counted()
-    assert _compat.first_batch(trainer) is None
+    assert _compat_lightning.first_batch(trainer) is None
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -194,7 +209,7 @@ def test_batch_counter_counts_training_batches_over_epochs_whatever_is_accumulat
             self.found: list[int] = []
 
         def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-            self.found.append(_compat.batch_counter(trainer, "training_step"))
+            self.found.append(_compat_lightning.batch_counter(trainer, "training_step"))
 
     counting = Counting()
     make_trainer(max_epochs=2, accumulate_grad_batches=count, callbacks=[counting]).fit(Counted(), loader())
@@ -209,7 +224,7 @@ def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
             self.found: list[int] = []
 
         def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
-            self.found.append(_compat.batch_counter(trainer, "training_step"))
+            self.found.append(_compat_lightning.batch_counter(trainer, "training_step"))
 
     whole, second = Counting(), Counting()
     make_trainer(max_epochs=2, callbacks=[whole]).fit(Counted(), loader())
@@ -228,8 +243,8 @@ def test_lightning_takes_a_skipped_batch_for_none_with_any_number_of_processes(n
         world_size = num_processes
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            _compat.allow_skipped_batches(self.lightning_module.trainer)
-            return _compat.SkippedBatch()
+            _compat_lightning.allow_skipped_batches(self.lightning_module.trainer)
+            return _compat_lightning.SkippedBatch()
 
     class Keeping(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, output: Any, batch: Any, batch_idx: int) -> None:
@@ -253,7 +268,7 @@ class Pids(Dataset[int]):
 
 
 def test_first_loader_batch_starts_no_workers() -> None:
-    batch = _compat.first_loader_batch(DataLoader(Pids(), batch_size=4, num_workers=2))
+    batch = _compat_lightning.first_loader_batch(DataLoader(Pids(), batch_size=4, num_workers=2))
     assert batch.tolist() == [os.getpid()] * 4
 
 
@@ -261,7 +276,7 @@ def orders(data: DataLoader[Any], *, look: bool) -> list[list[float]]:
     """Two epochs of a loader, from a fixed state of the generators."""
     torch.manual_seed(0)
     if look:
-        _compat.first_loader_batch(data)
+        _compat_lightning.first_loader_batch(data)
     return [[value for (batch,) in data for value in batch.flatten().tolist()] for _ in range(2)]
 
 
@@ -287,7 +302,7 @@ def test_first_loader_batch_leaves_the_default_generators() -> None:
         def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
             return torch.tensor(draw())
 
-    _compat.first_loader_batch(DataLoader(Augmented(), batch_size=4, shuffle=True))
+    _compat_lightning.first_loader_batch(DataLoader(Augmented(), batch_size=4, shuffle=True))
     assert draw() == expected
 
 
@@ -309,17 +324,17 @@ class Stream(IterableDataset[int]):
 
 def test_first_loader_batch_loses_nothing_of_a_dataset_that_is_its_own_iterator() -> None:
     data = DataLoader(Stream(), batch_size=3)
-    assert _compat.first_loader_batch(data).tolist() == [1, 2, 3]
+    assert _compat_lightning.first_loader_batch(data).tolist() == [1, 2, 3]
     assert [batch.tolist() for batch in data] == [[1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_first_loader_batch_of_an_iterable_dataset_shorter_than_a_batch() -> None:
-    assert _compat.first_loader_batch(DataLoader(Stream(), batch_size=20)).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert _compat_lightning.first_loader_batch(DataLoader(Stream(), batch_size=20)).tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_first_loader_batch_without_automatic_batching() -> None:
-    assert _compat.first_loader_batch(DataLoader(Stream(), batch_size=None)) == 1
-    assert _compat.first_loader_batch(DataLoader([torch.ones(2, 3)], batch_size=None)).shape == (2, 3)
+    assert _compat_lightning.first_loader_batch(DataLoader(Stream(), batch_size=None)) == 1
+    assert _compat_lightning.first_loader_batch(DataLoader([torch.ones(2, 3)], batch_size=None)).shape == (2, 3)
 
 
 def test_first_loader_batch_collates_as_the_loader_does() -> None:
@@ -327,22 +342,22 @@ def test_first_loader_batch_collates_as_the_loader_does() -> None:
         def __getitems__(self, indices: list[int]) -> list[int]:
             return [10 * index for index in indices]
 
-    assert _compat.first_loader_batch(DataLoader(Many(), batch_size=3)).tolist() == [0, 10, 20]
-    assert _compat.first_loader_batch(DataLoader([1, 2, 3], batch_size=2, collate_fn=sum)) == 3
-    assert _compat.first_loader_batch(DataLoader([1, 2, 3], batch_sampler=[[2, 0], [1]])).tolist() == [3, 1]
+    assert _compat_lightning.first_loader_batch(DataLoader(Many(), batch_size=3)).tolist() == [0, 10, 20]
+    assert _compat_lightning.first_loader_batch(DataLoader([1, 2, 3], batch_size=2, collate_fn=sum)) == 3
+    assert _compat_lightning.first_loader_batch(DataLoader([1, 2, 3], batch_sampler=[[2, 0], [1]])).tolist() == [3, 1]
 
 
 def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
     loaders = {"a": DataLoader([1, 2], batch_size=2), "b": [DataLoader([3]), DataLoader([4, 5], batch_size=2)]}
     for given in (loaders, CombinedLoader(loaders, "max_size")):
-        batch = _compat.first_loader_batch(given)
+        batch = _compat_lightning.first_loader_batch(given)
         assert batch["a"].tolist() == [1, 2]
         assert [part.tolist() for part in batch["b"]] == [[3], [4, 5]]
-        assert _compat.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
+        assert _compat_lightning.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
 
 
 def test_first_loader_batch_of_another_iterable_is_its_first_item() -> None:
-    assert _compat.first_loader_batch(_Reiterable()) == "first"
+    assert _compat_lightning.first_loader_batch(_Reiterable()) == "first"
 
 
 class _Reiterable:
@@ -363,7 +378,7 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
     arguments = Namespace(checkpoint_folder=str(folder), output_file=None)
     with pytest.raises(SystemExit):
         _process_cli_args(arguments)
-    torch.save({"epoch": 3}, folder / _compat.metadata_filename())
+    torch.save({"epoch": 3}, folder / _compat_lightning.metadata_filename())
     config = _process_cli_args(arguments)
     checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
     assert checkpoint["epoch"] == 3
@@ -376,10 +391,10 @@ def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_
 def test_averaged_modules_are_the_copies_that_callbacks_keep() -> None:
     callback = L.pytorch.callbacks.EMAWeightAveraging()
     trainer = make_trainer(callbacks=[callback])
-    assert _compat_callbacks.averaged_modules(trainer) == []  # before a fit
+    assert _compat_lightning.averaged_modules(trainer) == []  # before a fit
     module = LitModel("mlp")
     callback.setup(trainer, module, "fit")
-    (copied,) = _compat_callbacks.averaged_modules(trainer)
+    (copied,) = _compat_lightning.averaged_modules(trainer)
     assert type(copied) is LitModel
     assert [name for name, _ in copied.named_parameters()] == [name for name, _ in module.named_parameters()]
 
@@ -389,12 +404,12 @@ def test_throughputs_are_those_of_the_monitors() -> None:
     trainer = make_trainer(callbacks=[callback])
     trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
     callback.setup(trainer, LitModel("mlp"), "fit")
-    assert {throughput.world_size for throughput in _compat_callbacks.throughputs(trainer)} == {1}
+    assert {throughput.world_size for throughput in _compat_lightning.throughputs(trainer)} == {1}
 
 
 @pytest.mark.parametrize(("interval", "by_time"), [(2, False), (0.5, False), ("00:00:00:10", True)])
 def test_validates_by_time_tells_times_from_numbers(interval: Any, by_time: bool) -> None:
-    assert _compat_callbacks.validates_by_time(make_trainer(val_check_interval=interval)) is by_time
+    assert _compat_lightning.validates_by_time(make_trainer(val_check_interval=interval)) is by_time
 
 
 # ------------------------------------------------------------------ torchmetrics
@@ -408,7 +423,7 @@ def test_lightning_logs_for_a_step_what_a_metrics_forward_cache_is() -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             self.metric(3.0)
-            _compat.set_forward_cache(self.metric, torch.tensor(7.0))
+            _compat_lightning.set_forward_cache(self.metric, torch.tensor(7.0))
             self.log("mean", self.metric, on_step=True, on_epoch=True)
             return self.layer(torch.ones(1, 1)).sum()
 
@@ -423,6 +438,6 @@ def test_lightning_logs_for_a_step_what_a_metrics_forward_cache_is() -> None:
 def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:
     strategy = make_trainer().strategy
     for method, in_notebooks in (("fork", True), ("spawn", False)):
-        launcher = _compat.multiprocessing_launcher(strategy, method)
+        launcher = _compat_lightning.multiprocessing_launcher(strategy, method)
         assert launcher.is_interactive_compatible is in_notebooks
         assert callable(launcher.launch)

@@ -24,7 +24,7 @@ ORDER = [
         "plan",
         "rng",
         "_compat",
-        "_compat_callbacks",
+        "_compat_lightning",
         "containers",
         "shapes",
         "sizes",
@@ -92,6 +92,7 @@ ORDER = [
         "hooks",
         "checkpoint",
         "support",
+        "runplan",
         "attributes",
         "precision",
         "session",
@@ -104,9 +105,10 @@ ORDER = [
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
 KNOW_LIGHTNING = {
     "_compat",
-    "_compat_callbacks",
+    "_compat_lightning",
     "hooks",
     "support",
+    "runplan",
     "precision",
     "checkpoint",
     "session",
@@ -116,7 +118,7 @@ KNOW_LIGHTNING = {
     "__main__",
 }
 WITHOUT_TORCH = {"errors", "table", "plan"}
-KNOW_PRIVATE_NAMES = {"_compat", "_compat_callbacks"}
+KNOW_PRIVATE_NAMES = {"_compat", "_compat_lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
 PUBLIC_UNDERSCORED = {"_fields", "_replace", "_asdict"}

@@ -122,7 +122,7 @@ def test_a_plan_is_taken_as_a_path_or_an_object(tmp_path: Path) -> None:
     plan = make_plan(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.ones(2, 3), num_stages=2)
     plan.save(tmp_path / "plan.json")
     for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
-        assert FxPipeStrategy(plan=given)._given_plan == plan
+        assert FxPipeStrategy(plan=given)._plans.options.given == plan
 
 
 def test_the_strategy_is_registered_by_name() -> None:

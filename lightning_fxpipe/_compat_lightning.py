@@ -1,0 +1,258 @@
+"""Private names of Lightning; see :mod:`lightning_fxpipe._compat` for those of torch.
+
+Each has its reason and the versions it was seen in, and a canary in ``tests/test_compat_lightning.py``. Lightning is imported
+inside functions, so that tracing and planning work without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fxpipe._compat import patched_attributes, tree_leaves, tree_map
+from lightning_fxpipe.rng import isolated_rng
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def init_process_group(cluster_environment: Any, backend: str | None, device: torch.device, timeout: timedelta) -> None:
+    """Lightning's own start of the default process group; it has no public name. Lightning 2.6."""
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device,
+        _init_dist_connection,
+    )
+
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(cluster_environment, backend, timeout=timeout, device_id=device_id)
+
+
+def set_forward_cache(metric: Any, value: Any) -> None:
+    """Sets what ``self.log(name, metric)`` logs for the step: the value of the last ``forward``. torchmetrics 1.9."""
+    metric._forward_cache = value
+
+
+def set_rank_zero_only(global_rank: int) -> None:
+    """Tells all of Lightning's ``rank_zero_only`` decorators this process's rank. Lightning 2.6."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+    for decorator in (rank_zero_only, utilities_rank_zero_only):
+        decorator.rank = global_rank  # type: ignore[attr-defined]
+
+
+def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int) -> list[Any]:
+    """Starts ``python script.py`` once more for each further rank of this machine, as every Lightning strategy does.
+
+    Without Lightning's observer of them, which kills this process while it may be telling what happened. Lightning 2.6.
+    """
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    launcher = _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
+    launcher._call_children_scripts()
+    _set_num_threads_if_needed(num_processes=num_processes)
+    return launcher.procs
+
+
+def share_sigterm(trainer: Any, tell: Callable[[], None]) -> Callable[[], None]:
+    """In place of what the Trainer does on SIGTERM calls ``tell``; returns what makes a rank stop at its next batch.
+
+    The Trainer's own handler has all ranks meet in a broadcast, wherever they are; where not all get the signal they wait for
+    each other forever. Lightning 2.6.
+    """
+    connector = trainer._signal_connector
+
+    def stop() -> None:
+        connector.received_sigterm = True
+
+    def received(signum: int, frame: Any) -> None:
+        if not connector.received_sigterm:
+            tell()
+        stop()
+
+    connector._sigterm_notifier_fn = received
+    return stop
+
+
+def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
+    """Starts a process for each rank, which gives its results back and ends with the run; for notebooks. Lightning 2.6."""
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+
+
+def first_batch(trainer: Trainer) -> Any:
+    """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
+
+    The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
+    dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
+    The loops' data sources have no public name. Lightning 2.6.
+    """
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test"}
+    assert trainer.state.fn is not None
+    source = getattr(trainer, f"{names.get(trainer.state.fn, 'predict')}_loop")._data_source
+    if not source.is_defined():
+        return None
+    with isolated_rng():
+        batch = first_loader_batch(source.dataloader(), one_by_one=trainer.state.fn is not TrainerFn.FITTING)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
+    """First batch of one or several dataloaders, in their structure; of the first, where they run one after another."""
+    from lightning.pytorch.utilities import CombinedLoader
+
+    if isinstance(loaders, CombinedLoader):
+        loaders = loaders.iterables
+    with isolated_rng():
+        return _first_of_loader(tree_leaves(loaders)[0]) if one_by_one else tree_map(_first_of_loader, loaders)
+
+
+def _first_of_loader(loader: Any) -> Any:
+    """First batch of one dataloader, without starting its workers."""
+    from torch.utils.data import DataLoader
+
+    if not isinstance(loader, DataLoader):
+        return next(iter(loader))
+    with _kept_generators(loader):
+        return _first_collated(loader)
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Restores the states of the generators that a dataloader and its samplers have of their own."""
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _first_collated(loader: Any) -> Any:
+    from torch.utils.data import IterableDataset
+
+    dataset, collate = loader.dataset, loader.collate_fn
+    if isinstance(dataset, IterableDataset):
+        # A dataset that is its own iterator would lose the samples looked at here.
+        samples = iter(copy.deepcopy(dataset) if hasattr(dataset, "__next__") else dataset)
+        if loader.batch_size is None:
+            return collate(next(samples))
+        return collate(list(itertools.islice(samples, loader.batch_size)))
+    if loader.batch_sampler is None:
+        return collate(dataset[next(iter(loader.sampler))])
+    indices = next(iter(loader.batch_sampler))
+    many = getattr(dataset, "__getitems__", None)
+    return collate(many(indices) if callable(many) else [dataset[index] for index in indices])
+
+
+@contextmanager
+def silenced_loggers(module: Any) -> Iterator[None]:
+    """During the block the module's loggers take everything and keep nothing. Public names, but only where a Trainer is."""
+    trainer: Any = getattr(module, "_trainer", None)  # `trainer` itself raises without one. Lightning 2.6.
+    if not getattr(trainer, "loggers", None):
+        yield
+        return
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    before = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
+
+
+@contextmanager
+def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
+    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``."""
+    trainer: Any = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    from lightning.pytorch import Trainer
+
+    def watched(name: str) -> property:
+        getter: Any = vars(Trainer)[name].fget
+
+        def read(trainer: Any) -> Any:
+            value = getter(trainer)
+            note(name, value)
+            return value
+
+        return property(read)
+
+    with patched_attributes(*((Trainer, name, watched(name)) for name in ("global_step", "current_epoch"))):
+        yield
+
+
+class SkippedBatch:
+    """What ``Strategy.training_step`` returns where the user's returned None."""
+
+
+def allow_skipped_batches(trainer: Trainer) -> None:
+    """Lets training go on after a :class:`SkippedBatch` as it does on one device after None.
+
+    Lightning refuses None where several processes run, since in data-parallel training each decides for itself; the ranks of
+    one pipeline skip together. Lightning 2.6.
+    """
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult
+
+    class MaySkip(ClosureResult):
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+            output = None if isinstance(training_step_output, SkippedBatch) else training_step_output
+            return ClosureResult.from_training_step_output(output, normalize)
+
+    trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
+
+
+def metadata_filename() -> str:
+    """Name of the file in a checkpoint folder by which Lightning knows it. Lightning 2.6."""
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+
+    return _METADATA_FILENAME
+
+
+def batch_counter(trainer: Trainer, kind: str) -> int:
+    """Batches that the step has run on so far, restored with a checkpoint. Lightning 2.6."""
+    if kind == "training_step":
+        return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+    return int(trainer.global_step)
+
+
+def averaged_modules(trainer: Trainer) -> list[nn.Module]:
+    """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    averaging = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]  # type: ignore[attr-defined]
+    return [callback._average_model.module for callback in averaging if callback._average_model is not None]
+
+
+def throughputs(trainer: Trainer) -> list[Any]:
+    """What ``ThroughputMonitor`` callbacks count with; it has no public name. Lightning 2.6."""
+    from lightning.pytorch.callbacks import ThroughputMonitor
+
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, ThroughputMonitor)]  # type: ignore[attr-defined]
+    return [throughput for monitor in monitors for throughput in monitor._throughputs.values()]
+
+
+def validates_by_time(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
