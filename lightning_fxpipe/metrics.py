@@ -39,7 +39,8 @@ class LogEntry:
         name: The logged name.
         value: The batch's value; of a metric that was logged itself, zero.
         options: The call's other arguments, without those about synchronisation over ranks.
-        num_samples: Samples that the value was computed on, the weight in epoch means.
+        num_samples: The weight in epoch means, where the step has named one with ``batch_size``; None leaves it to Lightning,
+            which takes the batch's.
         metric: Where a torchmetrics object was logged, the metric's name.
         is_double: Whether the value was a float64 tensor.
     """
@@ -47,7 +48,7 @@ class LogEntry:
     name: str
     value: float
     options: tuple[tuple[str, Any], ...]
-    num_samples: int
+    num_samples: int | None
     metric: str | None = None
     is_double: bool = False
 
@@ -62,6 +63,7 @@ class _Series:
     is_double: bool = False
     values: list[Tensor] = field(default_factory=list)
     weights: list[int] = field(default_factory=list)
+    has_weights: bool = False
 
 
 class StepLog:
@@ -125,6 +127,7 @@ class StepLog:
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
         series = self._series.setdefault((name, repeat), _Series(name=name, options=tuple(options.items()), metric=metric))
         series.weights.append(self._size if explicit is None else int(explicit))
+        series.has_weights |= explicit is not None
         if metric is None:
             series.values.append(self._checked(name, value))
             series.is_double = isinstance(value, Tensor) and value.dtype == torch.float64
@@ -179,7 +182,7 @@ class StepLog:
                 name=series.name,
                 value=0.0 if series.metric is not None else _combine(series, loss),
                 options=series.options,
-                num_samples=sum(series.weights),
+                num_samples=sum(series.weights) if series.has_weights else None,
                 metric=series.metric,
                 is_double=series.is_double,
             )

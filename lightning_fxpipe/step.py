@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.appended import AppendedEntries
+from lightning_fxpipe.assigned import AssignedValues
 from lightning_fxpipe.batchvalues import unmarked
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics import StepLog
@@ -123,6 +124,7 @@ class BatchRun:
         log: Collects what the step logs.
         device: This rank's device.
         appended: Follows the module's lists.
+        assigned: Follows the attributes that the step only assigns.
         outputs: On the last stage, what the step returned for each microbatch.
         losses: On the last stage, the unweighted loss of each microbatch.
         weights: On the last stage in training, the factor of each microbatch's loss in the batch's loss.
@@ -138,6 +140,7 @@ class BatchRun:
     log: StepLog
     device: torch.device
     appended: AppendedEntries
+    assigned: AssignedValues
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
@@ -166,6 +169,7 @@ class BatchRun:
         """
         stage = setup.stage
         self.log.begin_microbatch(self.sizes[index])
+        self.assigned.begin_microbatch()
         self._has_run_stage = False
         draws = self.randomness.draws
         try:
@@ -187,6 +191,7 @@ class BatchRun:
             if not stage.is_last:
                 return self._in_place_of_outputs(setup, received)
         self.appended.end_microbatch()
+        self.assigned.end_microbatch()
         self.outputs.append(result)
         if not self.step.is_training:
             return torch.zeros((), device=self.device)
@@ -201,6 +206,7 @@ class BatchRun:
         self._rng_before_region = rng_state()
         for index, microbatch in enumerate(self.microbatches):
             self.log.begin_microbatch(self.sizes[index])
+            self.assigned.begin_microbatch()
             with (
                 self.step.context(),
                 self.randomness.microbatch(index, sum(self.sizes[:index]), self.sizes[index]),
@@ -210,6 +216,7 @@ class BatchRun:
                 result = self.step.function(microbatch, *self.step.rest)
             self.log.end_microbatch()
             self.appended.end_microbatch()
+            self.assigned.end_microbatch()
             self.outputs.append(result)
             if self.step.is_training:
                 self._weighted_loss(result, index)

@@ -50,16 +50,35 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
     code = code_of(function)
     if code is None or uses_arguments_after_batch(function):
         return True
+    return any(_CHANGING & {*current.co_names} for current in _codes(type(root), code))
+
+
+def attributes_stored_only(kind: type[nn.Module], code: CodeType | None) -> frozenset[str]:
+    """Names of the attributes that a step, or a method of the class that it calls, assigns and does not read."""
+    stored, loaded = set[str](), set[str]()
+    own = None if code is None or not code.co_varnames else code.co_varnames[0]  # "self"
+    for current in () if code is None else _codes(kind, code):
+        owner = None
+        for instruction in dis.get_instructions(current):
+            if instruction.opname == "STORE_ATTR" and owner == own:
+                stored.add(instruction.argval)
+            elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and owner == own:
+                loaded.add(instruction.argval)
+            owner = instruction.argval if instruction.opname in ("LOAD_FAST", "LOAD_DEREF") else None
+    return frozenset(stored - loaded)
+
+
+def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
+    """The code, and that of the methods of the class that it names, but for those of torch and Lightning."""
     seen, waiting = {code}, [code]
     while waiting and len(seen) < _MAX_METHODS:
         current = waiting.pop()
-        if _CHANGING & {*current.co_names}:
-            return True
-        called = {code_of(getattr(type(root), name, None) or _nothing) for name in current.co_names}
+        yield current
+        called = {code_of(getattr(kind, name, None) or _nothing) for name in current.co_names}
         new = {c for c in called if c is not None and not is_machinery_file(c)} - seen
+        new |= {constant for constant in current.co_consts if isinstance(constant, CodeType)} - seen  # comprehensions
         seen |= new
         waiting += new
-    return False
 
 
 def is_machinery_file(code: CodeType) -> bool:

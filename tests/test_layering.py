@@ -63,6 +63,7 @@ ORDER = [
         "cost",
         "partition",
         "microbatch",
+        "assigned",
         "region",
         "span",
         "survey",

@@ -215,7 +215,7 @@ class TimeFirstBatch(Sgd):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"]) + 0.1 * torch.rand(batch["x"].shape)
         loss = cross_entropy(self(noisy) / batch["temperature"], batch["y"])
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["y"]))
+        self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

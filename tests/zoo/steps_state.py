@@ -264,6 +264,23 @@ class LogsBeforeTheCall(Plain):
 
 EPOCHS = {"max_epochs": 2}
 
+
+class KeepsTheLast(Plain):
+    """Hooks log what the step has left on the module."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.model(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        self.last_loss, self.last_value = loss.detach(), loss.item()
+        self.mean, self.hits, self.size = logits.mean(), int((batch[0] > 0).sum()), len(batch[0])
+        self.kept = {"logits": logits.detach(), "index": batch_idx}
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log_dict({"loss": self.last_loss, "value": self.last_value, "mean": self.mean, "hits": float(self.hits)})
+        self.log_dict({"size": float(self.size), "norm": self.kept["logits"].norm(), "index": float(self.kept["index"])})
+
+
 CASES: dict[str, Case] = {
     "counters_before": Case(make=CountersBefore, batches=labelled, microbatches=(1, 4), trainer=EPOCHS),
     "counters_after": Case(make=CountersAfter, batches=labelled, microbatches=(1, 4), trainer=EPOCHS),
@@ -287,4 +304,5 @@ CASES: dict[str, Case] = {
     "logs_weights": Case(make=LogsWeights, batches=labelled, microbatches=(1,)),
     "logs": Case(make=Logs, batches=lambda: labelled(8, 8, 5), microbatches=(1, 4), trainer=EPOCHS),
     "logs_before_the_call": Case(make=LogsBeforeTheCall, batches=labelled, microbatches=(4,)),
+    "keeps_the_last": Case(make=KeepsTheLast, batches=lambda: labelled(8, 8, 5), microbatches=(1, 2, 4)),
 }
