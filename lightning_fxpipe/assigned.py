@@ -7,12 +7,13 @@ that the step also reads (``self.seen += len(x)``) goes on from microbatch to mi
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fxpipe.batchvalues import BatchValue
 from lightning_fxpipe.joining import BatchLoss, joined
 from lightning_fxpipe.microbatch import merge_outputs
 from lightning_fxpipe.stepcode import attributes_stored_only, code_of
@@ -50,15 +51,17 @@ class AssignedValues:
             if value is not _ABSENT and (value is not before or isinstance(value, numbers.Number)):
                 self._values[name].append(value)
 
-    def join(self, sizes: Sequence[int], loss: BatchLoss) -> None:
+    def join(self, sizes: Sequence[int], loss: BatchLoss, taken: Container[float]) -> None:
         """Sets each attribute to its value for the batch, where it is known how to make it.
 
         Args:
             sizes: Samples in each microbatch.
             loss: The losses of the microbatches.
+            taken: Numbers that were taken out of what metrics gave. These, too, know the batch's value themselves.
         """
         for name, values in self._values.items():
-            if len(values) == len(sizes) > 1:
+            knows = any(isinstance(v, BatchValue) or (isinstance(v, float) and v in taken) for v in values)
+            if len(values) == len(sizes) > 1 and not knows:
                 setattr(self._module, name, self._of_batch(name, values, sizes, loss))
 
     def _of_batch(self, name: str, values: Sequence[Any], sizes: Sequence[int], loss: BatchLoss) -> Any:

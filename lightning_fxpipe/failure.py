@@ -22,6 +22,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
@@ -36,6 +37,7 @@ from lightning_fxpipe.lifeline import Failure, Lifeline, connect
 _WAITING_SECONDS, _BUSY_SECONDS, _LAST_SECONDS = 1.0, 2.0, 4.0
 _TOLD_SECONDS = 2.5  # how long another rank has to tell the user
 _ORDER_SECONDS = 1.0  # how long rank 0 has to say who failed first
+_MEETING_SECONDS = 2.0  # how long ranks that have failed wait for each other to save a checkpoint
 _MAX_TRACEBACK = 100_000
 # Ignored where nobody handles it, so that one that comes too late does nothing.
 _WAKE = getattr(signal, "SIGURG", None)
@@ -91,6 +93,26 @@ def has_failed() -> bool:
     """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
     watch = current_watch()
     return watch is not None and watch.has_failed
+
+
+def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks have come here after a failure, and have made the same progress.
+
+    So it is where each has failed by itself, or all were interrupted. Where one has failed while others waited for it, the
+    connections between them are broken.
+    """
+    watch = current_watch()
+    if watch is None:
+        return True
+    if group is None or watch.connections.are_shut:
+        return False
+    try:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=_MEETING_SECONDS))
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, progress, group=group)
+    except RuntimeError:
+        return False
+    return all(other == found[0] for other in found)
 
 
 def noted_connections() -> contextlib.AbstractContextManager[None]:

@@ -25,13 +25,8 @@ class StageOptimizer:
         self.optimizer = optimizer
         self._module = module
         self._whole: list[list[nn.Parameter]] = []
+        self.group_fqns: tuple[tuple[str, ...], ...] = ()  # of the whole model's parameters in each group
         self.hide_others()
-
-    @property
-    def group_fqns(self) -> tuple[tuple[str, ...], ...]:
-        """FQNs of the whole model's parameters in each group."""
-        names = {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
-        return tuple(tuple(names[id(parameter)] for parameter in group) for group in self._whole)
 
     def show_others(self) -> None:
         """Puts the placeholders into the groups, which then list what they list on one device."""
@@ -40,7 +35,11 @@ class StageOptimizer:
 
     def hide_others(self) -> None:
         """Takes the placeholders out again, also from groups that have been added meanwhile."""
-        self._whole = [list(group["params"]) for group in self.optimizer.param_groups]
+        whole = [list(group["params"]) for group in self.optimizer.param_groups]
+        if [list(map(id, group)) for group in whole] != [list(map(id, group)) for group in self._whole]:
+            names = {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
+            self.group_fqns = tuple(tuple(names[id(parameter)] for parameter in group) for group in whole)
+        self._whole = whole
         for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = [parameter for parameter in parameters if not parameter.is_meta]
         for parameter in [parameter for parameter in self.optimizer.state if parameter.is_meta]:
@@ -57,8 +56,10 @@ class StageOptimizer:
             ],
         }
 
-    def to_cpu(self) -> None:
-        """Moves the states to the CPU, as Lightning does after a run."""
+    def end_run(self) -> None:
+        """Follows the module, which is whole again, and moves the states to the CPU, as Lightning does after a run."""
+        parameters = dict(self._module.named_parameters())
+        self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
         for state in self.optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, Tensor):

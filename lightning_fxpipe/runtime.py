@@ -161,7 +161,7 @@ class PipelineRuntime:
             log.written.run(loss)
             keep_batch_values(self._root)
             run.appended.join(run.sizes, loss)
-            run.assigned.join(run.sizes, loss)
+            run.assigned.join(run.sizes, loss, log.calls.taken)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,

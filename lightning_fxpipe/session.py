@@ -160,7 +160,7 @@ class Session:
         self.make_whole(num_copies=num_copies, must=gathers is True)
         if not self.is_split:
             for optimizer in optimizers:
-                optimizer.to_cpu()
+                optimizer.end_run()
 
     def make_whole(self, *, num_copies: int, must: bool) -> None:
         """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.

@@ -38,7 +38,7 @@ from lightning_fxpipe.checkpoint import (
     save_folder,
     usable_rng,
 )
-from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
+from lightning_fxpipe.failure import begin_run, end_run, has_failed, have_all_stopped_at, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.metricstates import one_replica
@@ -421,8 +421,8 @@ class FxPipeStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
-        if has_failed():
-            # Hooks that run on an exception ask for it. The others are on their way out, each at another place of the step.
+        if has_failed() and not have_all_stopped_at(self.module.trainer.global_step, self.topology.control_group):
+            # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(filepath, self.global_rank)
             return
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}

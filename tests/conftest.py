@@ -13,6 +13,13 @@ pytest.register_assert_rewrite("tests.staging")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start processes run one after the other: more ranks than cores would only wait for each other."""
+    for item in items:
+        if "distributed" in item.path.parts or "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
     """``ranks(world_size)``: the session's processes, started when first asked for, anew after a failure."""
