@@ -65,7 +65,7 @@ def test_a_mean_is_weighted_by_the_sizes_of_the_microbatches() -> None:
         (torch.max, 4.0),
         (max, 4.0),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__qualname__", repr(value)),
 )
 def test_reduce_fx_decides_how_microbatches_are_combined(rule: Any, expected: float) -> None:
     # Only the mean takes the sizes as weights.

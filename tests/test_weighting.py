@@ -65,7 +65,7 @@ def test_a_function_is_given_itself_or_by_its_path(path: Any) -> None:
         ("auto", "tests.test_weighting.AUTO", "expected a function"),
         ("auto", 3, "expected a function"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_options_that_mean_nothing_are_value_errors(reduction: str, weight: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
