@@ -142,7 +142,7 @@ class BatchCheck:
             dist.broadcast_object_list(shared, src=topology.rank_of(topology.num_stages - 1), group=group)
             (finding,) = shared
         assert finding is not None
-        finding = self._check.learn(finding, self._traced)
+        finding = dataclasses.replace(self._check.learn(finding, self._traced), attributes=finding.attributes)
         sizes = self._run.sizes
         now = loss_weights(self._check.reduction, sizes)
         factors = [a / b for a, b in zip(now, loss_weights(before, sizes), strict=True)]
@@ -168,7 +168,9 @@ class BatchCheck:
         outputs = WholeBatch(run, self._batch, self._check.plan)
         try:
             with undone(self._check.root, parameters=changed):
+                run.assigned.rewind()
                 loss = self._loss_of_whole_batch(outputs)
+                differing = [] if isinstance(loss, FakeTensor) else run.assigned.learn()
             if isinstance(loss, FakeTensor):  # made of a stand-in for an output
                 return impossible(outputs.reason)
         except (TooMuchToUndo, NotJoinable) as error:
@@ -181,7 +183,8 @@ class BatchCheck:
         if loss is None:
             return Finding(verdict=Verdict.UNCLEAR)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist()
-        return compare(float(loss), losses, run.sizes, self._check.options, run.weights, run.losses[0].dtype)
+        finding = compare(float(loss), losses, run.sizes, self._check.options, run.weights, run.losses[0].dtype)
+        return dataclasses.replace(finding, attributes=tuple(differing))
 
     def _loss_of_whole_batch(self, outputs: WholeBatch) -> Tensor | None:
         run, root = self._run, self._check.root

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
 from lightning_fxpipe.appended import AppendedEntries
-from lightning_fxpipe.assigned import AssignedValues
+from lightning_fxpipe.assigned import AssignedKinds, AssignedValues
 from lightning_fxpipe.batchvalues import keep_batch_values
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError, UnsupportedError
@@ -107,7 +107,7 @@ class PipelineRuntime:
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
         self._appended_to: set[tuple[Any, ...]] = set()
-        self._counts: set[str] = set()
+        self._assigned_kinds = AssignedKinds()
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
 
@@ -135,7 +135,7 @@ class PipelineRuntime:
             log=log,
             device=self._topology.device,
             appended=AppendedEntries(self._root, self._appended_to),
-            assigned=AssignedValues(self._root, step.function, batch_dim=self._batch_dim, counts=self._counts),
+            assigned=AssignedValues(self._root, step.function, self._assigned_kinds, batch_dim=self._batch_dim),
         )
         if step.is_training and self._topology.is_last:
             run.weights = self._loss.weights(run.microbatches, run.sizes)

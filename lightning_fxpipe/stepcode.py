@@ -11,6 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
@@ -53,19 +54,37 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
     return any(_CHANGING & {*current.co_names} for current in _codes(type(root), code))
 
 
-def attributes_stored_only(kind: type[nn.Module], code: CodeType | None) -> frozenset[str]:
-    """Names of the attributes that a step, or a method of the class that it calls, assigns and does not read."""
+@dataclass(frozen=True, kw_only=True)
+class AttributeNames:
+    """Names of the attributes that a step, or a method of the class that it calls, assigns.
+
+    Attributes:
+        stored: All of them.
+        stored_only: Those that it does not read.
+    """
+
+    stored: frozenset[str]
+    stored_only: frozenset[str]
+
+
+def attributes_of_step(kind: type[nn.Module], code: CodeType | None) -> AttributeNames:
+    """The attributes that a step assigns."""
     stored, loaded = set[str](), set[str]()
     own = None if code is None or not code.co_varnames else code.co_varnames[0]  # "self"
     for current in () if code is None else _codes(kind, code):
-        owner = None
+        owner = None  # of the attribute that the next instruction may be about
         for instruction in dis.get_instructions(current):
-            if instruction.opname == "STORE_ATTR" and owner == own:
-                stored.add(instruction.argval)
-            elif instruction.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and owner == own:
-                loaded.add(instruction.argval)
-            owner = instruction.argval if instruction.opname in ("LOAD_FAST", "LOAD_DEREF") else None
-    return frozenset(stored - loaded)
+            name, kind_of = instruction.argval, instruction.opname
+            # `self.x += 1` copies `self`, loads, adds, swaps and stores.
+            if kind_of == "STORE_ATTR" and (owner == own or (owner == "SWAP" and name in loaded)):
+                stored.add(name)
+            elif kind_of.startswith(("LOAD_ATTR", "LOAD_METHOD")) and owner == own:
+                loaded.add(name)
+            if kind_of in ("LOAD_FAST", "LOAD_DEREF"):
+                owner = name
+            elif kind_of != "COPY":
+                owner = kind_of
+    return AttributeNames(stored=frozenset(stored), stored_only=frozenset(stored - loaded))
 
 
 def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:

@@ -133,6 +133,11 @@ def report_loss(finding: Finding) -> None:
     """Tells what a check of the loss has found, where the user must know it."""
     if finding.message:
         (rank_zero_warn if finding.is_warning else rank_zero_info)(finding.message)
+    if finding.attributes:
+        rank_zero_warn(
+            "The training_step changes attributes of the module from what they were, and with microbatches it changes them "
+            f"differently: {'; '.join(finding.attributes)}. Set num_microbatches=1, or change them in a hook."
+        )
 
 
 Fault = tuple[str, str]

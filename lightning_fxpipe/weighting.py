@@ -165,12 +165,14 @@ class Finding:
         reduction: What the loss is, where it fits.
         message: What the user is told; empty where there is nothing to tell.
         is_warning: Whether it is more than a note.
+        attributes: What the step sets on the module that is another than on one device, a line for each.
     """
 
     verdict: Verdict
     reduction: LossReduction | None = None
     message: str = ""
     is_warning: bool = False
+    attributes: tuple[str, ...] = ()
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -281,6 +281,40 @@ class KeepsTheLast(Plain):
         self.log_dict({"size": float(self.size), "norm": self.kept["logits"].norm(), "index": float(self.kept["index"])})
 
 
+class CountsAndSums(Plain):
+    """Attributes that go on from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.samples, self.total, self.correct = 0, 0, 0.0, torch.tensor(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.model(batch[0]), batch[1])
+        self.steps += 1
+        self.samples += len(batch[0])
+        self.total = self.total + loss.item() * len(batch[0])
+        self.correct = self.correct + (batch[0] > 0).sum()
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log_dict({"steps": float(self.steps), "samples": float(self.samples), "total": self.total})
+        self.log("correct", self.correct.float())
+
+
+class MovingAverage(Plain):
+    """Is another with microbatches, and a warning says so."""
+
+    average = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.model(batch[0]), batch[1])
+        self.average = 0.5 * self.average + 0.5 * loss.item()
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("average", self.average)
+
+
 CASES: dict[str, Case] = {
     "counters_before": Case(make=CountersBefore, batches=labelled, microbatches=(1, 4), trainer=EPOCHS),
     "counters_after": Case(make=CountersAfter, batches=labelled, microbatches=(1, 4), trainer=EPOCHS),
@@ -305,4 +339,6 @@ CASES: dict[str, Case] = {
     "logs": Case(make=Logs, batches=lambda: labelled(8, 8, 5), microbatches=(1, 4), trainer=EPOCHS),
     "logs_before_the_call": Case(make=LogsBeforeTheCall, batches=labelled, microbatches=(4,)),
     "keeps_the_last": Case(make=KeepsTheLast, batches=lambda: labelled(8, 8, 5), microbatches=(1, 2, 4)),
+    "counts_and_sums": Case(make=CountsAndSums, batches=lambda: labelled(8, 8, 5), microbatches=(1, 2, 4)),
+    "moving_average": Case(make=MovingAverage, batches=labelled, microbatches=(1, 2)),
 }
