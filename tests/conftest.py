@@ -13,12 +13,10 @@ pytest.register_assert_rewrite("tests.staging")
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers read the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that start processes run one after the other: more ranks than cores would only wait for each other."""
-    for item in items:
-        if "distributed" in item.path.parts or "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+    if "distributed" in item.path.parts or "ranks" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.fixture(scope="session")
