@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.distributed.pool import RankPool
 
@@ -13,10 +15,20 @@ pytest.register_assert_rewrite("tests.staging")
 torch.set_num_threads(1)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that start processes run one after the other: more ranks than cores would only wait for each other."""
-    if "distributed" in item.path.parts or "ranks" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.xdist_group("ranks"))
+# These start processes. They run one after the other: more ranks than cores would only wait for each other.
+_WITH_RANKS = ("tests/distributed/", "tests/zoo/test_steps.py", "tests/test_launching.py", "tests/test_readme.py")
+
+
+class _RanksApart(LoadScopeScheduling):
+    """One worker has all tests that start ranks, the others share the rest."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ranks" if nodeid.startswith(_WITH_RANKS) else nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Which worker runs which test."""
+    return _RanksApart(config, log)
 
 
 @pytest.fixture(scope="session")
