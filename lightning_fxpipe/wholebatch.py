@@ -105,7 +105,8 @@ class WholeBatch:
             region = find_region(
                 run.root, step, batch_size=num_samples, batch_dim=dim, is_region=lambda module: module is pipelined
             )
-        return trace_region(run.root, region, opened=self._setup.traced.opened, device=run.device)
+        known = self._setup.traced
+        return trace_region(run.root, region, opened=known.opened, device=run.device, wanted=known.wanted)
 
     # ------------------------------------------------------------------ the region's outputs
 
