@@ -300,7 +300,8 @@ def _bernoulli_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any
     """As torch does it for a tensor of probabilities: a uniform number for each, which is compared with it."""
     if len(args) > 1 or "p" in kwargs:
         return _like_other(function, shape, args, kwargs)
-    return args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
+    result: Tensor = args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
+    return result
 
 
 def _bernoulli_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:

@@ -207,7 +207,7 @@ class Powers(Sgd):
         self.encoder, self.decoder = mlp(DIM, WIDTH, WIDTH), mlp(WIDTH, WIDTH, DIM)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        hidden = 1.5 ** self.encoder(batch[0]) ** 2
+        hidden = 0.5 + 1.5 ** self.encoder(batch[0]) ** 2
         hidden **= 2
         return ((self.decoder(hidden) - batch[0]) ** 2).mean()
 
