@@ -228,8 +228,8 @@ class BatchDraws:
         """The draw for the whole batch, None where each microbatch must make its own; and the dimension that is the batch."""
         shape = kind.shape(args, kwargs)
         dim = batch_dim_of(shape, self._size, self._batch_dim)
-        if dim is None:
-            drawn: Tensor = function(*args, **kwargs)  # nothing of the batch: all microbatches share it
+        if dim is None:  # nothing of the batch: all microbatches share it
+            drawn: Tensor = kind.whole(function, shape, args, kwargs) if kind.whole else function(*args, **kwargs)
             return drawn.clone(), None
         if kind.whole is None:
             return None, dim
@@ -296,6 +296,18 @@ def _normal_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Te
     return part.mul_(std).add_(args[0])
 
 
+def _bernoulli_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """As torch does it for a tensor of probabilities: a uniform number for each, which is compared with it."""
+    if len(args) > 1 or "p" in kwargs:
+        return _like_other(function, shape, args, kwargs)
+    result: Tensor = args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
+    return result
+
+
+def _bernoulli_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    return part if len(args) > 1 or "p" in kwargs else (part < args[0]).to(part.dtype)
+
+
 _LIKE = _Kind(_first_shape, _like_other)
 _IN_PLACE = _Kind(_first_shape, _like_other, _written)
 _UNDIVIDED = _Kind(_first_shape)
@@ -316,7 +328,7 @@ _RANDOM: dict[Callable[..., Any], _Kind] = {
     Tensor.log_normal_: _IN_PLACE,
     Tensor.cauchy_: _IN_PLACE,
     Tensor.geometric_: _IN_PLACE,
-    torch.bernoulli: _UNDIVIDED,
+    torch.bernoulli: _Kind(_first_shape, _bernoulli_whole, _bernoulli_finish),
     torch.poisson: _UNDIVIDED,
     torch.randperm: _Kind(lambda args, kwargs: (int(args[0]),)),
     **{

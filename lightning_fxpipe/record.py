@@ -118,6 +118,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is Tensor.__bool__ and isinstance(args[0], FakeTensor):
             return self._decide(args[0])
+        if func is torch.autograd.grad:
+            raise RecordError("torch.autograd.grad differentiates what several stages compute")
         operation, target, extra = target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), watch_mutation(touched) as mutated:

@@ -28,7 +28,8 @@ from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import CallContext, is_query
 
-RunRegion = Callable[[list[Tensor]], "list[Tensor]"]
+# The outputs of a region for its inputs; None where it does not run, and its calls return tensors without data.
+RunRegion = Callable[[list[Tensor]], "list[Tensor] | None"]
 
 _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype)
 
@@ -73,6 +74,10 @@ def watched_step(draws: BatchDraws) -> Iterator[StepMode]:
     mode = StepMode(draws)
     with mode:
         yield mode
+
+
+class RegionRehearsed(BaseException):
+    """Ends a step whose region runs without data, where its last call is, or the first that leaves tensors on modules."""
 
 
 class Replayer:
@@ -140,7 +145,7 @@ class _Replay(StepMode):
         self._run = run
         # The region's first call may stand in a block without gradients, which is none of the others' business.
         self._ambient = CallContext.current(replayer.device_type)
-        self._is_inside = False
+        self._is_inside = self._is_rehearsal = False
         self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
         self._keys: dict[int, TensorKey] = {}
         for position, tensor in enumerate(Template.of(batch).tensors):
@@ -182,6 +187,8 @@ class _Replay(StepMode):
             self._check_same(call, name, args, kwargs)
             if number == self._record.first:
                 self._run_region()
+            if self._is_rehearsal and (number == self._record.last or call.sides):
+                raise RegionRehearsed
             if call.result is not None:
                 return self._replay(call)
         self._is_inside = True
@@ -204,7 +211,8 @@ class _Replay(StepMode):
         except BaseException:
             self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
             raise
-        for key, output in zip(self._record.outputs, outputs, strict=True):
+        self._is_rehearsal = outputs is None
+        for key, output in zip(self._record.outputs, outputs or (), strict=outputs is not None):
             self._remember(output, key)
 
     def _replay(self, call: RecordedCall) -> Any:

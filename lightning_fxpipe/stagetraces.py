@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement
-from lightning_fxpipe.errors import FxPipeError, TraceError
+from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import Assignment, follow_plan
@@ -20,7 +20,7 @@ from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.reads import ReadKey, changed_reads
 from lightning_fxpipe.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.region import StepCall, find_region, trains
-from lightning_fxpipe.replay import Replayer
+from lightning_fxpipe.replay import RegionRehearsed, Replayer
 from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.span import Span, StepRegion
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage
@@ -106,19 +106,23 @@ class StageTraces:
         return kind not in self._unfixed
 
     def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
-        """Whether what the step computes before the region has the shapes that a trace of several calls has it in."""
+        """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
         traced = known.traced
         sizes, record = traced.bind_sizes(shapes), traced.record
         assert sizes is not None and record is not None
         found: list[tuple[int, ...]] = []
         replayer = Replayer(self._root, record, sizes, self._topology.device.type)
-        with suppress(_RegionReached), rehearsed(self._root, call.function, call.args, call.kwargs) as rehearsal:
-            batch = rehearsal.args[0], rehearsal.args[2:]
-            with replayer.lead(batch, BatchDraws(traced.batch_size, self._batch_dim), partial(_note_shapes, found)):
-                call.function(*rehearsal.args, **rehearsal.kwargs)
-        self._note_prelude(kind, rehearsal.facts)
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
-        return not found or found == expected  # a step that skips the model has none
+        is_same = True
+        with suppress(RegionRehearsed), rehearsed(self._root, call.function, call.args, call.kwargs) as rehearsal:
+            batch, draws = (rehearsal.args[0], rehearsal.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
+            try:
+                with replayer.lead(batch, draws, partial(_note_shapes, found, expected)):
+                    call.function(*rehearsal.args, **rehearsal.kwargs)
+            except UnsupportedError:
+                is_same = False  # it takes another path
+        self._note_prelude(kind, rehearsal.facts)
+        return is_same and (not found or found == expected)  # a step that skips the model has none
 
     def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
         if facts is not None:
@@ -245,10 +249,8 @@ def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
     return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))
 
 
-class _RegionReached(BaseException):
-    """Ends a rehearsal at the region's first call."""
-
-
-def _note_shapes(found: list[tuple[int, ...]], inputs: list[Tensor]) -> list[Tensor]:
+def _note_shapes(found: list[tuple[int, ...]], expected: list[tuple[int, ...]], inputs: list[Tensor]) -> None:
+    """Runs no region; its calls return tensors without data."""
     found.extend(tuple(tensor.shape) for tensor in inputs)
-    raise _RegionReached
+    if found != expected:
+        raise RegionRehearsed

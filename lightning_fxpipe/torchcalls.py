@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -40,6 +41,12 @@ LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
 
 # torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
 NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
+
+
+# Methods that bear another's name, as `Tensor.__pow__` does, which calls itself `pow`.
+_RENAMED_METHODS: dict[Any, str] = {
+    value: name for name, value in vars(torch.Tensor).items() if inspect.isfunction(value) and value.__name__ != name
+}
 
 
 class CallContext(NamedTuple):
@@ -99,4 +106,6 @@ def target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
         raise RecordError(f"assigning to Tensor.{func.__self__.__name__} cannot be recorded")  # type: ignore[attr-defined]
     if name is not None and getattr(torch.Tensor, name, None) is func:
         return "call_method", name, ()
+    if func in _RENAMED_METHODS:
+        return "call_method", _RENAMED_METHODS[func], ()
     return "call_function", func, ()

@@ -150,10 +150,15 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
     "uniform_": lambda x: x.new_empty(len(x), 7).uniform_(-1, 1),
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "bernoulli of tensors": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli of a number": lambda x: torch.bernoulli(x, 0.3) if len(x) == BATCH_SIZE else torch.bernoulli(x, p=0.3),
+    "coin flips": lambda x: torch.distributions.Bernoulli(logits=x).sample(),
     "distribution": lambda x: torch.distributions.Normal(x, 2.0).sample(),
     "of no sample": lambda x: torch.rand(()),
     "of other size": lambda x: torch.randn(7, 2),
     "beta": lambda x: torch.distributions.Beta(1.0, 1.0).sample(),
+    "normal of other size": lambda x: torch.normal(torch.full((7,), 2.0), 4.0),
+    "bernoulli of other size": lambda x: torch.bernoulli(torch.full((7,), 0.5)),
 }
 
 
@@ -187,7 +192,7 @@ def test_microbatches_share_the_draw_of_one_device(name: str, sizes: list[int]) 
     parts = in_microbatches(draw, sizes)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(torch.cat([part[1] for part in parts]), after)
-    if name in ("of no sample", "of other size", "beta"):
+    if name in ("of no sample", "of other size", "beta", "normal of other size", "bernoulli of other size"):
         for part, _ in parts:
             assert torch.equal(part, expected)
     else:

@@ -130,6 +130,15 @@ class TwoCalls(Sgd):
         return cross_entropy(self.decoder(self.encoder(ids)).flatten(0, 1), ids.flatten())
 
 
+class TwoCallsWithCounters(TwoCalls):
+    """A coefficient from counters, computed before the calls and used between them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        share = 0.5 * self.global_step + 0.1 * batch_idx
+        ids = batch[0]
+        return cross_entropy(self.decoder(share * self.encoder(ids)).flatten(0, 1), ids.flatten())
+
+
 class TwoCallsCropped(TwoCalls):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids = batch[0][:, : random.randrange(2, LENGTH)]
@@ -147,5 +156,6 @@ CASES: dict[str, Case] = {
     "padding_cut_off": Case(make=Padding, batches=lambda: sequences(8, 8, 5), microbatches=(1, 4), evaluations=VAL),
     "padding_cut_off_three_stages": Case(make=Padding, batches=sequences, microbatches=(4,), stages=3),
     "curriculum_of_two_calls": Case(make=TwoCalls, batches=sequences, microbatches=(2,), callbacks=(Growing,)),
+    "counters_between_two_calls": Case(make=TwoCallsWithCounters, batches=sequences, microbatches=(1, 4)),
     "crop_of_two_calls": Case(make=TwoCallsCropped, batches=sequences, microbatches=(1, 2)),
 }

@@ -96,6 +96,14 @@ class NoiseInForward(NoiseAfterTheModel):
         return cross_entropy(self(batch[0]), batch[1])
 
 
+class MasksInputs(NoiseAfterTheModel):
+    """Coins decide which features are hidden, as in masked modelling."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = torch.bernoulli(torch.full(batch[0].shape, 0.4)).bool()
+        return cross_entropy(self.model(batch[0].masked_fill(hidden, 0.0)), batch[1])
+
+
 class OwnGenerator(NoiseAfterTheModel):
     """A generator of the module's own, drawn from once in each step."""
 
@@ -116,5 +124,6 @@ CASES: dict[str, Case] = {
     "python_choice": Case(make=PythonChoice, batches=labelled, microbatches=(1, 2)),
     "dropout": Case(make=DropoutModel, batches=labelled, microbatches=(1, 2)),
     "noise_in_forward": Case(make=NoiseInForward, batches=labelled, microbatches=(1, 2)),
+    "masks_inputs": Case(make=MasksInputs, batches=labelled, microbatches=(1, 4)),
     "own_generator": Case(make=OwnGenerator, batches=labelled, microbatches=(1, 2)),
 }

@@ -199,6 +199,19 @@ class Perceptual(Sgd):
         return F.mse_loss(self.features(output), self.features(batch[0])) + 0.1 * F.l1_loss(output, batch[0])
 
 
+class Powers(Sgd):
+    """Powers written as operators, in place too, between the model's calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = mlp(DIM, WIDTH, WIDTH), mlp(WIDTH, WIDTH, DIM)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = 0.5 + 1.5 ** self.encoder(batch[0]) ** 2
+        hidden **= 2
+        return ((self.decoder(hidden) - batch[0]) ** 2).mean()
+
+
 class FrozenBackbone(Sgd):
     def __init__(self) -> None:
         super().__init__()
@@ -294,6 +307,7 @@ CASES: dict[str, Case] = {
     "teacher_after": Case(make=TeacherAfter, batches=labelled, microbatches=(1, 4)),
     "momentum_teacher": Case(make=MomentumTeacher, batches=labelled, microbatches=(2,)),
     "perceptual": Case(make=Perceptual, batches=labelled, microbatches=(1, 4)),
+    "powers": Case(make=Powers, batches=labelled, microbatches=(1, 4)),
     "frozen_backbone": Case(make=FrozenBackbone, batches=labelled, microbatches=(1, 4)),
     "frozen_backbone_with_gradient": Case(make=FrozenBackboneWithGradient, batches=labelled, microbatches=(2,)),
     "used_now_and_then": Case(make=UsedNowAndThen, batches=unlabelled, microbatches=(2,), stages=3),
