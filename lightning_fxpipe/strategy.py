@@ -51,13 +51,7 @@ from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import (
-    check_converted,
-    check_optimizers,
-    check_trainer,
-    report_plan,
-    report_unsaved,
-)
+from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
@@ -325,7 +319,7 @@ class FxPipeStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
+        check_optimizers(self.optimizers, self.topology.num_stages)
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
         self.session.hooks.follow(self._stage_optimizers)
 
