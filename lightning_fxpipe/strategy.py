@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -256,7 +257,7 @@ class FxPipeStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = in_step(dataloader, self.topology.control_group)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
-        if getattr(dataloader, "worker_init_fn", self) is None:
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
         return dataloader
 
