@@ -175,7 +175,10 @@ def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module
     request: dict[str, Any] = {
         f"optimizer_{index}": {
             "state": _state_request(module, stored, index),
-            "param_groups": optimizer.state_dict()["param_groups"],
+            "param_groups": [
+                _options_request(group, stored, f"optimizer_{index}.param_groups.{number}.")
+                for number, group in enumerate(optimizer.state_dict()["param_groups"])
+            ],
         }
         for index, optimizer in enumerate(optimizers)
         if any(key.startswith(f"optimizer_{index}.") for key in stored)
@@ -218,6 +221,17 @@ def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> 
             is_tensor = isinstance(meta, TensorStorageMetadata)
             empty = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
             request.setdefault(match[1], {})[match[2]] = empty
+    return request
+
+
+def _options_request(group: Mapping[str, Any], stored: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The stored options of a group, which may be others than it has now: a scheduler adds its own."""
+    names = {key.removeprefix(prefix): meta for key, meta in stored.items() if key.startswith(prefix)}
+    request = {key: value for key, value in group.items() if any(name.partition(".")[0] == key for name in names)}
+    for name, meta in names.items():
+        if name.partition(".")[0] not in group and "." not in name:
+            is_tensor = isinstance(meta, TensorStorageMetadata)
+            request[name] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
     return request
 
 

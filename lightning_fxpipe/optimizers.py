@@ -69,6 +69,9 @@ class StageOptimizer:
         """Takes the states of this rank's parameters, by FQN, and the options of the groups."""
         local = {fqn: parameter for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
+            # As torch does: what a scheduler has put into the groups since is not kept.
+            for key in [key for key in group if key not in (*saved, *self.optimizer.defaults, "params")]:
+                del group[key]
             group.update({key: value for key, value in saved.items() if key != "params"})
         self.optimizer.state.clear()  # a parameter that has no state in the checkpoint has none any more
         for fqn, values in state.items():

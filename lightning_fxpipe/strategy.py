@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -51,13 +52,7 @@ from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import (
-    check_converted,
-    check_optimizers,
-    check_trainer,
-    report_plan,
-    report_unsaved,
-)
+from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
@@ -262,7 +257,7 @@ class FxPipeStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = in_step(dataloader, self.topology.control_group)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
-        if getattr(dataloader, "worker_init_fn", self) is None:
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
         return dataloader
 
@@ -325,7 +320,7 @@ class FxPipeStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
+        check_optimizers(self.optimizers, self.topology.num_stages)
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
         self.session.hooks.follow(self._stage_optimizers)
 

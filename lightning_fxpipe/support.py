@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat_lightning import validates_by_time
+from lightning_fxpipe.coupling import CannotTryError, couples_parameters
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
@@ -90,8 +91,8 @@ def check_converted(converted: nn.Module, module: nn.Module) -> nn.Module:
     return module
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Raises :class:`UnsupportedError` unless there is one optimizer, and one that needs a single backward pass."""
+def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> None:
+    """Raises :class:`UnsupportedError` unless there is one optimizer that can train a stage without the others."""
     if len(optimizers) != 1:
         raise UnsupportedError(
             "strategy='fxpipe' trains with one optimizer.",
@@ -105,6 +106,29 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
             where="configure_optimizers",
             observed="an optimizer that evaluates the loss several times per step and needs the whole model's parameters",
             todo="Use an optimizer that treats each parameter by itself, such as AdamW or SGD.",
+        )
+    if num_stages > 1:
+        _check_uncoupled(optimizers[0])
+
+
+def _check_uncoupled(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    try:
+        coupled = couples_parameters(optimizer)
+    except CannotTryError as error:
+        rank_zero_warn(
+            f"{name} could not be tried on parameters other than its own ({error}). It sees one stage's parameters only: where "
+            "its step uses those of the whole model together, such as their norm, it trains otherwise than on one device."
+        )
+        return
+    if coupled:
+        raise UnsupportedError(
+            "The optimizer's step needs all parameters together, and a rank has those of one stage.",
+            where="configure_optimizers",
+            observed=f"{name}, in which the update of a parameter depends on the gradient of another",
+            expected="an optimizer that treats each parameter by itself",
+            todo="Use AdamW, SGD or such. If the step clips gradients by the norm of all, turn that off, and set"
+            " Trainer(gradient_clip_val=...).",
         )
 
 

@@ -88,6 +88,7 @@ ORDER = [
     ),
     *("options", "lifeline", "connections", "failure", "launcher", "launching"),
     *(
+        "coupling",
         "optimizers",
         "wholemodel",
         "hooks",

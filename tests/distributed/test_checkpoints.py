@@ -142,3 +142,37 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(ranks: Ranks, tmp_path
     for message in ranks(2).run(load_into_another_model, str(tmp_path / "epoch=0.ckpt")):
         assert "model.blocks.0.ln1.bias" in message
         assert "model.layers.0.0.bias" in message
+
+
+class Scheduled(LitModel):
+    """Has a scheduler, which puts options of its own into the optimizer's groups, or none."""
+
+    def __init__(self, name: str, has_scheduler: bool) -> None:
+        super().__init__(name)
+        self.has_scheduler = has_scheduler
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return ([optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]) if self.has_scheduler else optimizer
+
+
+def change_schedule(folder: str, stages: int) -> list[list[str]]:
+    names, path = [], f"{folder}/epoch=0.ckpt"
+    for has_scheduler, ckpt_path in ((False, None), (True, path), (True, None), (False, path)):
+        L.seed_everything(5, verbose=False)
+        keep = ModelCheckpoint(dirpath=folder, filename="{epoch}", enable_version_counter=False)
+        saves: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True} if ckpt_path is None else {}
+        strategy = FxPipeStrategy(num_microbatches=2) if stages > 1 else "auto"
+        trainer = make_trainer(max_epochs=1 if ckpt_path is None else 2, strategy=strategy, devices=stages, **saves)
+        trainer.fit(Scheduled("mlp", has_scheduler), make_loader("mlp"), ckpt_path=ckpt_path)
+        names.append(sorted(trainer.optimizers[0].param_groups[0]))
+    return names
+
+
+def test_a_run_may_be_resumed_with_a_scheduler_that_it_did_not_have_or_without_the_one_it_had(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    alone = change_schedule(str(tmp_path / "alone"), 1)
+    assert [set(alone[1]) - {"params"}, set(alone[3]) - {"params"}] == [set(alone[0]) - {"params"}, set(alone[2]) - {"params"}]
+    for names in ranks(2).run(change_schedule, str(tmp_path / "piped"), 2):
+        assert names == alone

@@ -160,3 +160,32 @@ def test_data_that_ends_early_on_one_rank_is_refused_on_all(ranks: Ranks) -> Non
         assert "stage 0: at least 3 batches; stage 1: 2 batches" in told[0]
         assert "stage 0: at least 3 batches; stage 1: 2 batches" in told[1]
         assert "stage 0: 3 batches; stage 1: 2 batches" in told[2]
+
+
+class Augmented(Dataset[Tensor]):
+    """Random numbers that the workers draw."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(4) + index
+
+
+def fit_augmented(stages: int) -> list[list[str]]:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    seen = []
+    for workers in (False, True):
+        L.seed_everything(5, workers=workers, verbose=False)
+        module = Module()
+        strategy = FxPipeStrategy(num_microbatches=2) if stages > 1 else "auto"
+        make_trainer(max_epochs=1, strategy=strategy, devices=stages).fit(module, DataLoader(Augmented(), 4, num_workers=1))
+        seen.append(module.seen)
+    os.environ["PL_SEED_WORKERS"] = "0"  # as before
+    return seen
+
+
+def test_workers_draw_the_random_numbers_of_one_device_seeded_by_lightning_or_not(ranks: Ranks) -> None:
+    alone = fit_augmented(1)
+    assert alone[0] != alone[1]
+    assert ranks(2).run(fit_augmented, 2) == [alone, alone]
