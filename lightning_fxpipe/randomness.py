@@ -177,12 +177,12 @@ class _Kind:
 
     Attributes:
         shape: Shape of its result, from its arguments.
-        whole: Draws a tensor of another shape in its way; None where that cannot be done.
+        whole: Draws a tensor of another shape in its way; None, or gives None, where that cannot be done.
         finish: Makes its result from its part of the draw and its arguments.
     """
 
     shape: Callable[[tuple[Any, ...], Arguments], Shape]
-    whole: Callable[[Callable[..., Any], Shape, tuple[Any, ...], Arguments], Tensor] | None = None
+    whole: Callable[[Callable[..., Any], Shape, tuple[Any, ...], Arguments], Tensor | None] | None = None
     finish: Callable[[Tensor, tuple[Any, ...], Arguments], Tensor] = lambda part, args, kwargs: part
 
 
@@ -192,6 +192,9 @@ class BatchDraws:
     Args:
         batch_size: Samples in the batch.
         batch_dim: Dimension of the batch in its tensors.
+
+    Attributes:
+        own: Functions that have drawn for a microbatch, and so other numbers than for the batch.
     """
 
     def __init__(self, batch_size: int, batch_dim: int = 0) -> None:
@@ -201,6 +204,7 @@ class BatchDraws:
         self._made: list[tuple[Callable[..., Any], Tensor | None, int | None]] = []
         self._position = self._start = 0
         self._size = batch_size
+        self.own: set[str] = set()
 
     def begin_microbatch(self, start: int, size: int) -> None:
         """Later draws belong to the samples ``start`` to ``start + size``, in the order of those before."""
@@ -216,9 +220,11 @@ class BatchDraws:
             self._made.append((function, *self._draw(kind, function, args, kwargs)))
         known, drawn, dim = self._made[position]
         if known is not function or drawn is None:
+            self.own.add(function.__name__)
             return function(*args, **kwargs)
         part = drawn if dim is None else drawn.narrow(dim, self._start, min(self._size, drawn.shape[dim] - self._start))
         if tuple(part.shape) != kind.shape(args, kwargs):
+            self.own.add(function.__name__)
             return function(*args, **kwargs)
         return kind.finish(part.clone(), args, kwargs)
 
@@ -229,8 +235,8 @@ class BatchDraws:
         shape = kind.shape(args, kwargs)
         dim = batch_dim_of(shape, self._size, self._batch_dim)
         if dim is None:  # nothing of the batch: all microbatches share it
-            drawn: Tensor = kind.whole(function, shape, args, kwargs) if kind.whole else function(*args, **kwargs)
-            return drawn.clone(), None
+            drawn = kind.whole(function, shape, args, kwargs) if kind.whole else function(*args, **kwargs)
+            return drawn if drawn is None else drawn.clone(), None
         if kind.whole is None:
             return None, dim
         return kind.whole(function, (*shape[:dim], self._batch_size, *shape[dim + 1 :]), args, kwargs), dim
@@ -308,6 +314,26 @@ def _bernoulli_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) ->
     return part if len(args) > 1 or "p" in kwargs else (part < args[0]).to(part.dtype)
 
 
+def _multinomial_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+    """As torch does it, for one sample or without replacement: exponential numbers, by which the weights are divided."""
+    num_samples, replacement = _multinomial_arguments(args, kwargs)
+    if num_samples > 1 and replacement:
+        return None
+    result: Tensor = args[0].new_empty(shape).exponential_(generator=kwargs.get("generator"))
+    return result
+
+
+def _multinomial_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    num_samples, _ = _multinomial_arguments(args, kwargs)
+    quotients: Tensor = args[0] / part
+    return quotients.argmax(dim=-1, keepdim=True) if num_samples == 1 else quotients.topk(num_samples, dim=-1).indices
+
+
+def _multinomial_arguments(args: tuple[Any, ...], kwargs: Arguments) -> tuple[int, bool]:
+    num_samples = args[1] if len(args) > 1 else kwargs["num_samples"]
+    return int(num_samples), bool(args[2] if len(args) > 2 else kwargs.get("replacement", False))
+
+
 _LIKE = _Kind(_first_shape, _like_other)
 _IN_PLACE = _Kind(_first_shape, _like_other, _written)
 _UNDIVIDED = _Kind(_first_shape)
@@ -329,6 +355,8 @@ _RANDOM: dict[Callable[..., Any], _Kind] = {
     Tensor.cauchy_: _IN_PLACE,
     Tensor.geometric_: _IN_PLACE,
     torch.bernoulli: _Kind(_first_shape, _bernoulli_whole, _bernoulli_finish),
+    torch.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
+    Tensor.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
     torch.poisson: _UNDIVIDED,
     torch.randperm: _Kind(lambda args, kwargs: (int(args[0]),)),
     **{

@@ -63,6 +63,7 @@ class BatchResult:
         entries: On the last stage, what the step logged.
         rng: On the last stage, the generators' state where the other ranks must take it over.
         finding: What a check of the loss has found; None where there was none.
+        own_draws: Functions that drew other random numbers than on one device.
     """
 
     outputs: list[Any]
@@ -71,6 +72,7 @@ class BatchResult:
     entries: list[LogEntry]
     rng: dict[str, Any] | None
     finding: Finding | None
+    own_draws: frozenset[str] = frozenset()
 
 
 class PipelineRuntime:
@@ -170,6 +172,7 @@ class PipelineRuntime:
             entries=log.entries(run.losses, run.weights) if self._topology.is_last else [],
             rng=run.changed_rng() if self._topology.is_last else None,
             finding=finding,
+            own_draws=frozenset(run.randomness.draws.own),
         )
 
     def _run_passes(self, prepared: Sequence[_Prepared], check: BatchCheck | None) -> None:

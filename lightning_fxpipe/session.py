@@ -33,7 +33,7 @@ from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.step import Step
-from lightning_fxpipe.support import report_loss
+from lightning_fxpipe.support import batch_norms, report_changed_buffers, report_draws, report_loss
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
@@ -76,6 +76,8 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self.hooks = Hooks(module, WholeModel(module, plan, topology), topology)
         self._parked = ParkedGradients()
+        self._knows_buffers = False
+        self._told_of: frozenset[str] = frozenset()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
         self.trace_log = TraceLog(rank_zero_info, rank_zero_warn)
         self._runtime = PipelineRuntime(
@@ -121,9 +123,12 @@ class Session:
             returned None, which skips the batch.
         """
         mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
+        buffers = {} if self._knows_buffers else self._buffers_before()
         with self._parked.collect(mine):
             result, output = self._run(step, batch)
             self._shared.sum_gradients()
+        if len(result.sizes) > 1 and not self._knows_buffers:
+            self._find_changed_buffers(buffers)
         if result.finding is not None:
             report_loss(result.finding)
         if result.loss is None:
@@ -210,8 +215,29 @@ class Session:
             take_over(self.module, attributes, buffers, self._topology.device)
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
+        if new := result.own_draws - self._told_of:
+            self._told_of |= new
+            report_draws(new)
         replay(self.module, entries, metrics, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries), output
+
+    def _buffers_before(self) -> dict[str, Tensor]:
+        """Copies of this stage's buffers, but for those of BatchNorm, of which the user has been told."""
+        norms = {f"{path}.{name}" for path, norm in batch_norms(self.module) for name, _ in norm.named_buffers()}
+        mine = {fqn: buffer for fqn, buffer in self.module.named_buffers() if not buffer.is_meta and fqn not in norms}
+        return {fqn: buffer.clone() for fqn, buffer in mine.items() if self.plan.stages_of(fqn)}
+
+    def _find_changed_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """After the first training batch of several microbatches. Called by every rank."""
+        self._knows_buffers = True
+        names = [fqn for fqn, value in before.items() if not torch.equal(self.module.get_buffer(fqn), value)]
+        group = self._topology.control_group
+        if group is not None and self._topology.num_stages > 1:
+            found: list[list[str]] = [[] for _ in range(self._topology.num_stages)]
+            dist.all_gather_object(found, names, group=group)
+            names = [name for part in found for name in part]
+        if names:
+            report_changed_buffers(sorted(set(names)))
 
     def _common_buffers(self) -> dict[str, Tensor]:
         """The buffers that no stage holds, so that every rank has them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -143,14 +143,36 @@ def report_unsaved(path: object, rank: int) -> None:
     print(f"[rank {rank}] no checkpoint saved to {path}: the run has failed", file=sys.stderr, flush=True)
 
 
+def batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The BatchNorm layers of a module, with their paths."""
+    return [(path, child) for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+
+
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
     """Warns where BatchNorm would normalise over microbatches instead of the batch, which changes what is trained."""
-    found = [path for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+    found = [path for path, _ in batch_norms(module)]
     if found and num_microbatches != 1:
         rank_zero_warn(
             f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise over one microbatch, not the whole batch, as with "
             "gradient accumulation. For the statistics of one device, set FxPipeStrategy(num_microbatches=1)."
         )
+
+
+def report_changed_buffers(names: Sequence[str]) -> None:
+    """Warns of buffers that the model itself changes, once for each microbatch."""
+    rank_zero_warn(
+        f"{len(names)} buffers ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}) are changed by the model while it "
+        "runs: once for each microbatch, as with accumulation. For those of one device, set FxPipeStrategy(num_microbatches=1)."
+    )
+
+
+def report_draws(functions: Iterable[str]) -> None:
+    """Warns of random numbers that are not one device's."""
+    rank_zero_warn(
+        f"The step draws random numbers with {', '.join(sorted(functions))} for each microbatch by itself: not those that one "
+        "device draws for the batch, because their number is not that of the samples or they depend on each other. For one "
+        "device's, set FxPipeStrategy(num_microbatches=1)."
+    )
 
 
 def report_loss(finding: Finding) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_fxpipe.randomness import (
+    BatchDraws,
     BatchRandomness,
     continued_random_numbers,
     generator_state,
@@ -235,3 +236,26 @@ def test_generator_state_goes_on_where_another_stopped() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     set_generator_state(state)
     assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(("num_samples", "replacement"), [(1, True), (1, False), (3, False)])
+def test_samples_of_a_microbatch_are_those_of_the_batch(num_samples: int, replacement: bool) -> None:
+    weights = torch.rand(6, 5) + 0.1
+    torch.manual_seed(3)
+    expected = torch.multinomial(weights, num_samples, replacement)
+    torch.manual_seed(3)
+    draws = BatchDraws(6)
+    found = []
+    for start in (0, 2, 4):
+        draws.begin_microbatch(start, 2)
+        found.append(draws.call(torch.multinomial, (weights[start : start + 2], num_samples, replacement), {}))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=0)
+    assert draws.own == set()
+
+
+def test_draws_that_cannot_be_those_of_the_batch_are_named() -> None:
+    draws = BatchDraws(6)
+    draws.begin_microbatch(0, 2)
+    draws.call(torch.multinomial, (torch.ones(2, 5), 3, True), {})
+    draws.call(torch.randperm, (2,), {})
+    assert draws.own == {"multinomial", "randperm"}

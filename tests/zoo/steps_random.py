@@ -116,6 +116,19 @@ class OwnGenerator(NoiseAfterTheModel):
         return cross_entropy(self.model(x), batch[1])
 
 
+class SamplesActions(Sgd):
+    """As in reinforcement learning: actions are drawn from what the model gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = classifier()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        policy = torch.distributions.Categorical(logits=self.model(batch[0]))
+        actions = policy.sample()
+        return -(policy.log_prob(actions) * (actions == batch[1]).float()).mean()
+
+
 CASES: dict[str, Case] = {
     "diffusion": Case(make=Diffusion, batches=unlabelled, microbatches=(1, 2)),
     "noise_after_the_model": Case(make=NoiseAfterTheModel, batches=labelled, microbatches=(1, 2)),
@@ -126,4 +139,5 @@ CASES: dict[str, Case] = {
     "noise_in_forward": Case(make=NoiseInForward, batches=labelled, microbatches=(1, 2)),
     "masks_inputs": Case(make=MasksInputs, batches=labelled, microbatches=(1, 4)),
     "own_generator": Case(make=OwnGenerator, batches=labelled, microbatches=(1, 2)),
+    "samples_actions": Case(make=SamplesActions, batches=labelled, microbatches=(1, 4)),
 }
