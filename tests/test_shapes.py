@@ -422,7 +422,7 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
         step = Step(
             kind=StepKind.TRAIN, function=root.training_step, rest=(index,), context=nullcontext, random_key=("train", index)
         )
-        stages.run(step, batch)
+        stages.run(step, batch, {})
     return messages
 
 

@@ -123,7 +123,7 @@ def instrument(parts: Parts) -> None:
     for name in ("batch_size", "plan_passes", "split_batch"):
         parts.wrap("split the batch", runtime, name)
     parts.wrap("split the batch", session, "merge_outputs")
-    parts.wrap("find trace and schedule", runtime.PipelineRuntime, "_pipeline")
+    parts.wrap("find trace and schedule", runtime.PipelineRuntime, "_prepare")
     parts.wrap("weights and checks of the loss", reduction.LossCheck, "weights")
     parts.wrap("weights and checks of the loss", reduction.LossCheck, "begin")
     parts.wrap("random numbers", randomness.BatchRandomness, "__init__")
@@ -139,6 +139,12 @@ def instrument(parts: Parts) -> None:
     parts.wrap("attributes of the module", attributes.StepAttributes, "__init__")
     parts.wrap("attributes of the module", attributes.StepAttributes, "changes")
     parts.wrap("attributes of the module", session.Session, "_common_buffers")
+    for followed in (runtime.AssignedValues, runtime.AppendedEntries):
+        for name in ("__init__", "end_microbatch", "join"):
+            parts.wrap("attributes of the module", followed, name)
+    parts.wrap("metrics of the module", session, "held_metrics")
+    for name in ("__init__", "changes"):
+        parts.wrap("metrics of the module", session.MetricStates, name)
     parts.wrap_context("gradients", gradients.ParkedGradients, "collect")
     parts.wrap("gradients", gradients.ParkedGradients, "install")
     parts.wrap("gradients", gradients.SharedParameters, "sum_gradients")
