@@ -121,6 +121,7 @@ def fit_unseeded() -> dict[str, list[str]]:
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_see_the_same_batches_though_nobody_seeded(ranks: Ranks) -> None:
     first, second = ranks(2).run(fit_unseeded)
     assert first == second
