@@ -144,8 +144,11 @@ def test_processes_that_are_spawned(tmp_path: Path) -> None:
     assert [float(number) for number in line[3:]] == pytest.approx([float(n) for n in expected()], abs=5e-5)
 
 
-def test_one_device_needs_no_launcher() -> None:
-    assert make_trainer(strategy="fxpipe", devices=1).strategy.launcher is None
+def test_one_device_starts_no_process_and_runs_in_a_notebook() -> None:
+    launcher = make_trainer(strategy="fxpipe", devices=1).strategy.launcher
+    assert launcher is not None
+    assert launcher.is_interactive_compatible
+    assert launcher.launch(lambda value: value + 1, 2) == 3
 
 
 def test_an_interactive_session_that_would_lose_the_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
