@@ -28,6 +28,7 @@ from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import LOOKS
 from lightning_fxpipe.trace import fake_run
 
+_CONTAINERS = (list, tuple, dict)
 # A step that calls the model for none of so many batches is taken to have none.
 _MAX_SKIPPED = 3
 
@@ -244,9 +245,6 @@ class _Survey(SpanRecorder):
             return tuple(dict.fromkeys(made))
         used |= {key for call in calls for path, _, key in call.sides if path == call.name}  # nobody else would set them
         return tuple(dict.fromkeys(key for key in made if key in used))
-
-
-_CONTAINERS = (list, tuple, dict)
 
 
 @dataclass(frozen=True, kw_only=True)
