@@ -44,6 +44,7 @@ ORDER = [
         "signals",
         "objects",
         "torchcalls",
+        "parameteruse",
         "examples",
         "checkpointing",
         "probe",
