@@ -83,6 +83,7 @@ ORDER = [
         "loading",
         "stagetraces",
         "wholebatch",
+        "evaluation",
         "reduction",
         "runtime",
         "gradients",
