@@ -6,9 +6,10 @@ canary for each: it fails, by name, on the first release that changes one of the
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -276,7 +277,10 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------- Lightning
+def return_memory() -> None:
+    """Gives freed memory back to the system, which glibc keeps for later where blocks are small; no public name does."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def abort_process_groups() -> None:

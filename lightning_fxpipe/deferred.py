@@ -173,6 +173,16 @@ class Construction:
         """Whether a tensor on the meta device is one that the block takes for a real one."""
         return storage_key(tensor) in self._pretending
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has been recorded."""
+        return not self._storages
+
+    def needs_draws(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether tensors depend on random numbers that have not been drawn yet."""
+        needed = self._needed({storage_key(tensor) for tensor in tensors}, len(self._steps), {}, 0)
+        return not set(self._undrawn).isdisjoint(needed)
+
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Treats tensors without data from elsewhere as if this had made them."""
         for tensor in tensors:
@@ -210,8 +220,9 @@ class Construction:
         if device.type not in ("meta", "cpu", self.device.type):
             return function(*args, **kwargs)
         result = _without_data(function, args, kwargs)
-        is_table = device != _META and not _is_random(function) and "empty" not in str(function)
-        if is_table and sum(tensor.nbytes for tensor in _tensors(result)) <= _SMALL:
+        size = sum(tensor.nbytes for tensor in _tensors(result))
+        is_table = not _is_random(function) and "empty" not in str(function) and size <= _SMALL
+        if device != _META and (is_table or not size):  # what is empty may get a storage from elsewhere
             return function(*args, **kwargs)
         return self._note(function, args, kwargs, result, [], pretends=device != _META)
 
@@ -278,17 +289,17 @@ class Construction:
 
     # ------------------------------------------------------------------ making
 
-    def catch_up(self, wanted: Collection[Tensor] = ()) -> None:
+    def catch_up(self, wanted: Iterable[Tensor] = ()) -> None:
         """Draws the random numbers of steps for which they have not been drawn, and throws them away.
 
         Args:
-            wanted: Tensors that lie on the meta device because the block asked for that, and are to have data all the same.
+            wanted: Tensors that may lie on the meta device because the block asked for that, and are to have data all the same.
         """
-        needed = self._needed({storage_key(tensor) for tensor in wanted}, len(self._steps), {}, 0) if wanted else ()
+        draws_all = self.needs_draws(wanted)
         undrawn, self._undrawn = self._undrawn, []
         for index in undrawn:
             step = self._steps[index]
-            if index not in needed and not any(key in self._pretending for key in step.writes):
+            if not draws_all and self._pretending.isdisjoint(step.writes):
                 self._undrawn.append(index)
                 continue
             self._states[index] = generator_of(step.kwargs, self.device).get_state()
@@ -442,7 +453,9 @@ def _staying(arguments: Any, device: torch.device) -> Any:
     """Arguments of ``Tensor.to`` that leave a tensor without data where it is, if it is asked to where it will be."""
 
     def stay(argument: Any) -> Any:
-        is_device = isinstance(argument, torch.device) or (isinstance(argument, str) and argument.partition(":")[0] == device.type)
+        is_device = isinstance(argument, torch.device) or (
+            isinstance(argument, str) and argument.partition(":")[0] == device.type
+        )
         if is_device and torch.device(argument).type == device.type:
             return _META
         return torch.empty(0, dtype=argument.dtype, device=_META) if isinstance(argument, Tensor) else argument

@@ -37,9 +37,7 @@ def kept_generators(generators: Iterable[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def spend(
-    function: Any, scalars: Sequence[Any], kwargs: Mapping[str, Any], blank: Tensor, device: torch.device
-) -> None:
+def spend(function: Any, scalars: Sequence[Any], kwargs: Mapping[str, Any], blank: Tensor, device: torch.device) -> None:
     """Draws what an operator that fills a tensor would draw, and throws it away.
 
     Args:

@@ -17,11 +17,13 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
+from lightning_fxpipe.checkpoint import load_model
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
+from lightning_fxpipe.materialise import Materials
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
@@ -50,6 +52,7 @@ class Session:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+        materials: Values for the tensors that have no data.
 
     Attributes:
         is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
@@ -64,12 +67,14 @@ class Session:
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
+        materials: Materials | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
         self._topology = topology
         self.is_split = True
-        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device)
+        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device, materials)
+        self._materials = materials
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
         belong_to_one_replica(held_metrics(module).values())
@@ -104,6 +109,13 @@ class Session:
                     throughput.available_flops and throughput.available_flops * self._topology.num_stages
                 )
         self.hooks.install(trainer)
+
+    def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads this rank's part of a checkpoint into the module, and initialises what has no data and is not in there."""
+        with self.hooks.suspended():
+            load_model(self.module, checkpoint["state_dict"], strict=strict)
+            if self._materials is not None:
+                self._materials.finish(checkpoint["state_dict"].keys(), draws="lightning_fxpipe" not in checkpoint)
 
     def restore_groups(self, trainer: Trainer) -> None:
         """Brings back the optimizer's groups that finetuning has added.
@@ -196,6 +208,9 @@ class Session:
         Returns:
             The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
         """
+        if self._materials is not None:  # the checkpoint that was to come has come
+            self._materials.finish((), draws=True)
+            self._materials = None
         is_last = self._topology.is_last
         metrics = held_metrics(self.module)
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
@@ -242,6 +257,13 @@ class Session:
     def _common_buffers(self) -> dict[str, Tensor]:
         """The buffers that no stage holds, so that every rank has them."""
         return {fqn: buffer for fqn, buffer in self.module.named_buffers() if not self.plan.stages_of(fqn)}
+
+
+def awaits_checkpoint(trainer: Trainer, module: Any) -> bool:
+    """Whether a checkpoint is loaded before the run, so that initial values are not needed: not by hooks that change it either."""
+    hooks = (getattr(owner, "on_load_checkpoint", None) for owner in (module, *trainer.callbacks))  # type: ignore[attr-defined]
+    is_own = all(str(getattr(hook, "__module__", "")).startswith(("lightning.", "lightning_fxpipe.")) for hook in hooks)
+    return trainer.ckpt_path is not None and is_own
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

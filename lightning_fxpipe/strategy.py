@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,7 +31,6 @@ from lightning_fxpipe._compat_lightning import (
     share_sigterm,
 )
 from lightning_fxpipe.checkpoint import (
-    load_model,
     load_optimizers,
     module_state,
     portable_rng,
@@ -42,6 +41,7 @@ from lightning_fxpipe.checkpoint import (
 from lightning_fxpipe.failure import begin_run, end_run, has_failed, have_all_stopped_at, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
+from lightning_fxpipe.materialise import Constructions
 from lightning_fxpipe.metricstates import one_replica
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
@@ -50,7 +50,7 @@ from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
-from lightning_fxpipe.session import Session
+from lightning_fxpipe.session import Session, awaits_checkpoint
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
 from lightning_fxpipe.topology import Topology, make_topology
@@ -132,6 +132,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._restored_from: Path | None = None
         self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
         self._patches = ExitStack()
+        self._constructions = Constructions()
 
     # ------------------------------------------------------------------ environment
 
@@ -264,6 +265,19 @@ class FxPipeStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ setup
 
     @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it."""
+        trainer = self.lightning_module and self.module.trainer
+        is_running = trainer is not None and trainer.state.status is TrainerStatus.RUNNING
+        with ExitStack() as stack:
+            stack.enter_context(self.precision_plugin.tensor_init_context())
+            if empty_init or (empty_init is None and is_running):
+                draws = not (is_running and awaits_checkpoint(trainer, self.module))
+                stack.enter_context(self._constructions.recording(self.root_device, draws=draws))
+            yield
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -274,7 +288,8 @@ class FxPipeStrategy(ParallelStrategy):
         self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
-        self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
+        with self._constructions.changing(self.module):
+            self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if self._session is None or self._session.module is not self.module or not self._session.is_split:
             self._split(trainer)
         self.session.prepare(trainer)
@@ -290,6 +305,8 @@ class FxPipeStrategy(ParallelStrategy):
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
+        draws = not awaits_checkpoint(trainer, self.module)
+        materials = self._constructions.take(self.module, torch.device("cpu"), draws=draws)
         with noted_connections():
             plan = self._plans.known(trainer, self.module)
             if plan is None:
@@ -310,6 +327,7 @@ class FxPipeStrategy(ParallelStrategy):
                 num_microbatches=self._num_microbatches,
                 schedule=self._schedule,
                 loss=self._loss,
+                materials=materials,
             )
 
     @override
@@ -432,8 +450,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self.session.hooks.suspended():
-            load_model(self.module, checkpoint["state_dict"], strict=strict)
+        self.session.load(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
