@@ -110,6 +110,11 @@ class Session:
                 )
         self.hooks.install(trainer)
 
+    @property
+    def awaited(self) -> frozenset[str]:
+        """FQNs of this rank's tensors that a checkpoint is to give their first values."""
+        return self._materials.awaited if self._materials is not None else frozenset()
+
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Loads this rank's part of a checkpoint into the module, and initialises what has no data and is not in there."""
         with self.hooks.suspended():
