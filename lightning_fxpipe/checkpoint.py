@@ -106,7 +106,7 @@ def read_checkpoint(
         path: A folder written by :func:`save_folder`, or a single file as a plain Trainer writes it.
         module: The module, with placeholders for other stages' tensors.
         weights_only: For ``torch.load``.
-        into: FQNs of tensors of the module that have no values yet, and are read in place.
+        into: FQNs of tensors of the module that are read in place, which saves memory.
 
     Returns:
         The checkpoint. In states of the model, placeholders stand for the other stages' tensors.

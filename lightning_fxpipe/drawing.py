@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Elements that are drawn at a time.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 
 
 def generator_of(kwargs: Mapping[str, Any], device: torch.device) -> torch.Generator:

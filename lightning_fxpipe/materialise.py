@@ -114,12 +114,6 @@ class Materials:
         if self._waits:
             self._pending.append((tensor, self._twins[fqn]))
 
-    @property
-    def awaited(self) -> frozenset[str]:
-        """FQNs of the tensors whose values are to come."""
-        pending = {id(twin) for _, twin in self._pending}
-        return frozenset(fqn for fqn, twin in self._twins.items() if id(twin) in pending)
-
     def finish(self, loaded: Collection[str], *, draws: bool) -> None:
         """Initialises what a checkpoint has not brought. Called by every rank.
 

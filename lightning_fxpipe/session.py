@@ -111,9 +111,11 @@ class Session:
         self.hooks.install(trainer)
 
     @property
-    def awaited(self) -> frozenset[str]:
-        """FQNs of this rank's tensors that a checkpoint is to give their first values."""
-        return self._materials.awaited if self._materials is not None else frozenset()
+    def readable(self) -> frozenset[str]:
+        """FQNs of this rank's tensors that a checkpoint may be read into: nobody looks at them before it is loaded."""
+        if _hooks_change_checkpoints(self.module.trainer, self.module):
+            return frozenset()
+        return frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Loads this rank's part of a checkpoint into the module, and initialises what has no data and is not in there."""
@@ -265,10 +267,17 @@ class Session:
 
 
 def awaits_checkpoint(trainer: Trainer, module: Any) -> bool:
-    """Whether a checkpoint is loaded before the run, so that initial values are not needed: not by hooks that change it either."""
-    hooks = (getattr(owner, "on_load_checkpoint", None) for owner in (module, *trainer.callbacks))  # type: ignore[attr-defined]
-    is_own = all(str(getattr(hook, "__module__", "")).startswith(("lightning.", "lightning_fxpipe.")) for hook in hooks)
-    return trainer.ckpt_path is not None and is_own
+    """Whether a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
+    requested = getattr(trainer.strategy.launcher, "requested", None)
+    # Where there is no last one, the Trainer goes on without.
+    return requested not in (None, "last") and not _hooks_change_checkpoints(trainer, module)
+
+
+def _hooks_change_checkpoints(trainer: Trainer, module: Any) -> bool:
+    """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
+    owners = (module, *trainer.callbacks)  # type: ignore[attr-defined]
+    modules = [str(getattr(owner.on_load_checkpoint, "__module__", "")) for owner in owners]
+    return not all(name.startswith(("lightning.", "pytorch_lightning.", "lightning_fxpipe.")) for name in modules)
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

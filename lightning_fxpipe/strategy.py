@@ -446,8 +446,8 @@ class FxPipeStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._restored_from = Path(self.broadcast(checkpoint_path))
         with self.session.hooks.suspended():
-            awaited = self.session.awaited
-            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only, into=awaited)
+            into = self.session.readable
+            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only, into=into)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
