@@ -97,9 +97,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_checkpoint(
-    path: Path, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()
-) -> dict[str, Any]:
+def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()) -> dict[str, Any]:
     """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
@@ -131,9 +129,7 @@ def read_checkpoint(
     return checkpoint
 
 
-def _request(
-    stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any], into: Collection[str] = ()
-) -> dict[str, Any]:
+def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any], into: Collection[str] = ()) -> dict[str, Any]:
     """Empty tensors for this rank's part of a stored state, and for all that the model does not know."""
     found: dict[str, Any] = {}
     lists = [name for name, value in expected.items() if isinstance(value, list)]

@@ -1,19 +1,18 @@
 """Construction without memory: what makes and initialises tensors is written down, and done later for those that are needed.
 
-While a :class:`Construction` records, new tensors have no data: they lie on the meta device, and say that they do not. Each torch
-call on them becomes a step. Later the steps that some tensors depend on are made again, in order, and give these the very values
-that they would have got at once: a step that draws random numbers has the generator's state of the moment, and the generator goes
-on as if it had drawn. Where the construction looks at a value (``item``, ``tolist``), that one is computed at once.
+While a :class:`Construction` records, new tensors have no data: they lie on the meta device, and say that they do not. Each
+torch call on them is written down. Made again later, the calls that some tensors depend on give these the very values that they
+would have got at once: one that draws random numbers has the generator's state of the moment, and the generator goes on as if
+it had drawn. Where the construction looks at a value (``item``, ``tolist``), that one is computed at once.
 
-What the block itself asks to lie on the meta device does as on any day, and is recorded as well; random numbers for it are drawn
-only if it is wanted in the end.
+What the block itself asks to lie on the meta device does so as ever, and is written down as well; random numbers for it are
+drawn only if it is wanted in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,95 +20,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat import TorchDispatchMode, storage_key, tree_leaves, tree_map, version_of
-from lightning_fxpipe.drawing import generator_of, kept_generators, spend
+from lightning_fxpipe._compat import TorchDispatchMode, storage_key, tree_map, version_of
+from lightning_fxpipe.remake import Recording, is_empty_memory, is_random, on_device, tensors_in
 
 # Tensors up to this size that are no random numbers are made at once: tables, masks, states of metrics.
 _SMALL = 64 * 1024
-# Larger tensors with data that a step takes are not copied.
-_LARGE = 1024 * 1024
 _META = torch.device("meta")
-# They set all of the tensor that they change, whatever it was.
-_OVERWRITE = frozenset(
-    ("uniform_", "normal_", "fill_", "zero_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "copy_")
-)
-_FACTORY_OF = {"rand": torch.ops.aten.uniform_.default, "randn": torch.ops.aten.normal_.default}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a tensor lies: its storage, and its shape in there."""
-
-    storage: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Place:
-        """That of a tensor."""
-        return cls(
-            storage=storage_key(tensor),
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=tensor.storage_offset(),
-        )
-
-    def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of a storage with data."""
-        with torch.no_grad():
-            empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return empty.set_(storage, self.offset, self.shape, self.stride)
-
-
-@dataclass(frozen=True, eq=False)
-class _Constant:
-    """A tensor with data that a step takes."""
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Constant:
-        kept = tensor.detach() if tensor.nbytes > _LARGE else tensor.detach().clone()
-        return cls(kept, version_of(kept))
-
-    def value(self) -> Tensor:
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError("A tensor that weights are initialised from was changed after that.")
-        return self.tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """A torch call.
-
-    Attributes:
-        function: What is called.
-        args: Its arguments, with places for tensors without data.
-        kwargs: Its keyword arguments.
-        results: Places of the tensors that it returns.
-        reads: Storages that it needs.
-        writes: Storages that it makes or changes.
-        overwritten: The storage of which nothing older is left afterwards.
-        is_random: Whether it draws random numbers.
-    """
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[Place, ...]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    overwritten: int | None
-    is_random: bool
-
-    @property
-    def name(self) -> str:
-        """Name of the operator."""
-        return str(self.function.overloadpacket.__name__)
 
 
 class Construction:
@@ -124,17 +40,9 @@ class Construction:
     def __init__(self, device: torch.device, *, draws: bool = True) -> None:
         self.device = device
         self._draws = draws
-        self._steps: list[_Step] = []
-        self._undrawn: list[int] = []  # steps whose random numbers are still to be drawn
-        self._states: dict[int, Tensor] = {}  # of the generator, before a step
-        self._storages: dict[int, torch.UntypedStorage] = {}  # without data; kept, so that no other gets the same key
+        self._recording = Recording(device)
         self._pretending: set[int] = set()  # storages whose tensors say that they are not on the meta device
-        self._written: dict[int, int] = {}  # elements that steps have set, by storage
-        self._registered: dict[int, tuple[Tensor, int]] = {}
-        self._recent: dict[int, torch.UntypedStorage] = {}  # what was computed last while recording
-        self._recent_until = 0
-
-    # ------------------------------------------------------------------ recording
+        self._registered: dict[int, tuple[Tensor, int]] = {}  # with their versions
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -152,22 +60,22 @@ class Construction:
         finally:
             for handle in handles:
                 handle.remove()
-            self._recent = {}
+            self._recording.forget_values()
             for tensor in [*found, *(tensor for tensor, _ in self._registered.values())]:
                 self._registered[id(tensor)] = tensor, version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor was made, or first registered, while this was recording."""
-        return id(tensor) in self._registered or storage_key(tensor) in self._storages
+        return id(tensor) in self._registered or self._recording.knows(tensor)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether nobody has changed a tensor while this was not recording."""
         _, version = self._registered.get(id(tensor), (tensor, version_of(tensor)))
-        return storage_key(tensor) in self._storages and version == version_of(tensor)
+        return self._recording.knows(tensor) and version == version_of(tensor)
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether the tensor has got values."""
-        return self._written.get(storage_key(tensor), 0) >= tensor.numel()
+        return self._recording.is_written(tensor)
 
     def pretends(self, tensor: Tensor) -> bool:
         """Whether a tensor on the meta device is one that the block takes for a real one."""
@@ -176,17 +84,16 @@ class Construction:
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been recorded."""
-        return not self._storages
+        return self._recording.is_empty
 
     def needs_draws(self, tensors: Iterable[Tensor]) -> bool:
         """Whether tensors depend on random numbers that have not been drawn yet."""
-        needed = self._needed({storage_key(tensor) for tensor in tensors}, len(self._steps), {}, 0)
-        return not set(self._undrawn).isdisjoint(needed)
+        return self._recording.needs_draws(tensors)
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Treats tensors without data from elsewhere as if this had made them."""
         for tensor in tensors:
-            self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
+            self._recording.know(tensor)
             self._pretending.add(storage_key(tensor))
 
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
@@ -195,7 +102,7 @@ class Construction:
 
     def operate(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator of the block."""
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in tensors):
             if tensors or not _takes_device(function):
                 return function(*args, **kwargs)
@@ -211,7 +118,7 @@ class Construction:
             except Exception:
                 result = None
             else:
-                if changed or _tensors(result):
+                if changed or tensors_in(result):
                     return self._note(function, args, kwargs, result, changed)
         return self._with_data(function, args, kwargs, [tensor for tensor in changed if tensor.is_meta])
 
@@ -220,8 +127,8 @@ class Construction:
         if device.type not in ("meta", "cpu", self.device.type):
             return function(*args, **kwargs)
         result = _without_data(function, args, kwargs)
-        size = sum(tensor.nbytes for tensor in _tensors(result))
-        is_table = not _is_random(function) and "empty" not in str(function) and size <= _SMALL
+        size = sum(tensor.nbytes for tensor in tensors_in(result))
+        is_table = not is_random(function) and not is_empty_memory(function) and size <= _SMALL
         if device != _META and (is_table or not size):  # what is empty may get a storage from elsewhere
             return function(*args, **kwargs)
         return self._note(function, args, kwargs, result, [], pretends=device != _META)
@@ -229,38 +136,11 @@ class Construction:
     def _note(
         self, function: Any, args: Any, kwargs: Any, result: Any, changed: Sequence[Tensor], *, pretends: bool = True
     ) -> Any:
-        """Writes a step down; returns its result."""
-        used = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_meta]
-        made = _tensors(result)
-        for tensor in (*used, *made):
-            self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
+        """Writes a call down; returns its result."""
+        draws = self._recording.add(function, args, kwargs, result, changed)
         if pretends:
-            self._pretending.update(map(storage_key, made))
-        reads = {storage_key(tensor) for tensor in used}
-        new = [tensor for tensor in made if storage_key(tensor) not in reads]
-        if not changed and (not new or "empty" in str(function)):
-            return result  # a view, or memory that nothing is written to
-        overwritten = None
-        if len(changed) == 1 and function.overloadpacket.__name__ in _OVERWRITE and _fills_storage(changed[0]):
-            overwritten = storage_key(changed[0])
-        self._steps.append(
-            _Step(
-                function=function,
-                args=tree_map(_frozen, args),
-                kwargs=tree_map(_frozen, kwargs),
-                results=tuple(map(Place.of, made)),
-                reads=frozenset(reads - {overwritten}),
-                writes=frozenset(storage_key(tensor) for tensor in (*changed, *new)),
-                overwritten=overwritten,
-                is_random=_is_random(function),
-            )
-        )
-        for tensor in (*changed, *new):
-            key = storage_key(tensor)
-            self._written[key] = self._written.get(key, 0) + tensor.numel()
-        if _is_random(function):
-            self._undrawn.append(len(self._steps) - 1)
-            if self._draws and pretends:
+            self._pretending.update(map(storage_key, tensors_in(result)))
+            if draws and self._draws:
                 self.catch_up()
         return result
 
@@ -269,135 +149,39 @@ class Construction:
         if len(changed) == 1 == len(function._schema.returns):
             self._note(function, args, kwargs, None, changed)
             return changed[0]
-        given = [tensor for tensor in _tensors((args, kwargs)) if tensor.is_meta]
+        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
         values = dict(zip(map(id, given), self.data_of(given), strict=True))
         if changed:
             self._note(function, args, kwargs, None, changed)
-            self._recent = {}
-        real_args, real_kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, _on(kwargs, self.device)))
+            self._recording.forget_values()
+        real_args, real_kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, on_device(kwargs, self.device)))
         return function(*real_args, **real_kwargs)
 
     def data_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The values of tensors at this moment of the recording."""
         self.catch_up()
         for tensor in tensors:
-            self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
-        found = self._run({storage_key(tensor) for tensor in tensors}, keeps_all=True)
-        self._recent, self._recent_until = found, len(self._steps)
-        # The caller may change what it gets.
-        return [Place.of(tensor).view(found[storage_key(tensor)]).clone() for tensor in tensors]
-
-    # ------------------------------------------------------------------ making
+            self._recording.know(tensor)
+        return self._recording.values(tensors)
 
     def catch_up(self, wanted: Iterable[Tensor] = ()) -> None:
-        """Draws the random numbers of steps for which they have not been drawn, and throws them away.
+        """Draws the random numbers that the construction has drawn, in its order, if that has not been done.
 
         Args:
             wanted: Tensors that may lie on the meta device because the block asked for that, and are to have data all the same.
         """
-        draws_all = self.needs_draws(wanted)
-        undrawn, self._undrawn = self._undrawn, []
-        for index in undrawn:
-            step = self._steps[index]
-            if not draws_all and self._pretending.isdisjoint(step.writes):
-                self._undrawn.append(index)
-                continue
-            self._states[index] = generator_of(step.kwargs, self.device).get_state()
-            with torch.no_grad():
-                self._spend(index, step)
-
-    def _spend(self, index: int, step: _Step) -> None:
-        generator = {key: value for key, value in step.kwargs.items() if key == "generator"}
-        if step.name in _OVERWRITE and isinstance(step.args[0], Place):
-            spend(step.function, step.args[1:], step.kwargs, _blank(step.args[0]), self.device)
-        elif step.name in _FACTORY_OF:
-            spend(_FACTORY_OF[step.name], (), generator, _blank(step.results[0]), self.device)
-        else:
-            places = [leaf for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Place)]
-            is_like = step.name.endswith("_like")
-            found = {} if is_like else self._run({place.storage for place in places}, until=index)
-            self._repeat(step, dict(found), {})
+        self._recording.draw(None if self.needs_draws(wanted) else self._pretending)
 
     def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors with their data; those that share memory still do. Generators stay as they are."""
-        found = self._run({storage_key(tensor) for tensor in tensors})
-        return [Place.of(tensor).view(found[storage_key(tensor)]) for tensor in tensors]
-
-    def _run(
-        self, wanted: Collection[int], *, until: int | None = None, keeps_all: bool = False
-    ) -> dict[int, torch.UntypedStorage]:
-        """Makes the steps that storages depend on.
-
-        Args:
-            wanted: The storages.
-            until: Number of steps after which their values are wanted; None for all.
-            keeps_all: Whether what is computed on the way stays; it then goes on from what was computed last.
-
-        Returns:
-            Storages with data, by key.
-        """
-        until = len(self._steps) if until is None else until
-        found = dict(self._recent) if keeps_all else {}
-        chosen = self._needed(wanted, until, found, self._recent_until)
-        if found and chosen and chosen[0] < self._recent_until:  # it would need what has been changed since
-            found = {}
-            chosen = self._needed(wanted, until, {}, 0)
-        last_use = {key: index for index in chosen for key in self._steps[index].reads | self._steps[index].writes}
-        generators = {generator_of(self._steps[index].kwargs, self.device) for index in chosen if index in self._states}
-        with torch.no_grad(), kept_generators(generators):
-            for index in chosen:
-                step = self._steps[index]
-                if index in self._states:
-                    generator_of(step.kwargs, self.device).set_state(self._states[index])
-                self._repeat(step, found, last_use)
-                for key in () if keeps_all else (step.reads | step.writes) - set(wanted):
-                    if last_use[key] == index:
-                        found.pop(key, None)
-        for key in wanted:
-            self._allocate(key, found)
-        return found
-
-    def _needed(self, wanted: Collection[int], until: int, known: Mapping[int, Any], since: int) -> list[int]:
-        """The steps that storages depend on, where some are known as they are after the first ``since`` steps."""
-        needed, chosen = set(wanted), []
-        for index in reversed(range(until)):
-            if index == since - 1:
-                needed -= known.keys()
-            step = self._steps[index]
-            if not needed.isdisjoint(step.writes):
-                chosen.append(index)
-                needed |= step.reads
-                needed -= {step.overwritten}
-        return chosen[::-1]
-
-    def _allocate(self, key: int, found: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        if key not in found:
-            empty = torch.zeros(self._storages[key].nbytes(), dtype=torch.uint8, device=self.device)
-            found[key] = empty.untyped_storage()
-        return found[key]
-
-    def _repeat(self, step: _Step, found: dict[int, torch.UntypedStorage], last_use: Mapping[int, int]) -> None:
-        def real(leaf: Any) -> Any:
-            if isinstance(leaf, Place):
-                return leaf.view(self._allocate(leaf.storage, found))
-            return leaf.value() if isinstance(leaf, _Constant) else leaf
-
-        args, kwargs = tree_map(real, (step.args, _on(step.kwargs, self.device)))
-        made = _tensors(step.function(*args, **kwargs))
-        for place, tensor in zip(step.results, made, strict=False):
-            if place.storage in found:
-                continue
-            if (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset):
-                found[place.storage] = tensor.untyped_storage()
-            else:
-                place.view(self._allocate(place.storage, found)).copy_(tensor)
+        return self._recording.make(tensors)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands the operators of a block to a construction."""
 
     def __init__(self, construction: Construction) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._construction = construction
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -427,7 +211,7 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         device = self._construction.device
-        if func in _TAKE_DATA and not _tensors(args):
+        if func in _TAKE_DATA and not tensors_in(args):
             made = func(*args, **kwargs)
             if made.is_meta:
                 self._construction.set_data(made, func(*args, **{**kwargs, "device": device}))
@@ -467,24 +251,6 @@ def _is_plain(kind: type) -> bool:
     return kind in (Tensor, nn.Parameter, nn.Buffer)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _frozen(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return Place.of(leaf) if leaf.is_meta else _Constant.of(leaf)
-
-
-def _blank(place: Place) -> Tensor:
-    return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device=_META)
-
-
-def _is_random(function: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in function.tags
-
-
 def _takes_device(function: Any) -> bool:
     return any(argument.name == "device" for argument in function._schema.arguments)
 
@@ -496,12 +262,7 @@ def _moves(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _copies(function: Any) -> bool:
-    return function.overloadpacket.__name__ == "_to_copy"
-
-
-def _on(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The keyword arguments with another device."""
-    return {key: device if isinstance(value, torch.device) else value for key, value in kwargs.items()}
+    return bool(function.overloadpacket.__name__ == "_to_copy")
 
 
 def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
@@ -512,8 +273,8 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META)
         return None if isinstance(leaf, torch.Generator) else leaf
 
-    options = _on(kwargs, _META)
-    if _takes_device(function) and not _tensors((args, kwargs)):
+    options = on_device(kwargs, _META)
+    if _takes_device(function) and not tensors_in((args, kwargs)):
         options["device"] = _META
     blank_args, blank_kwargs = tree_map(blank, (args, options))
     return function(*blank_args, **blank_kwargs)
@@ -524,9 +285,5 @@ def _changed(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[index] if index < len(args) else kwargs.get(argument.name))
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
-
-
-def _fills_storage(tensor: Tensor) -> bool:
-    return tensor.nbytes == tensor.untyped_storage().nbytes() and 0 not in tensor.stride()

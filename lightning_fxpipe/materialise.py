@@ -1,9 +1,9 @@
 """Gives a rank's share of a module that was made without data its values.
 
-What was made in ``configure_model`` or ``trainer.init_module`` has recorded how it is initialised. A module that lies on the meta
-device otherwise is initialised by its own methods: ``reset_parameters`` of torch's layers, of the user's and of the LightningModule,
-``_init_weights`` and ``initialize_weights`` of models that have them. All ranks go through the initialisation of the whole module,
-so that the random numbers are the same for any number of stages; memory is needed for a rank's own tensors only.
+What was made in ``configure_model`` or ``trainer.init_module`` has recorded how it is initialised. A module that lies on the
+meta device otherwise is initialised by its own methods: ``reset_parameters`` of torch's layers, of the user's and of the
+LightningModule, ``_init_weights`` and ``initialize_weights`` of models that have them. All ranks go through the initialisation
+of the whole module, so that the random numbers are the same for any number of stages; memory is needed for a rank's own tensors.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def put_in_place(blank: nn.Parameter, value: Tensor) -> nn.Parameter:
         return made
     vars(made).update(vars(blank))
     with suppress(RuntimeError):  # somebody else holds it, such as a weak reference
-        torch.utils.swap_tensors(blank, made)
+        torch.utils.swap_tensors(blank, made)  # type: ignore[no-untyped-call]
         return blank
     return made
 
@@ -261,7 +261,8 @@ def _call_own_initialisation(root: nn.Module, blank: Collection[int], late: Coll
         inside = {id(tensor) for *_, tensor in named_tensors(module)}
         if not inside.isdisjoint(late) and callable(getattr(module, "initialize_weights", None)):
             if getattr(module, "_is_hf_initialized", False) is not True and not _is_inside_model(root, module):
-                module.initialize_weights()
+                initialise: Any = module.initialize_weights
+                initialise()
             continue
         if inside.isdisjoint(blank):
             continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
-from lightning_fxpipe.materialise import Materials
+from lightning_fxpipe.materialise import Constructions, Materials
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
@@ -113,7 +114,7 @@ class Session:
     @property
     def readable(self) -> frozenset[str]:
         """FQNs of this rank's tensors that a checkpoint may be read into: nobody looks at them before it is loaded."""
-        if _hooks_change_checkpoints(self.module.trainer, self.module):
+        if _hooks_change_checkpoints(self.module):
             return frozenset()
         return frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
 
@@ -266,18 +267,45 @@ class Session:
         return {fqn: buffer for fqn, buffer in self.module.named_buffers() if not self.plan.stages_of(fqn)}
 
 
-def awaits_checkpoint(trainer: Trainer, module: Any) -> bool:
+@contextmanager
+def init_context(
+    constructions: Constructions, precision: Any, module: Any, device: torch.device, empty_init: bool | None
+) -> Iterator[None]:
+    """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it.
+
+    Args:
+        constructions: Gets what is recorded.
+        precision: The precision plugin.
+        module: The LightningModule, if the Trainer has got one.
+        device: This rank's device.
+        empty_init: What the user has asked ``trainer.init_module`` for.
+    """
+    is_running = module is not None and module.trainer.state.status is TrainerStatus.RUNNING
+    with precision.tensor_init_context():
+        if empty_init or (empty_init is None and is_running):
+            with constructions.recording(device, draws=not (is_running and _awaits_checkpoint(module))):
+                yield
+        else:
+            yield
+
+
+def materials_of(constructions: Constructions, module: Any) -> Materials:
+    """Where the tensors of a module that is about to be split get their data from."""
+    return constructions.take(module, torch.device("cpu"), draws=not _awaits_checkpoint(module))
+
+
+def _awaits_checkpoint(module: Any) -> bool:
     """Whether a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
-    requested = getattr(trainer.strategy.launcher, "requested", None)
+    requested = getattr(module.trainer.strategy.launcher, "requested", None)
     # Where there is no last one, the Trainer goes on without.
-    return requested not in (None, "last") and not _hooks_change_checkpoints(trainer, module)
+    return requested not in (None, "last") and not _hooks_change_checkpoints(module)
 
 
-def _hooks_change_checkpoints(trainer: Trainer, module: Any) -> bool:
+def _hooks_change_checkpoints(module: Any) -> bool:
     """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
-    owners = (module, *trainer.callbacks)  # type: ignore[attr-defined]
-    modules = [str(getattr(owner.on_load_checkpoint, "__module__", "")) for owner in owners]
-    return not all(name.startswith(("lightning.", "pytorch_lightning.", "lightning_fxpipe.")) for name in modules)
+    hooks = [getattr(owner, "on_load_checkpoint", None) for owner in (module, *module.trainer.callbacks)]
+    sources = [str(getattr(hook, "__module__", "lightning.")) for hook in hooks]
+    return not all(source.startswith(("lightning.", "pytorch_lightning.", "lightning_fxpipe.")) for source in sources)
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

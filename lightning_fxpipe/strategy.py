@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -50,7 +50,7 @@ from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
-from lightning_fxpipe.session import Session, awaits_checkpoint
+from lightning_fxpipe.session import Session, init_context, materials_of
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
 from lightning_fxpipe.topology import Topology, make_topology
@@ -265,17 +265,8 @@ class FxPipeStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ setup
 
     @override
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it."""
-        trainer = self.lightning_module and self.module.trainer
-        is_running = trainer is not None and trainer.state.status is TrainerStatus.RUNNING
-        with ExitStack() as stack:
-            stack.enter_context(self.precision_plugin.tensor_init_context())
-            if empty_init or (empty_init is None and is_running):
-                draws = not (is_running and awaits_checkpoint(trainer, self.module))
-                stack.enter_context(self._constructions.recording(self.root_device, draws=draws))
-            yield
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        return init_context(self._constructions, self.precision_plugin, self.lightning_module, self.root_device, empty_init)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -305,8 +296,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
-        draws = not awaits_checkpoint(trainer, self.module)
-        materials = self._constructions.take(self.module, torch.device("cpu"), draws=draws)
+        materials = materials_of(self._constructions, self.module)
         with noted_connections():
             plan = self._plans.known(trainer, self.module)
             if plan is None:

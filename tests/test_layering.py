@@ -84,6 +84,7 @@ ORDER = [
         "runtime",
         "gradients",
         "drawing",
+        "remake",
         "deferred",
         "materialise",
         "shard",

@@ -10,11 +10,11 @@ The model is made in four ways:
   meta        a plain module under ``torch.device("meta")``
   plain       a plain module, whole on every rank until the strategy's setup
 
-Each runs in processes of its own with one thread each. What is measured is the largest resident set (``VmHWM``), which is reset
-between phases: from the start of the process until training starts (with ``resume``, the checkpoint has been read then), while a
-checkpoint is saved before the first step, and in the first steps. The base is the same in a run with a model of a few kilobytes.
-The ratio is the peak by (model / stages + base), of the worst rank. Training holds gradients beside the weights, so its ratio is
-to 2 x model / stages + base. The optimizer is SGD without momentum.
+Each runs in processes of its own with one thread each. What is measured is the largest resident set (``VmHWM``), which is
+reset between phases: from the start of the process until training starts (with ``resume`` the checkpoint has been read then),
+while a checkpoint is saved before the first step, and in the first steps. The base is the same of a run with a model of a few
+kilobytes. The ratio is the peak by (model / stages + base), of the worst rank. Training holds the gradients of a step and of the
+one before beside the weights, so there it is to 3 x model / stages + base. The optimizer is SGD without momentum.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def report(work: Work, stages: list[int], ways: list[str], found: dict[str, dict
         share = work.num_bytes / count
         for way in ways:
             peaks = found[f"{way} {count}"]
-            expected = {"setup": share + base["setup"], "save": share + base["save"], "train": 2 * share + base["train"]}
+            expected = {"setup": share + base["setup"], "save": share + base["save"], "train": 3 * share + base["train"]}
             cells = [f"{peaks[phase] / MIB:.0f} MiB, {peaks[phase] / expected[phase]:.2f}" for phase in PHASES]
             rows.append((way, str(count), f"{share / MIB:.0f} MiB", f"{base['setup'] / MIB:.0f} MiB", *cells))
     headers = ("Made by", "Stages", "Share", "Base", "Setup", "Save", "Train")

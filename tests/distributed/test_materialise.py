@@ -11,7 +11,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import nn
 
 from lightning_fxpipe import FxPipeStrategy
 from tests import blank
@@ -92,12 +91,16 @@ def test_other_ways_to_make_a_module_without_data(ranks: Ranks, tmp_path: Path) 
     for stages in (2, 3):
         results = ranks(stages).run(several, stages, "")
         for way in expected:
-            reference = expected[way] if way != 'resets' else one[way]
-            try: check([result[way] for result in results], reference)
-            except AssertionError as e: print('XX', way, stages, str(e)[:300])
-        for way in ("init_module", "meta","asks"):
-            try: check([one[way]], expected[way])
-            except AssertionError as e: print('XX', way, 1, str(e)[:300])
+            reference = expected[way] if way != "resets" else one[way]
+            try:
+                check([result[way] for result in results], reference)
+            except AssertionError as e:
+                print("XX", way, stages, str(e)[:300])
+        for way in ("init_module", "meta", "asks"):
+            try:
+                check([one[way]], expected[way])
+            except AssertionError as e:
+                print("XX", way, 1, str(e)[:300])
     assert 0
 
 
@@ -106,7 +109,13 @@ def checkpointed(stages: int, folder: str, pipe_folder: str) -> dict[str, Any]:
     for name, context in (("Late", ""), ("Late", "init_module"), ("Plain", "meta"), ("Asks", "")):
         kind = name
         for where in (folder, pipe_folder):
-            seen[name + context, where] = fit(kind, stages, context, ckpt_path=f"{where}/{name.replace('Asks', 'AsksNothing') if where==folder else name}/end.ckpt", max_epochs=2)
+            seen[name + context, where] = fit(
+                kind,
+                stages,
+                context,
+                ckpt_path=f"{where}/{name.replace('Asks', 'AsksNothing') if where == folder else name}/end.ckpt",
+                max_epochs=2,
+            )
     seen["validate"] = None
     return seen
 
@@ -119,9 +128,10 @@ def test_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
         ranks(2).run(fit, name, 2, "meta" if name == "Plain" else "", folder=f"{piped}/{name}", max_epochs=1)
     results = ranks(3).run(checkpointed, 3, plain, piped)
     for key in results[0]:
-        if key == "validate": continue
+        if key == "validate":
+            continue
         (way, where) = key
-        name = way.replace("init_module","").replace("meta","").replace("Asks", "AsksNothing")
+        name = way.replace("init_module", "").replace("meta", "").replace("Asks", "AsksNothing")
         expected = fit(name, 0, ckpt_path=f"{plain}/{name}/end.ckpt", max_epochs=2)
         if where == piped:
             # whole run
@@ -130,6 +140,8 @@ def test_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
         for result in results:
             r = result[key]
             for k in ("losses", "end", "random", "tied"):
-                try: assert_same(r[k], expected[k], k)
-                except AssertionError as e: print("XX", key, k, str(e)[:200])
+                try:
+                    assert_same(r[k], expected[k], k)
+                except AssertionError as e:
+                    print("XX", key, k, str(e)[:200])
     assert 0
