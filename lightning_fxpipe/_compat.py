@@ -288,3 +288,9 @@ def abort_process_groups() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
+
+
+def end_workers(loader: Any) -> None:
+    """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.13."""
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None

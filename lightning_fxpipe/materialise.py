@@ -3,7 +3,7 @@
 What was made in ``configure_model`` or ``trainer.init_module`` has recorded how it is initialised. A module that lies on the
 meta device otherwise is initialised by its own methods: ``reset_parameters`` of torch's layers, of the user's and of the
 LightningModule, ``_init_weights`` and ``initialize_weights`` of models that have them. All ranks go through the initialisation
-of the whole module, so that the random numbers are the same for any number of stages; memory is needed for a rank's own tensors.
+of the whole module, so that random numbers are the same for any number of stages; memory is needed for a rank's own tensors.
 """
 
 from __future__ import annotations

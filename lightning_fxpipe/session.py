@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
-from lightning_fxpipe.checkpoint import load_model
+from lightning_fxpipe.checkpoint import load_model, module_state, read_checkpoint
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
@@ -35,12 +36,21 @@ from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
-from lightning_fxpipe.step import Step
+from lightning_fxpipe.sparing import Sparing, Watched
+from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import batch_norms, report_changed_buffers, report_draws, report_loss
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
+
+_STEPS: dict[RunningStage | None, StepKind] = {
+    RunningStage.TRAINING: StepKind.TRAIN,
+    RunningStage.SANITY_CHECKING: StepKind.VALIDATE,
+    RunningStage.VALIDATING: StepKind.VALIDATE,
+    RunningStage.TESTING: StepKind.TEST,
+    RunningStage.PREDICTING: StepKind.PREDICT,
+}
 
 
 class Session:
@@ -53,6 +63,7 @@ class Session:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+        sparing: Knows the ranks that do not load data.
         materials: Values for the tensors that have no data.
 
     Attributes:
@@ -68,6 +79,7 @@ class Session:
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
+        sparing: Sparing,
         materials: Materials | None = None,
     ) -> None:
         self.module = module
@@ -94,7 +106,9 @@ class Session:
             schedule=schedule,
             loss=loss,
             trace_log=self.trace_log,
+            sparing=sparing,
         )
+        self._sparing = sparing
 
     def prepare(self, trainer: Trainer) -> None:
         """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
@@ -110,13 +124,25 @@ class Session:
                     throughput.available_flops and throughput.available_flops * self._topology.num_stages
                 )
         self.hooks.install(trainer)
+        self._sparing.watch(
+            Watched(
+                running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
+                free_stages=self._runtime.free_stages,
+                is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
+            )
+        )
 
-    @property
-    def readable(self) -> frozenset[str]:
-        """FQNs of this rank's tensors that a checkpoint may be read into: nobody looks at them before it is loaded."""
-        if _hooks_change_checkpoints(self.module):
-            return frozenset()
-        return frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
+    def state(self) -> dict[str, Any]:
+        """This rank's part of the module's state."""
+        with self.hooks.suspended():
+            return module_state(self.module)
+
+    def read(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+        """Reads this rank's part of a checkpoint; into the module itself, where nobody looks at it before it is loaded."""
+        mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
+        into = frozenset() if _hooks_change_checkpoints(self.module) else mine
+        with self.hooks.suspended():
+            return read_checkpoint(path, self.module, weights_only=weights_only, into=into)
 
     def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Loads this rank's part of a checkpoint into the module, and initialises what has no data and is not in there."""

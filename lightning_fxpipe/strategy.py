@@ -18,6 +18,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -30,14 +31,7 @@ from lightning_fxpipe._compat_lightning import (
     set_rank_zero_only,
     share_sigterm,
 )
-from lightning_fxpipe.checkpoint import (
-    load_optimizers,
-    module_state,
-    portable_rng,
-    read_checkpoint,
-    save_folder,
-    usable_rng,
-)
+from lightning_fxpipe.checkpoint import load_optimizers, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import begin_run, end_run, has_failed, have_all_stopped_at, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
@@ -51,6 +45,7 @@ from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session, init_context, materials_of
+from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
 from lightning_fxpipe.topology import Topology, make_topology
@@ -213,6 +208,7 @@ class FxPipeStrategy(ParallelStrategy):
         if self._topology is None:
             with noted_connections():
                 self._topology = make_topology(self.root_device)
+            self._sparing = Sparing(self._topology, rank_zero_info)
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
@@ -256,7 +252,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        dataloader = in_step(dataloader, self.topology.control_group)
+        dataloader = in_step(dataloader, self._sparing)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
@@ -317,6 +313,7 @@ class FxPipeStrategy(ParallelStrategy):
                 num_microbatches=self._num_microbatches,
                 schedule=self._schedule,
                 loss=self._loss,
+                sparing=self._sparing,
                 materials=materials,
             )
 
@@ -411,8 +408,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.session.hooks.suspended():
-            return module_state(self.module)
+        return self.session.state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -435,9 +431,7 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._restored_from = Path(self.broadcast(checkpoint_path))
-        with self.session.hooks.suspended():
-            into = self.session.readable
-            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only, into=into)
+        return self.session.read(self._restored_from, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
