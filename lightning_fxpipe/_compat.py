@@ -277,6 +277,17 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def arguments_of(operator: Any) -> list[tuple[str, bool]]:
+    """Names of an operator's arguments, and whether it changes them in place; no public name tells. torch 2.11-2.15."""
+    found = operator._schema.arguments
+    return [(argument.name, argument.alias_info is not None and argument.alias_info.is_write) for argument in found]
+
+
+def num_results_of(operator: Any) -> int:
+    """How many values an operator returns. torch 2.11-2.15."""
+    return len(operator._schema.returns)
+
+
 def return_memory() -> None:
     """Gives freed memory back to the system, which glibc keeps for later where blocks are small; no public name does."""
     with suppress(OSError, AttributeError):  # another C library

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat import TorchDispatchMode, storage_key, tree_map, version_of
+from lightning_fxpipe._compat import TorchDispatchMode, arguments_of, num_results_of, storage_key, tree_map, version_of
 from lightning_fxpipe.remake import Recording, is_empty_memory, is_random, on_device, tensors_in
 
 # Tensors up to this size that are no random numbers are made at once: tables, masks, states of metrics.
@@ -146,7 +146,7 @@ class Construction:
 
     def _with_data(self, function: Any, args: Any, kwargs: Any, changed: Sequence[Tensor]) -> Any:
         """A call that needs values: they are computed. Where it changes tensors without data, it becomes a step."""
-        if len(changed) == 1 == len(function._schema.returns):
+        if len(changed) == 1 == num_results_of(function):
             self._note(function, args, kwargs, None, changed)
             return changed[0]
         given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_meta]
@@ -252,7 +252,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _takes_device(function: Any) -> bool:
-    return any(argument.name == "device" for argument in function._schema.arguments)
+    return any(name == "device" for name, _ in arguments_of(function))
 
 
 def _moves(kwargs: Mapping[str, Any]) -> bool:
@@ -283,7 +283,7 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
 def _changed(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a call changes in place."""
     found: list[Tensor] = []
-    for index, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    for index, (name, is_written) in enumerate(arguments_of(function)):
+        if is_written:
+            found += tensors_in(args[index] if index < len(args) else kwargs.get(name))
     return found

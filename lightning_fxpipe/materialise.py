@@ -9,7 +9,7 @@ of the whole module, so that random numbers are the same for any number of stage
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -82,7 +82,7 @@ class Materials:
     """
 
     def __init__(self, module: nn.Module, construction: Construction, *, draws: bool) -> None:
-        _check_is_whole(module)
+        check_is_whole(parameter for parameter in module.named_parameters() if hasattr(parameter[1], _PLACEHOLDER))
         self._module = module
         self._construction = construction
         self._waits = not draws
@@ -237,8 +237,9 @@ def put_in_place(blank: nn.Parameter, value: Tensor) -> nn.Parameter:
     return made
 
 
-def _check_is_whole(module: nn.Module) -> None:
-    gone = [fqn for fqn, parameter in module.named_parameters() if parameter.is_meta and hasattr(parameter, _PLACEHOLDER)]
+def check_is_whole(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises :class:`UnsupportedError` where parameters have lost their data, and nobody knows it."""
+    gone = [fqn for fqn, parameter in parameters if parameter.is_meta]
     if gone:
         raise UnsupportedError(
             "The module does not have all of its parameters.",

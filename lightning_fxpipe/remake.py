@@ -62,10 +62,12 @@ class Constant:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Constant:
+        """That of a tensor that may be changed later."""
         kept = tensor.detach() if tensor.nbytes > _LARGE else tensor.detach().clone()
         return cls(kept, version_of(kept))
 
     def value(self) -> Tensor:
+        """The tensor; raises RuntimeError where somebody has changed it."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError("A tensor that weights are initialised from was changed after that.")
         return self.tensor

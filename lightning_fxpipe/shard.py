@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import return_memory
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
-from lightning_fxpipe.materialise import Materials, placeholder_for, put_in_place
+from lightning_fxpipe.materialise import Materials, check_is_whole, placeholder_for, put_in_place
 from lightning_fxpipe.plan import PartitionPlan
 
 
@@ -46,6 +46,9 @@ def drop_other_stages(
 
     Returns:
         The parameters that were dropped, so that they can get their data back.
+
+    Raises:
+        UnsupportedError: The module has lost parameters, and there are no materials.
     """
     placeholders: dict[int, Tensor] = {}
     dropped: list[Dropped] = []
@@ -55,7 +58,9 @@ def drop_other_stages(
         holders = plan.stages_of(names[fqn])
         return not holders or stage_index in holders
 
-    if materials is not None:
+    if materials is None:
+        check_is_whole(root.named_parameters())
+    else:
         _materialise(root, is_own, materials)
     for module, name, fqn, tensor in list(named_tensors(root)):
         if is_own(fqn):
