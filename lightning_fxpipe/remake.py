@@ -6,7 +6,8 @@ each with memory for what is needed of it only. A step that draws random numbers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,7 @@ class Step:
         reads: Storages that it needs.
         writes: Storages that it makes or changes.
         overwritten: The storage of which nothing older is left afterwards.
+        default_dtype: The default dtype when it was made, which precision plugins change.
     """
 
     function: Any
@@ -94,6 +96,7 @@ class Step:
     reads: frozenset[int]
     writes: frozenset[int]
     overwritten: int | None
+    default_dtype: torch.dtype
 
     @property
     def name(self) -> str:
@@ -167,6 +170,7 @@ class Recording:
             reads=frozenset(reads - {overwritten}),
             writes=frozenset(storage_key(tensor) for tensor in (*changed, *new)),
             overwritten=overwritten,
+            default_dtype=torch.get_default_dtype(),
         )
         if is_random(function):
             self._undrawn.append(len(self._steps))
@@ -284,7 +288,8 @@ class Recording:
             return leaf.value() if isinstance(leaf, Constant) else leaf
 
         args, kwargs = tree_map(real, (step.args, on_device(step.kwargs, self.device)))
-        made = tensors_in(step.function(*args, **kwargs))
+        with _default_dtype(step.default_dtype):
+            made = tensors_in(step.function(*args, **kwargs))
         for place, tensor in zip(step.results, made, strict=False):
             if place.storage in found:
                 continue
@@ -292,6 +297,16 @@ class Recording:
                 found[place.storage] = tensor.untyped_storage()
             else:
                 place.view(self._allocate(place.storage, found)).copy_(tensor)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -84,7 +84,7 @@ def every_way(stages: int) -> dict[str, Any]:
     return {way: fit(name, stages, context) for way, (name, context) in {**WAYS, "resets": ("Resets", "meta")}.items()}
 
 
-@pytest.mark.parametrize("stages", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4))])
 def test_a_module_without_data_gets_the_values_of_one_device(ranks: Ranks, stages: int) -> None:
     results = ranks(stages).run(every_way, stages, timeout_seconds=150)
     for way, (name, _) in WAYS.items():
@@ -138,7 +138,7 @@ def test_what_a_checkpoint_does_not_bring_is_initialised(ranks: Ranks, tmp_path:
     ranks(2).run(fit, "Late", 2, folder=str(tmp_path / "piped"))
     path = str(tmp_path / "plain" / "end.ckpt")
     expected = start_anew("Drops", path, 0)
-    check_end([result for result in ranks(2).run(start_anew, "Drops", path, 2)], expected)
+    check_end(ranks(2).run(start_anew, "Drops", path, 2), expected)
     for result in ranks(2).run(start_anew, "Drops", str(tmp_path / "piped" / "end.ckpt"), 2):
         for fqn in ("model.head.bias", "model.blocks.3.shift"):
             if fqn in result["start"]:
