@@ -87,6 +87,15 @@ def orthogonal() -> nn.Module:
     return nn.utils.parametrizations.spectral_norm(module)
 
 
+def half() -> nn.Module:
+    """As under a precision plugin: another default dtype."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return nn.ParameterList([nn.Parameter(torch.randn(7) + torch.arange(7) / 3), nn.Parameter(torch.rand(40_000))])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "layers": torchs_own,
     "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
@@ -100,15 +109,6 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "copies": lambda: nn.ModuleList([copy.deepcopy(layer) for layer in [nn.Linear(3, 4)] * 3]),
     "moved": lambda: nn.Linear(3, 4).to("cpu").half().to(CPU, torch.float64).cpu(),
 }
-
-
-def half() -> nn.Module:
-    """As under a precision plugin: another default dtype."""
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return nn.ParameterList([nn.Parameter(torch.randn(7) + torch.arange(7) / 3), nn.Parameter(torch.rand(40_000))])
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -160,8 +160,10 @@ def test_tensors_without_data_say_they_have_some_and_those_on_the_meta_device_do
     construction = Construction(CPU)
     with construction.recording():
         layer = nn.Linear(3, 3)
-        assert not layer.weight.is_meta and layer.weight.is_cpu and layer.weight.device == CPU
-        assert float(layer.weight.sum()) == pytest.approx(layer.weight.detach().numpy().sum())
+        assert not layer.weight.is_meta
+        assert layer.weight.is_cpu
+        assert layer.weight.device == CPU
+        assert layer.weight.detach().sum().item() == pytest.approx(float(layer.weight.detach().numpy().sum()))
         with torch.device("meta"):
             asked = nn.Linear(3, 3)
         assert asked.weight.is_meta

@@ -81,7 +81,8 @@ ON_ONE_DEVICE = {"Asks": "AsksNothing"}
 
 
 def every_way(stages: int) -> dict[str, Any]:
-    return {way: fit(name, stages, context) for way, (name, context) in {**WAYS, "resets": ("Resets", "meta")}.items()}
+    found = {way: fit(name, stages, context) for way, (name, context) in {**WAYS, "resets": ("Resets", "meta")}.items()}
+    return {**found, "precision": fit("Late", stages, precision="64-true")}
 
 
 @pytest.mark.parametrize("stages", [3, *(pytest.param(stages, marks=pytest.mark.slow) for stages in (2, 4))])
@@ -89,6 +90,7 @@ def test_a_module_without_data_gets_the_values_of_one_device(ranks: Ranks, stage
     results = ranks(stages).run(every_way, stages, timeout_seconds=150)
     for way, (name, _) in WAYS.items():
         check([result[way] for result in results], fit(ON_ONE_DEVICE.get(name, name), 0))
+    check([result["precision"] for result in results], fit("Late", 0, precision="64-true"))
     # Nothing on one device is like a module that initialises itself late: it is the same for any number of stages.
     alone = ranks(1).run(fit, "Resets", 1, "meta")[0]
     check([result["resets"] for result in results], alone)
