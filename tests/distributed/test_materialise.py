@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from lightning_fxpipe import FxPipeStrategy, UnsupportedError
 from tests import blank
@@ -153,6 +154,16 @@ def check_end(results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         assert_same(result["end"], expected["end"], "end")
 
 
+class Spoilt(blank.Late):
+    """Is changed when nobody looks."""
+
+    def setup(self, stage: str) -> None:
+        nn.init.zeros_(self.model.blocks[2].linear.weight)
+
+
+blank.Spoilt = Spoilt  # type: ignore[attr-defined]
+
+
 def refused(name: str, context: str) -> str:
     try:
         fit(name, 2, context)
@@ -168,3 +179,5 @@ def test_what_nobody_can_initialise_is_refused_by_name_before_the_first_step(ran
     for message in ranks(2).run(refused, "Special", "meta"):
         assert "model.1.0.weight (its module's constructor did more" in message
         assert "configure_model" in message
+    for message in ranks(2).run(refused, "Spoilt", "init_module"):
+        assert "model.blocks.2.linear.weight (changed after it was made" in message
