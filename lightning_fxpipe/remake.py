@@ -310,10 +310,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in a structure, in its order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def is_random(function: Any) -> bool:
+    """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in function.tags
 
 
