@@ -6,9 +6,10 @@ canary for each: it fails, by name, on the first release that changes one of the
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -276,7 +277,21 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-# --------------------------------------------------------------------------------------------------- Lightning
+def arguments_of(operator: Any) -> list[tuple[str, bool]]:
+    """Names of an operator's arguments, and whether it changes them in place; no public name tells. torch 2.11-2.15."""
+    found = operator._schema.arguments
+    return [(argument.name, argument.alias_info is not None and argument.alias_info.is_write) for argument in found]
+
+
+def num_results_of(operator: Any) -> int:
+    """How many values an operator returns. torch 2.11-2.15."""
+    return len(operator._schema.returns)
+
+
+def return_memory() -> None:
+    """Gives freed memory back to the system, which glibc keeps for later where blocks are small; no public name does."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def abort_process_groups() -> None:

@@ -97,13 +97,14 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()) -> dict[str, Any]:
     """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
         path: A folder written by :func:`save_folder`, or a single file as a plain Trainer writes it.
         module: The module, with placeholders for other stages' tensors.
         weights_only: For ``torch.load``.
+        into: FQNs of tensors of the module that are read in place, which saves memory.
 
     Returns:
         The checkpoint. In states of the model, placeholders stand for the other stages' tensors.
@@ -114,7 +115,7 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     expected = module.state_dict()
     beside = sorted({key.split(".")[1] for key in stored if key.startswith(_BESIDE)})
-    request: dict[str, Any] = {"model": _request(stored, "model.", expected)}
+    request: dict[str, Any] = {"model": _request(stored, "model.", expected, into)}
     request |= {f"{_BESIDE}{name}": _request(stored, f"{_BESIDE}{name}.", expected) for name in beside}
     with _original_errors():
         dcp_load(request, checkpoint_id=path)
@@ -128,7 +129,7 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
     return checkpoint
 
 
-def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any], into: Collection[str] = ()) -> dict[str, Any]:
     """Empty tensors for this rank's part of a stored state, and for all that the model does not know."""
     found: dict[str, Any] = {}
     lists = [name for name, value in expected.items() if isinstance(value, list)]
@@ -138,7 +139,10 @@ def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]
             found[fqn] = _stored_list(f"{prefix}{fqn}", stored)
         elif key.startswith(prefix) and not _is_placeholder(expected.get(fqn)):
             is_tensor = isinstance(meta, TensorStorageMetadata)
-            found[fqn] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
+            if is_tensor and fqn in into and (expected[fqn].shape, expected[fqn].dtype) == (meta.size, meta.properties.dtype):
+                found[fqn] = expected[fqn]
+            else:
+                found[fqn] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
     return found
 
 

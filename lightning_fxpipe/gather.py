@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
+from lightning_fxpipe.materialise import put_in_place
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.shard import Dropped
 from lightning_fxpipe.topology import Topology
@@ -90,6 +91,8 @@ def _filled(placeholder: Tensor, parameter: nn.Parameter | None, value: Tensor) 
         return value
     if parameter is None:
         return nn.Parameter(value, requires_grad=placeholder.requires_grad)
+    if parameter.is_meta:  # it had no data before the run either
+        return put_in_place(parameter, value).requires_grad_(placeholder.requires_grad)
     parameter.data = value
     return parameter.requires_grad_(placeholder.requires_grad)  # callbacks freeze and unfreeze what they find
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import os
 import signal
 import subprocess
@@ -33,15 +34,24 @@ def run_to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return result
 
 
+def _requested_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The Trainer tells its strategy of a checkpoint only when it is loaded."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+
+
 class ForkingLauncher:
     """Runs a Trainer's function in processes that end with it.
 
     Args:
         inner: Starts them, and brings their results back.
+
+    Attributes:
+        requested: The ``ckpt_path`` that the function is called with.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self.requested: Any = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -50,6 +60,7 @@ class ForkingLauncher:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` on every rank."""
+        self.requested = _requested_checkpoint(function, args, kwargs)
         return self._inner.launch(run_to_the_end, function, *args, trainer=trainer, **kwargs)
 
     def kill(self, signum: int) -> None:
@@ -62,11 +73,15 @@ class Launcher:
 
     Args:
         start: Starts the other ranks as processes of this one and returns them; None where something else has started them.
+
+    Attributes:
+        requested: The ``ckpt_path`` that the function is called with.
     """
 
     def __init__(self, start: Callable[[], Sequence[subprocess.Popen[Any]]] | None = None) -> None:
         self._start = start
         self._children: Sequence[subprocess.Popen[Any]] = ()
+        self.requested: Any = None
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -75,6 +90,7 @@ class Launcher:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` on every rank."""
+        self.requested = _requested_checkpoint(function, args, kwargs)
         if self._start is not None:
             start, self._start = self._start, None
             self._children = start()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,11 +19,13 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
+from lightning_fxpipe.checkpoint import load_model, module_state, read_checkpoint
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
+from lightning_fxpipe.materialise import Constructions, Materials
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
@@ -60,6 +64,7 @@ class Session:
         schedule: Schedule for training.
         loss: What the user says about the loss.
         sparing: Knows the ranks that do not load data.
+        materials: Values for the tensors that have no data.
 
     Attributes:
         is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
@@ -75,12 +80,14 @@ class Session:
         schedule: ScheduleName,
         loss: LossOptions,
         sparing: Sparing,
+        materials: Materials | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
         self._topology = topology
         self.is_split = True
-        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device)
+        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device, materials)
+        self._materials = materials
         for metric in (child for child in module.modules() if isinstance(child, Metric)):
             metric.to(topology.device)
         belong_to_one_replica(held_metrics(module).values())
@@ -124,6 +131,25 @@ class Session:
                 is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
             )
         )
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of the module's state."""
+        with self.hooks.suspended():
+            return module_state(self.module)
+
+    def read(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+        """Reads this rank's part of a checkpoint; into the module itself, where nobody looks at it before it is loaded."""
+        mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
+        into = frozenset() if _hooks_change_checkpoints(self.module) else mine
+        with self.hooks.suspended():
+            return read_checkpoint(path, self.module, weights_only=weights_only, into=into)
+
+    def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Loads this rank's part of a checkpoint into the module, and initialises what has no data and is not in there."""
+        with self.hooks.suspended():
+            load_model(self.module, checkpoint["state_dict"], strict=strict)
+            if self._materials is not None:
+                self._materials.finish(checkpoint["state_dict"].keys(), draws="lightning_fxpipe" not in checkpoint)
 
     def restore_groups(self, trainer: Trainer) -> None:
         """Brings back the optimizer's groups that finetuning has added.
@@ -216,6 +242,9 @@ class Session:
         Returns:
             The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
         """
+        if self._materials is not None:  # the checkpoint that was to come has come
+            self._materials.finish((), draws=True)
+            self._materials = None
         is_last = self._topology.is_last
         metrics = held_metrics(self.module)
         before = StepAttributes(self.module, self._common_buffers()) if is_last else None
@@ -262,6 +291,47 @@ class Session:
     def _common_buffers(self) -> dict[str, Tensor]:
         """The buffers that no stage holds, so that every rank has them."""
         return {fqn: buffer for fqn, buffer in self.module.named_buffers() if not self.plan.stages_of(fqn)}
+
+
+@contextmanager
+def init_context(
+    constructions: Constructions, precision: Any, module: Any, device: torch.device, empty_init: bool | None
+) -> Iterator[None]:
+    """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it.
+
+    Args:
+        constructions: Gets what is recorded.
+        precision: The precision plugin.
+        module: The LightningModule, if the Trainer has got one.
+        device: This rank's device.
+        empty_init: What the user has asked ``trainer.init_module`` for.
+    """
+    is_running = module is not None and module.trainer.state.status is TrainerStatus.RUNNING
+    with precision.tensor_init_context():
+        if empty_init or (empty_init is None and is_running):
+            with constructions.recording(device, draws=not (is_running and _awaits_checkpoint(module))):
+                yield
+        else:
+            yield
+
+
+def materials_of(constructions: Constructions, module: Any) -> Materials:
+    """Where the tensors of a module that is about to be split get their data from."""
+    return constructions.take(module, torch.device("cpu"), draws=not _awaits_checkpoint(module))
+
+
+def _awaits_checkpoint(module: Any) -> bool:
+    """Whether a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
+    requested = getattr(module.trainer.strategy.launcher, "requested", None)
+    # Where there is no last one, the Trainer goes on without.
+    return requested not in (None, "last") and not _hooks_change_checkpoints(module)
+
+
+def _hooks_change_checkpoints(module: Any) -> bool:
+    """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
+    hooks = [getattr(owner, "on_load_checkpoint", None) for owner in (module, *module.trainer.callbacks)]
+    sources = [str(getattr(hook, "__module__", "lightning.")) for hook in hooks]
+    return not all(source.startswith(("lightning.", "pytorch_lightning.", "lightning_fxpipe.")) for source in sources)
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

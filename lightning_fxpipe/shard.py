@@ -6,14 +6,16 @@ state dict still see the whole module.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat import return_memory
 from lightning_fxpipe.cost import canonical_fqns
-from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.exchange import named_tensors
+from lightning_fxpipe.materialise import Materials, check_is_whole, placeholder_for, put_in_place
 from lightning_fxpipe.plan import PartitionPlan
 
 
@@ -30,40 +32,65 @@ class Dropped:
     parameter: nn.Parameter
 
 
-def drop_other_stages(root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device) -> list[Dropped]:
+def drop_other_stages(
+    root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device, materials: Materials | None = None
+) -> list[Dropped]:
     """Moves the stage's own tensors to ``device`` and drops those of the other stages, in place.
+
+    Args:
+        root: The module.
+        plan: Which stage holds what.
+        stage_index: This rank's stage.
+        device: This rank's device.
+        materials: Values for the tensors that have no data.
 
     Returns:
         The parameters that were dropped, so that they can get their data back.
 
     Raises:
-        UnsupportedError: The module has lost parameters already, to another strategy.
+        UnsupportedError: The module has lost parameters, and there are no materials.
     """
-    gone = [fqn for fqn, parameter in root.named_parameters() if parameter.is_meta]
-    if gone:
-        raise UnsupportedError(
-            "The module does not have all of its parameters.",
-            observed=f"no data for {gone[0]}" + (f" and {len(gone) - 1} others" if len(gone) > 1 else ""),
-            expected="a module that no other strategy has split",
-            todo="Use the same Trainer again, or make a new module and load a checkpoint into it. A module is whole again "
-            "after a run that ended well, unless FxPipeStrategy(gather_after_run=False) or a lack of memory forbids it.",
-        )
     placeholders: dict[int, Tensor] = {}
     dropped: list[Dropped] = []
     names = canonical_fqns(root)
-    for module, name, fqn, tensor in list(named_tensors(root)):
+
+    def is_own(fqn: str) -> bool:
         holders = plan.stages_of(names[fqn])
-        if not holders or stage_index in holders:
+        return not holders or stage_index in holders
+
+    if materials is None:
+        check_is_whole(root.named_parameters())
+    else:
+        _materialise(root, is_own, materials)
+    for module, name, fqn, tensor in list(named_tensors(root)):
+        if is_own(fqn):
             move_to(module, name, tensor, device)
             continue
         if id(tensor) not in placeholders:
-            placeholders[id(tensor)] = _placeholder(tensor)
+            placeholders[id(tensor)] = placeholder_for(tensor)
             if type(tensor) is nn.Parameter:
                 dropped.append(Dropped(placeholder=placeholders[id(tensor)], parameter=tensor))
         setattr(module, name, placeholders[id(tensor)])
     for entry in dropped:
         entry.parameter.data = _without_memory(entry.parameter.data)
+    return_memory()
     return dropped
+
+
+def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Materials) -> None:
+    """Gives the rank's own tensors that have no data theirs."""
+    blank = [(module, name, fqn, tensor) for module, name, fqn, tensor in named_tensors(root) if tensor.is_meta and is_own(fqn)]
+    first = {id(tensor): fqn for *_, fqn, tensor in reversed(blank)}
+    values = dict(zip(first, materials.values(list(first.values())), strict=True))
+    made: dict[int, Tensor] = {}
+    for module, name, fqn, tensor in blank:
+        key = id(tensor)
+        if key not in made:
+            value = values.pop(key)
+            made[key] = put_in_place(tensor, value) if isinstance(tensor, nn.Parameter) else value
+            materials.placed(fqn, made[key])
+        if made[key] is not tensor:
+            setattr(module, name, made[key])
 
 
 def move_to(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> None:
@@ -74,11 +101,6 @@ def move_to(module: nn.Module, name: str, tensor: Tensor, device: torch.device) 
         tensor.data = tensor.data.to(device)
     else:
         setattr(module, name, tensor.to(device))
-
-
-def _placeholder(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _without_memory(data: Tensor) -> Tensor:

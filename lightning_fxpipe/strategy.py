@@ -31,18 +31,11 @@ from lightning_fxpipe._compat_lightning import (
     set_rank_zero_only,
     share_sigterm,
 )
-from lightning_fxpipe.checkpoint import (
-    load_model,
-    load_optimizers,
-    module_state,
-    portable_rng,
-    read_checkpoint,
-    save_folder,
-    usable_rng,
-)
+from lightning_fxpipe.checkpoint import load_optimizers, portable_rng, save_folder, usable_rng
 from lightning_fxpipe.failure import begin_run, end_run, has_failed, have_all_stopped_at, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
+from lightning_fxpipe.materialise import Constructions
 from lightning_fxpipe.metricstates import one_replica
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
@@ -51,7 +44,7 @@ from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
-from lightning_fxpipe.session import Session
+from lightning_fxpipe.session import Session, init_context, materials_of
 from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
@@ -134,6 +127,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._restored_from: Path | None = None
         self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
         self._patches = ExitStack()
+        self._constructions = Constructions()
 
     # ------------------------------------------------------------------ environment
 
@@ -267,6 +261,10 @@ class FxPipeStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ setup
 
     @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        return init_context(self._constructions, self.precision_plugin, self.lightning_module, self.root_device, empty_init)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -277,7 +275,8 @@ class FxPipeStrategy(ParallelStrategy):
         self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
-        self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
+        with self._constructions.changing(self.module):
+            self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if self._session is None or self._session.module is not self.module or not self._session.is_split:
             self._split(trainer)
         self.session.prepare(trainer)
@@ -293,6 +292,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
+        materials = materials_of(self._constructions, self.module)
         with noted_connections():
             plan = self._plans.known(trainer, self.module)
             if plan is None:
@@ -314,6 +314,7 @@ class FxPipeStrategy(ParallelStrategy):
                 schedule=self._schedule,
                 loss=self._loss,
                 sparing=self._sparing,
+                materials=materials,
             )
 
     @override
@@ -407,8 +408,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.session.hooks.suspended():
-            return module_state(self.module)
+        return self.session.state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -431,13 +431,11 @@ class FxPipeStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._restored_from = Path(self.broadcast(checkpoint_path))
-        with self.session.hooks.suspended():
-            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only)
+        return self.session.read(self._restored_from, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self.session.hooks.suspended():
-            load_model(self.module, checkpoint["state_dict"], strict=strict)
+        self.session.load(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

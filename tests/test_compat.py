@@ -465,3 +465,22 @@ def test_kept_workers_of_a_dataloader_end() -> None:
     assert len(list(loader)) == 4
     _compat.end_workers(loader)
     _compat.end_workers([1, 2])
+
+
+def test_an_operator_tells_what_it_changes() -> None:
+    assert _compat.arguments_of(torch.ops.aten.normal_.default)[0] == ("self", True)
+    assert ("device", False) in _compat.arguments_of(torch.ops.aten.empty.memory_format)
+    assert _compat.num_results_of(torch.ops.aten.max.dim) == 2
+    assert torch.Tag.nondeterministic_seeded in torch.ops.aten.normal_.default.tags
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    blocks = [torch.ones(8000) for _ in range(4000)]
+    blocks = blocks[-1:]  # the last one keeps what lies before it
+    before = resident()
+    _compat.return_memory()
+    assert len(blocks) == 1
+    assert before - resident() > 50e6
