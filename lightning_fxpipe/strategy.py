@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,16 +29,8 @@ from lightning_fxpipe._compat_lightning import (
     set_rank_zero_only,
     share_sigterm,
 )
-from lightning_fxpipe.checkpoint import (
-    load_model,
-    load_optimizers,
-    module_state,
-    portable_rng,
-    read_checkpoint,
-    save_folder,
-    usable_rng,
-)
-from lightning_fxpipe.failure import begin_run, end_run, has_failed, have_all_stopped_at, noted_connections, terminate_together
+from lightning_fxpipe.checkpointhooks import CheckpointHooks
+from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.metricstates import one_replica
@@ -52,7 +43,7 @@ from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
+from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan
 from lightning_fxpipe.topology import Topology, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
@@ -129,7 +120,7 @@ class FxPipeStrategy(ParallelStrategy):
         self._session: Session | None = None
         self._precision: PipelinePrecision | None = None
         self._stage_optimizers: list[StageOptimizer] = []
-        self._restored_from: Path | None = None
+        self._checkpoints: CheckpointHooks | None = None
         self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
         self._patches = ExitStack()
 
@@ -281,6 +272,7 @@ class FxPipeStrategy(ParallelStrategy):
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             allow_skipped_batches(trainer)
+        self._checkpoints = CheckpointHooks(self.session, self.topology, self._stage_optimizers, global_rank=self.global_rank)
         self.setup_precision_plugin()
         self._detach_precision()
         self._precision = PipelinePrecision(
@@ -401,45 +393,34 @@ class FxPipeStrategy(ParallelStrategy):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @property
+    def _saving(self) -> CheckpointHooks:
+        if self._checkpoints is None:
+            raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
+        return self._checkpoints
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        with self.session.hooks.suspended():
-            return module_state(self.module)
+        return self._saving.module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
-        with self.session.hooks.suspended():
-            return next(mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner)
+        return self._saving.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if storage_options is not None:
             raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
-        if has_failed() and not have_all_stopped_at(self.module.trainer.global_step, self.topology.control_group):
-            # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
-            report_unsaved(filepath, self.global_rank)
-            return
-        checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
-        with self.session.hooks.suspended():
-            save_folder(Path(self.broadcast(filepath)), checkpoint, self.module.state_dict().keys())
+        self._saving.save(checkpoint, self.broadcast(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._restored_from = Path(self.broadcast(checkpoint_path))
-        with self.session.hooks.suspended():
-            return read_checkpoint(self._restored_from, self.module, weights_only=weights_only)
+        return self._saving.load(self.broadcast(checkpoint_path), weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with self.session.hooks.suspended():
-            load_model(self.module, checkpoint["state_dict"], strict=strict)
+        self._saving.load_model(checkpoint, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._restored_from is not None
-        self.session.restore_groups(self.module.trainer)
-        load_optimizers(self._restored_from, checkpoint, self.module, self._stage_optimizers)
-        if "lightning_fxpipe" in checkpoint and not self._has_trained:
-            # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
+        self._saving.load_optimizers(checkpoint, is_resumed=not self._has_trained)

@@ -98,6 +98,7 @@ ORDER = [
         "attributes",
         "precision",
         "session",
+        "checkpointhooks",
         "strategy",
         "__init__",
         "__main__",

@@ -1,0 +1,92 @@
+"""What Lightning asks a strategy for when it saves or restores a run, for a module in stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_fxpipe.checkpoint import (
+    load_model,
+    load_optimizers,
+    module_state,
+    portable_rng,
+    read_checkpoint,
+    save_folder,
+    usable_rng,
+)
+from lightning_fxpipe.failure import has_failed, have_all_stopped_at
+from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.session import Session
+from lightning_fxpipe.support import report_unsaved
+from lightning_fxpipe.topology import Topology
+
+
+class CheckpointHooks:
+    """The checkpoint hooks of one run, and what they tell each other.
+
+    Args:
+        session: The module in its pipeline.
+        topology: This rank's place.
+        optimizers: The run's optimizers.
+        global_rank: This process's rank.
+    """
+
+    def __init__(self, session: Session, topology: Topology, optimizers: Sequence[StageOptimizer], *, global_rank: int) -> None:
+        self._session = session
+        self._topology = topology
+        self._optimizers = optimizers
+        self._global_rank = global_rank
+        self._restored_from: Path | None = None
+
+    def module_state(self) -> dict[str, Any]:
+        """This rank's part of the module's state."""
+        with self._session.hooks.suspended():
+            return module_state(self._session.module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part of an optimizer's state."""
+        inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
+        with self._session.hooks.suspended():
+            return next(mine.state_dict() for mine in self._optimizers if mine.optimizer is inner)
+
+    def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Writes a checkpoint. Called by every rank with the same path."""
+        module = self._session.module
+        if has_failed() and not have_all_stopped_at(module.trainer.global_step, self._topology.control_group):
+            # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
+            report_unsaved(path, self._global_rank)
+            return
+        checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self._session.plan), "rng": portable_rng(rng_state())}
+        with self._session.hooks.suspended():
+            save_folder(Path(path), checkpoint, module.state_dict().keys())
+
+    def load(self, path: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
+        """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
+        self._restored_from = Path(path)
+        with self._session.hooks.suspended():
+            return read_checkpoint(self._restored_from, self._session.module, weights_only=weights_only)
+
+    def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Restores the module from what was read."""
+        with self._session.hooks.suspended():
+            load_model(self._session.module, checkpoint["state_dict"], strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any], *, is_resumed: bool) -> None:
+        """Restores the optimizers.
+
+        Args:
+            checkpoint: What was read.
+            is_resumed: Whether a run goes on; else a trial is over, and the run begins.
+        """
+        assert self._restored_from is not None
+        module = self._session.module
+        self._session.restore_groups(module.trainer)
+        load_optimizers(self._restored_from, checkpoint, module, self._optimizers)
+        if "lightning_fxpipe" in checkpoint and is_resumed:
+            # A resumed run shuffles and draws as the uninterrupted one would have.
+            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
