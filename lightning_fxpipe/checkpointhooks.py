@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_fxpipe._compat_lightning import weights_only_of_run
+from lightning_fxpipe.agreement import any_rank
 from lightning_fxpipe.checkpoint import (
+    ENTRY,
     load_model,
     load_optimizers,
     module_state,
@@ -19,11 +23,27 @@ from lightning_fxpipe.checkpoint import (
     usable_rng,
 )
 from lightning_fxpipe.failure import has_failed, have_all_stopped_at
+from lightning_fxpipe.locations import Location, check_seen_by_all
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.support import report_unsaved
 from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.writing import save_file, save_folder_at
+
+
+def origin(*, schedule: str, num_microbatches: int | None) -> dict[str, Any]:
+    """What a checkpoint says of the run that has written it."""
+    versions = {name: version_of_package(name) for name in ("lightning-fxpipe", "torch", "lightning")}
+    return {"versions": versions, "schedule": schedule, "num_microbatches": num_microbatches}
+
+
+def version_of_package(name: str) -> str:
+    """The installed version, or that it is unknown: a source tree that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class CheckpointHooks:
@@ -34,14 +54,27 @@ class CheckpointHooks:
         topology: This rank's place.
         optimizers: The run's optimizers.
         global_rank: This process's rank.
+        origin: What a checkpoint says of the run that has written it, beside the plan.
+        as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
     """
 
-    def __init__(self, session: Session, topology: Topology, optimizers: Sequence[StageOptimizer], *, global_rank: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        topology: Topology,
+        optimizers: Sequence[StageOptimizer],
+        *,
+        global_rank: int,
+        origin: Mapping[str, Any],
+        as_folder: bool,
+    ) -> None:
         self._session = session
         self._topology = topology
         self._optimizers = optimizers
         self._global_rank = global_rank
-        self._restored_from: Path | None = None
+        self._origin = origin
+        self._as_folder = as_folder
+        self._restored_from: Location | None = None
 
     def module_state(self) -> dict[str, Any]:
         """This rank's part of the module's state."""
@@ -54,20 +87,43 @@ class CheckpointHooks:
         with self._session.hooks.suspended():
             return next(mine.state_dict() for mine in self._optimizers if mine.optimizer is inner)
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Writes a checkpoint. Called by every rank with the same path."""
-        module = self._session.module
-        if has_failed() and not have_all_stopped_at(module.trainer.global_step, self._topology.control_group):
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Writes a checkpoint. Called by every rank with the same path.
+
+        Args:
+            checkpoint: Lightning's checkpoint, with this rank's part of the states of model and optimizers.
+            path: A path or URL.
+            storage_options: For the file system of a URL.
+        """
+        module, group = self._session.module, self._topology.control_group
+        if has_failed() and not have_all_stopped_at(module.trainer.global_step, group):
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, self._global_rank)
             return
-        checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self._session.plan), "rng": portable_rng(rng_state())}
+        location = Location.of(path, storage_options)
+        check_seen_by_all(location, self._topology.num_stages)
+        plan = dataclasses.asdict(self._session.plan)
+        checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state())}
         with self._session.hooks.suspended():
-            save_folder(Path(path), checkpoint, module.state_dict().keys())
+            names = module.state_dict().keys()
+            if not self._as_folder:
+                save_file(location, checkpoint, names, self._topology)
+                return
+            if not any_rank(any(mine["state"] for mine in checkpoint.get("optimizer_states", [])), self._topology):
+                # A folder has no empty dicts, and torch wants one: such states lie beside the tensors.
+                states = checkpoint.pop("optimizer_states", [])
+                checkpoint |= {f"optimizer_{index}": state for index, state in enumerate(states)}
+            if location.path is None:
+                save_folder_at(location, checkpoint, names)
+            else:
+                save_folder(location.path, checkpoint, names)
 
     def load(self, path: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
         """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
-        self._restored_from = Path(path)
+        self._restored_from = Location.of(path)
+        check_seen_by_all(self._restored_from, self._topology.num_stages)
+        if weights_only is None:
+            weights_only = weights_only_of_run()
         with self._session.hooks.suspended():
             return read_checkpoint(self._restored_from, self._session.module, weights_only=weights_only)
 
@@ -87,6 +143,6 @@ class CheckpointHooks:
         module = self._session.module
         self._session.restore_groups(module.trainer)
         load_optimizers(self._restored_from, checkpoint, module, self._optimizers)
-        if "lightning_fxpipe" in checkpoint and is_resumed:
+        if ENTRY in checkpoint and is_resumed:
             # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
+            set_rng_state(usable_rng(checkpoint[ENTRY]["rng"]))
