@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def read_checkpoint(location: Location, module: nn.Module, *, weights_only: bool
     if not stored.format.has_weights_only:
         return stored.checkpoint
     rank_zero_info(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
-    return _as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
+    return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
 
 
 def is_folder(location: Location) -> bool:
@@ -130,7 +130,7 @@ def is_folder(location: Location) -> bool:
     return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
 
 
-def _as_first_step(state: dict[str, Any]) -> dict[str, Any]:
+def as_first_step(state: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint of a run that has these weights and has not begun."""
     nothing: dict[str, Any] = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
     return {VERSION_KEY: lightning.__version__, "state_dict": state, **nothing}
@@ -141,16 +141,26 @@ def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], 
     beside = folder.entries(rf"{re.escape(BESIDE)}.+")
     state = folder.read({root, *beside}, lambda path: path[1] not in others)
     checkpoint = folder.read_rest(weights_only=weights_only)
-    order = {fqn: index for index, fqn in enumerate(expected)}
     for name in (root, *beside):
-        ordered = sorted(state[name].items(), key=lambda item: order.get(item[0], len(order)))
-        checkpoint["state_dict" if name == root else name.removeprefix(BESIDE)] = dict(ordered)
-    if folder.entries(_OPTIMIZER) or any(re.fullmatch(_OPTIMIZER, key) for key in checkpoint):
+        checkpoint["state_dict" if name == root else name.removeprefix(BESIDE)] = in_order(state.get(name, {}), expected)
+    if folder.entries(OPTIMIZER) or any(re.fullmatch(OPTIMIZER, key) for key in checkpoint):
         checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
     return checkpoint
 
 
-_OPTIMIZER = r"optimizer_\d+"
+def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The state with its names in an order, and others after them."""
+    order = {fqn: index for index, fqn in enumerate(names)}
+    return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def names_of(checkpoint: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the model's state in their order, where one of ours says them: the keys of a folder have none."""
+    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get("names", ())
+    return names
+
+
+OPTIMIZER = r"optimizer_\d+"
 
 
 def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
@@ -201,9 +211,9 @@ def load_optimizers(
         return
     folder = open_folder(location)
     names = {fqn: parameter.is_meta for fqn, parameter in module.named_parameters()}
-    roots = folder.entries(_OPTIMIZER)
+    roots = folder.entries(OPTIMIZER)
     stored = folder.read(roots, lambda path: path[1] != "state" or not names.get(str(path[2]), False))
-    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(_OPTIMIZER, key)}
+    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(OPTIMIZER, key)}
     for index, optimizer in enumerate(optimizers):
         if (state := stored.get(f"optimizer_{index}")) is not None:
             optimizer.load(state.get("state", {}), state["param_groups"])

@@ -103,9 +103,9 @@ class CheckpointHooks:
         location = Location.of(path, storage_options)
         check_seen_by_all(location, self._topology.num_stages)
         plan = dataclasses.asdict(self._session.plan)
-        checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state())}
         with self._session.hooks.suspended():
-            names = module.state_dict().keys()
+            names = list(module.state_dict())
+            checkpoint[ENTRY] = {**self._origin, "plan": plan, "names": names, "rng": portable_rng(rng_state())}
             if not self._as_folder:
                 save_file(location, checkpoint, names, self._topology)
                 return
@@ -143,6 +143,6 @@ class CheckpointHooks:
         module = self._session.module
         self._session.restore_groups(module.trainer)
         load_optimizers(self._restored_from, checkpoint, module, self._optimizers)
-        if ENTRY in checkpoint and is_resumed:
+        if is_resumed and (rng := checkpoint.get(ENTRY, {}).get("rng")):
             # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint[ENTRY]["rng"]))
+            set_rng_state(usable_rng(rng))

@@ -107,6 +107,9 @@ ORDER = [
         "checkpointhooks",
         "strategy",
         "__init__",
+        "converting",
+        "inspecting",
+        "commands_checkpoint",
         "__main__",
     ),
 ]

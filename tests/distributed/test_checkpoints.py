@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_fxpipe import FxPipeError, FxPipeStrategy
+from lightning_fxpipe import FxPipeStrategy
 from tests.distributed.pool import RankPool
 from tests.distributed.test_training import assert_same_state, merged
 from tests.lit import LitModel, Recorder, make_loader, make_trainer, snapshot
