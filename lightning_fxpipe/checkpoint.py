@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torchmetrics import Metric
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.folders import BESIDE, Folder, open_folder, original_errors
-from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored
+from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
 from lightning_fxpipe.locations import Location
 from lightning_fxpipe.optimizers import StageOptimizer
 
@@ -39,7 +40,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 def held(state: Mapping[str, Any]) -> dict[str, Any]:
     """What is no placeholder."""
-    return {fqn: value for fqn, value in state.items() if not _is_placeholder(value)}
+    return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
 
 
 def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -> None:
@@ -71,12 +72,37 @@ def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -
 
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
-    state = {"model": held(checkpoint.pop("state_dict"))}
-    for name in names_in_parts(checkpoint, state["model"], fqns):
+    state = {"model": held(checkpoint["state_dict"])}
+    beside = names_in_parts(checkpoint, state["model"], fqns)
+    note_attributes(checkpoint, ("state_dict", *beside))
+    note_names(checkpoint, fqns)
+    del checkpoint["state_dict"]
+    for name in beside:
         state[BESIDE + name] = held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     return state
+
+
+def note_attributes(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps in our entry what states have beside their items, for which a folder has no place."""
+    found = {name: dict(vars(state)) for name in names if isinstance(state := checkpoint[name], OrderedDict)}
+    if found:
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _ATTRIBUTES: found}
+
+
+_ATTRIBUTES = "attributes"
+
+
+def restored(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    """A state that was in a folder, as it was before: in an order, and with what :func:`note_attributes` has kept."""
+    attributes = (checkpoint.get(ENTRY) or {}).get(_ATTRIBUTES, {}).get(name)
+    state = in_order(items, order)
+    if attributes is None:
+        return state
+    result = OrderedDict(state)
+    vars(result).update(attributes)
+    return result
 
 
 def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
@@ -142,7 +168,8 @@ def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], 
     state = folder.read({root, *beside}, lambda path: path[1] not in others)
     checkpoint = folder.read_rest(weights_only=weights_only)
     for name in (root, *beside):
-        checkpoint["state_dict" if name == root else name.removeprefix(BESIDE)] = in_order(state.get(name, {}), expected)
+        known = "state_dict" if name == root else name.removeprefix(BESIDE)
+        checkpoint[known] = restored(checkpoint, known, state.get(name, {}), expected)
     if folder.entries(OPTIMIZER) or any(re.fullmatch(OPTIMIZER, key) for key in checkpoint):
         checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
     return checkpoint
@@ -151,12 +178,26 @@ def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], 
 def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The state with its names in an order, and others after them."""
     order = {fqn: index for index, fqn in enumerate(names)}
-    return dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order))))
+    return with_items(state, dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order)))))
+
+
+def note_names(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps the order of the model's names in our entry, for which a folder has no place."""
+    checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _NAMES: list(names)}
+
+
+def without_notes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint without what only a folder needs to be noted."""
+    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key not in (_NAMES, _ATTRIBUTES)}
+    return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
+
+
+_NAMES = "names"
 
 
 def names_of(checkpoint: Mapping[str, Any]) -> Sequence[str]:
     """The names of the model's state in their order, where one of ours says them: the keys of a folder have none."""
-    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get("names", ())
+    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get(_NAMES, ())
     return names
 
 

@@ -105,7 +105,7 @@ class CheckpointHooks:
         plan = dataclasses.asdict(self._session.plan)
         with self._session.hooks.suspended():
             names = list(module.state_dict())
-            checkpoint[ENTRY] = {**self._origin, "plan": plan, "names": names, "rng": portable_rng(rng_state())}
+            checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state())}
             if not self._as_folder:
                 save_file(location, checkpoint, names, self._topology)
                 return

@@ -15,7 +15,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_fxpipe._compat import folder_writer
 from lightning_fxpipe._compat_lightning import metadata_filename
-from lightning_fxpipe.checkpoint import ENTRY, OPTIMIZER, as_first_step, in_order, is_folder, names_of
+from lightning_fxpipe.checkpoint import (
+    ENTRY,
+    OPTIMIZER,
+    as_first_step,
+    is_folder,
+    names_of,
+    note_attributes,
+    note_names,
+    restored,
+    without_notes,
+)
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.folders import BESIDE, open_folder
 from lightning_fxpipe.formats import VERSION_KEY, Format, read_stored
@@ -111,15 +121,16 @@ def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[st
     found = folder.read({str(path[0]) for path in folder.paths.values()}, lambda path: True)
     checkpoint = {key: value for key, value in rest.items() if not re.fullmatch(OPTIMIZER, key)}
     names = names_of(checkpoint)
-    checkpoint["state_dict"] = in_order(found.pop(folder.model_root), names)
+    checkpoint["state_dict"] = restored(checkpoint, "state_dict", found.pop(folder.model_root), names)
     optimizers = {key: value for key, value in (*rest.items(), *found.items()) if re.fullmatch(OPTIMIZER, key)}
     if optimizers:
         ordered = sorted(optimizers.items(), key=lambda item: int(item[0].rpartition("_")[2]))
         checkpoint["optimizer_states"] = [{**value, "state": value.get("state", {})} for _, value in ordered]
     for key, value in found.items():
         if key not in optimizers:
-            checkpoint[key.removeprefix(BESIDE)] = in_order(value, names)
-    return Format.FOLDER, checkpoint
+            name = key.removeprefix(BESIDE)
+            checkpoint[name] = restored(checkpoint, name, value, names)
+    return Format.FOLDER, without_notes(checkpoint)
 
 
 def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -174,10 +185,13 @@ def _as_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
-    rest = dict(checkpoint)
-    model = rest.pop("state_dict")
+    rest, model = dict(checkpoint), checkpoint["state_dict"]
     state: dict[str, Any] = {"model": model}
-    for name in [n for n, value in rest.items() if isinstance(value, Mapping) and value and value.keys() <= model.keys()]:
+    beside = [n for n, v in rest.items() if isinstance(v, Mapping) and v and v.keys() <= model.keys() and n != "state_dict"]
+    note_attributes(rest, ("state_dict", *beside))
+    note_names(rest, model)
+    del rest["state_dict"]
+    for name in beside:
         state[BESIDE + name] = rest.pop(name)
     # Numbers without names stay in the file beside the tensors, as a plain Trainer's: in keys they would become words.
     if (states := rest.get("optimizer_states")) and all(map(_is_by_fqn, states)):

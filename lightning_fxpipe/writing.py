@@ -15,6 +15,7 @@ from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.checkpoint import ENTRY, held, in_order, names_in_parts, taken_parts
 from lightning_fxpipe.collect import Key, collect, identity
 from lightning_fxpipe.folders import original_errors
+from lightning_fxpipe.formats import with_items
 from lightning_fxpipe.locations import Location
 from lightning_fxpipe.topology import Topology
 
@@ -48,7 +49,7 @@ def save_file(location: Location, checkpoint: dict[str, Any], fqns: Collection[s
         collected = _on_cpu(collected)
         for name in ("state_dict", *beside):
             found = {fqn: value for (of, fqn), value in collected.items() if of == name}
-            checkpoint[name] = in_order(found, fqns)
+            checkpoint[name] = in_order(with_items(checkpoint[name], found), fqns)
         fqns_of = [[list(group["params"]) for group in optimizer["param_groups"]] for optimizer in optimizers]
         checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), GROUP_FQNS: fqns_of}
         for index, optimizer in enumerate(optimizers):
