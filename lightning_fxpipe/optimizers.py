@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_fxpipe._compat import tree_map
 
 
 class StageOptimizer:
@@ -76,18 +79,39 @@ class StageOptimizer:
         self.optimizer.state.clear()  # a parameter that has no state in the checkpoint has none any more
         for fqn, values in state.items():
             if fqn in local:
-                parameter = local[fqn]
-                self.optimizer.state[parameter] = {
-                    # A 0-dim step counter stays on the CPU, where torch's optimizers keep it.
-                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in values.items()
-                }
+                self.optimizer.state[local[fqn]] = {key: _placed(value, local[fqn]) for key, value in values.items()}
 
     def load_plain(self, saved: Mapping[str, Any]) -> None:
-        """Takes the state of a plain optimizer, which numbers its parameters in the order of its groups."""
+        """Takes the state of a plain optimizer, which numbers its parameters in the order of its groups.
+
+        Raises:
+            ValueError: The groups are others.
+        """
+        groups = saved["param_groups"]
+        if len(groups) != len(self.group_fqns):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if any(len(group["params"]) != len(fqns) for group, fqns in zip(groups, self.group_fqns, strict=True)):
+            raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
         fqn_of = {
             number: fqn
-            for group, fqns in zip(saved["param_groups"], self.group_fqns, strict=True)
+            for group, fqns in zip(groups, self.group_fqns, strict=True)
             for number, fqn in zip(group["params"], fqns, strict=True)
         }
-        self.load({fqn_of[number]: value for number, value in saved["state"].items()}, saved["param_groups"])
+        mine = {fqn for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}
+        states = {fqn_of.get(number, number): value for number, value in saved["state"].items()}
+        # Copies: the file may be mapped into memory, and need not outlive the run.
+        self.load({fqn: tree_map(_copied, value) for fqn, value in states.items() if fqn in mine}, tree_map(_copied, groups))
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    """A value of a parameter's state on its device. A 0-dim step counter stays on the CPU, where torch's optimizers keep it."""
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        # As torch makes it; fused steps go through both as they lie in memory.
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(parameter.device)
