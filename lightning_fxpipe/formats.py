@@ -92,7 +92,7 @@ def read_stored(
     if _is_safetensors(path):
         state, metadata = read_safetensors(path, is_wanted)
         return StoredCheckpoint(format=Format.SAFETENSORS, checkpoint={"state_dict": state}, metadata=metadata)
-    content = _load(path, weights_only, pickle_module)
+    content = load_file(path, weights_only=weights_only, pickle_module=pickle_module)
     known = _as_trainer_checkpoint(content)
     if known is None:
         raise _unknown(path, f"a {type(content).__name__}" + _some_keys(content))
@@ -107,7 +107,8 @@ def _is_safetensors(path: Path) -> bool:
     return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[:2] != b"PK")
 
 
-def _load(path: Path, weights_only: bool | None, pickle_module: Any) -> Any:
+def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = None) -> Any:
+    """What ``torch.save`` has written, with tensors mapped from the file; raises :class:`FxPipeError` where it is damaged."""
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
     if pickle_module is not None:
         options["pickle_module"] = pickle_module
