@@ -21,6 +21,7 @@ from lightning_fxpipe.checkpoint import (
     read_checkpoint,
     save_folder,
     usable_rng,
+    without_foreign_extras,
 )
 from lightning_fxpipe.failure import has_failed, have_all_stopped_at
 from lightning_fxpipe.locations import Location, check_seen_by_all
@@ -105,6 +106,7 @@ class CheckpointHooks:
         plan = dataclasses.asdict(self._session.plan)
         with self._session.hooks.suspended():
             names = list(module.state_dict())
+            checkpoint = without_foreign_extras(checkpoint, module)
             checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state())}
             if not self._as_folder:
                 save_file(location, checkpoint, names, self._topology)

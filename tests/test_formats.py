@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeError, UnsupportedError
 from lightning_fxpipe.__main__ import main
-from lightning_fxpipe.checkpoint import prefix_of, with_all_names
+from lightning_fxpipe.checkpoint import prefix_of, with_all_names, without_foreign_extras
 from lightning_fxpipe.inspecting import look_into
 from lightning_fxpipe.locations import Location, check_seen_by_all
 from tests.lit import LitModel, make_loader, make_trainer
@@ -375,6 +375,26 @@ def test_checkpoints_behind_a_url_are_read(plain: Path, tmp_path: Path, capsys: 
 
 
 # ------------------------------------------------------------------ names
+
+
+def test_extra_states_of_other_stages_are_left_to_them() -> None:
+    class Extra(nn.Module):
+        def __init__(self, device: str) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2, device=device)
+
+        def get_extra_state(self) -> Any:
+            return {"count": 1}
+
+        def set_extra_state(self, state: Any) -> None: ...
+
+    module = nn.Sequential(Extra("cpu"), Extra("meta"))
+    states = {name: module.state_dict() for name in ("state_dict", "current_model_state")}
+    for state in (found := without_foreign_extras({**states, "epoch": 1}, module))["state_dict"], found["current_model_state"]:
+        assert "0._extra_state" in state
+        assert "1._extra_state" not in state
+        assert "1.linear.weight" in state
+    assert found["epoch"] == 1
 
 
 def test_names_of_a_model_inside_the_module_are_found_where_they_are_clear() -> None:
