@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeError, UnsupportedError
 from lightning_fxpipe.__main__ import main
-from lightning_fxpipe.checkpoint import prefix_of, with_all_names, without_foreign_extras
+from lightning_fxpipe.checkpoint import names_in_parts, prefix_of, with_all_names, without_foreign_extras
 from lightning_fxpipe.inspecting import look_into
 from lightning_fxpipe.locations import Location, check_seen_by_all
 from tests.lit import LitModel, make_loader, make_trainer
@@ -375,6 +375,22 @@ def test_checkpoints_behind_a_url_are_read(plain: Path, tmp_path: Path, capsys: 
 
 
 # ------------------------------------------------------------------ names
+
+
+def test_entries_in_parts_are_found_by_what_they_lack() -> None:
+    whole, lacking = torch.ones(1), torch.ones(1, device="meta")
+    fqns, mine = ["a", "b", "c"], {"a": whole, "b": whole}
+    checkpoint = {
+        "state_dict": {"a": whole, "b": whole},
+        "like the state": {"a": whole, "b": whole},
+        "parameters": {"a": whole, "c": lacking},
+        "complete": {"a": whole, "b": whole, "c": whole},
+        "something": {"a": whole, "x": 1},
+        "epoch": 3,
+    }
+    assert names_in_parts(checkpoint, mine, fqns) == ["like the state", "parameters"]
+    with pytest.raises(UnsupportedError, match="callbacks"):
+        names_in_parts({**checkpoint, "callbacks": {"Average": {"c": lacking}}}, mine, fqns)
 
 
 def test_extra_states_of_other_stages_are_left_to_them() -> None:
