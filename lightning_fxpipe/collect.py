@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import storage_key, tree_map
+from lightning_fxpipe.agreement import gathered
 from lightning_fxpipe.topology import Topology
 
 # Which state, and what of it.
@@ -44,8 +45,7 @@ def collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | Non
     """
     if topology.num_stages == 1:
         return dict(mine)
-    names: list[list[Key]] = [[] for _ in range(topology.num_stages)]
-    dist.all_gather_object(names, list(mine), group=topology.control_group)
+    names = gathered(topology.control_group, list(mine))
     known = set(names[topology.num_stages - 1])  # the last stage is on rank 0
     result = dict(mine)
     for stage in range(topology.num_stages - 1):
