@@ -108,15 +108,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _described(tensor: Tensor) -> Tensor | _Sent:
     """The tensor itself where it is sent by value: it is small, or its bytes are not all."""
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim)) if _is_plain(tensor) else []
-    is_dense = _is_plain(tensor) and tensor.permute(order).is_contiguous()
     if not _is_plain(tensor):
         return tensor.detach().cpu()
     if tensor.nbytes < _SMALL:
         # A copy, as pickle takes all the memory that a tensor is a view of.
         return tensor.detach().cpu().clone()
-    if not is_dense:
-        order = list(range(tensor.dim()))
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim))
+    if not tensor.permute(order).is_contiguous():
+        order = list(range(tensor.dim()))  # it has gaps, or elements several times: what is sent has not
     return _Sent(tuple(tensor.shape[dim] for dim in order), _inverse(tuple(order)), tensor.dtype)
 
 
