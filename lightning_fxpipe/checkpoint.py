@@ -8,27 +8,22 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 from __future__ import annotations
 
 import itertools
-import re
-import shutil
-import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.saving import original_errors
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -40,35 +35,14 @@ def _held(state: Mapping[str, Any]) -> dict[str, Any]:
     return {fqn: value for fqn, value in state.items() if not _is_placeholder(value)}
 
 
-def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -> None:
-    """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors.
-
-    The folder gets its name when it is complete, so that a run that dies meanwhile leaves the last good one.
-
-    Args:
-        path: The folder.
-        checkpoint: The checkpoint, with this rank's part of the model's state.
-        fqns: Names of the whole model's tensors. What else has a tensor for each of this rank's, such as weights beside
-            averaged ones, is in parts as well.
-    """
-    is_writer = dist.get_rank() == 0
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    if is_writer:
-        _remove(unfinished)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
+def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
+    """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
     state = {"model": _held(checkpoint.pop("state_dict"))}
     for name in [name for name, value in checkpoint.items() if _is_partial(value, state["model"], fqns)]:
         state[_BESIDE + name] = _held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    with _original_errors():
-        dcp_save(state, checkpoint_id=unfinished)
-    if is_writer:
-        torch.save(checkpoint, unfinished / metadata_filename())
-        _remove(path)
-        unfinished.rename(path)
-    dist.barrier()
+    return state
 
 
 # Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
@@ -77,24 +51,6 @@ _BESIDE = "beside."
 
 def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
     return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and _held(value).keys() == mine.keys()
-
-
-@contextmanager
-def _original_errors() -> Iterator[None]:
-    """Raises what a rank has raised in the block, such as an OSError, in place of the exception that torch puts around it."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (original, stack) = next(iter(error.failures.items()))
-        original.add_note(f"while reading or writing a checkpoint on rank {rank}:\n{''.join(traceback.format_list(stack))}")
-        raise original from None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
@@ -116,7 +72,7 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
     beside = sorted({key.split(".")[1] for key in stored if key.startswith(_BESIDE)})
     request: dict[str, Any] = {"model": _request(stored, "model.", expected)}
     request |= {f"{_BESIDE}{name}": _request(stored, f"{_BESIDE}{name}.", expected) for name in beside}
-    with _original_errors():
+    with original_errors():
         dcp_load(request, checkpoint_id=path)
     checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = _with_placeholders(request["model"], stored, "model.", expected)
@@ -169,25 +125,31 @@ def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module
     """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
     if not path.is_dir():
         for optimizer, saved in zip(optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_plain(saved)
+            optimizer.load(saved)
         return
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    request: dict[str, Any] = {
-        f"optimizer_{index}": {
-            "state": _state_request(module, stored, index),
-            "param_groups": [
-                _options_request(group, stored, f"optimizer_{index}.param_groups.{number}.")
-                for number, group in enumerate(optimizer.state_dict()["param_groups"])
-            ],
-        }
-        for index, optimizer in enumerate(optimizers)
-        if any(key.startswith(f"optimizer_{index}.") for key in stored)
-    }
-    with _original_errors():
+    paths = FileSystemReader(path).read_metadata().planner_data
+    roots = [f"optimizer_{index}" for index in range(len(optimizers))]
+    entries = [p for p in paths.values() if p[0] in roots]
+    saved = _read_entries(path, [p for p in entries if p[1] != "state"])
+    wanted = {r: o.wanted(saved[r]["param_groups"]) for r, o in zip(roots, optimizers, strict=True) if r in saved}
+    known = {r: {key for group in saved[r]["param_groups"] for key in group["params"]} for r in wanted}
+    states = _read_entries(path, [p for p in entries if p[1] == "state" and (p[2] in wanted[p[0]] or p[2] not in known[p[0]])])
+    for root, optimizer in zip(roots, optimizers, strict=True):
+        if root in saved:
+            optimizer.load({**saved[root], "state": states.get(root, {}).get("state", {})})
+
+
+def _read_entries(path: Path, entries: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    stored = FileSystemReader(path).read_metadata()
+    keys = {p: key for key, p in stored.planner_data.items()}
+    request: dict[str, Any] = {}
+    for entry in entries:
+        meta = stored.state_dict_metadata[keys[entry]]
+        is_tensor = isinstance(meta, TensorStorageMetadata)
+        set_element(request, entry, torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None)
+    with original_errors():
         dcp_load(request, checkpoint_id=path)
-    for index, optimizer in enumerate(optimizers):
-        if f"optimizer_{index}" in request:
-            optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])
+    return request
 
 
 def _load_into(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -209,30 +171,6 @@ def _stored_list(key: str, stored: Mapping[str, Any]) -> list[Any]:
     number = itertools.takewhile(lambda i: f"{key}.{i}" in stored, itertools.count())
     metas = [stored[f"{key}.{i}"] for i in number]
     return [torch.empty(meta.size, dtype=meta.properties.dtype) for meta in metas]
-
-
-def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:
-    """Empty tensors for the stored optimizer states of this rank's parameters."""
-    local = {fqn for fqn, parameter in module.named_parameters() if not parameter.is_meta}
-    request: dict[str, dict[str, Any]] = {}
-    for key, meta in stored.items():
-        match = re.fullmatch(rf"optimizer_{index}\.state\.(.+)\.([^.]+)", key)
-        if match and match[1] in local:
-            is_tensor = isinstance(meta, TensorStorageMetadata)
-            empty = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-            request.setdefault(match[1], {})[match[2]] = empty
-    return request
-
-
-def _options_request(group: Mapping[str, Any], stored: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The stored options of a group, which may be others than it has now: a scheduler adds its own."""
-    names = {key.removeprefix(prefix): meta for key, meta in stored.items() if key.startswith(prefix)}
-    request = {key: value for key, value in group.items() if any(name.partition(".")[0] == key for name in names)}
-    for name, meta in names.items():
-        if name.partition(".")[0] not in group and "." not in name:
-            is_tensor = isinstance(meta, TensorStorageMetadata)
-            request[name] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    return request
 
 
 def _check_keys(expected: Mapping[str, Any], found: Sequence[str], strict: bool) -> None:

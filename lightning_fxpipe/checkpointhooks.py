@@ -7,20 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
+from lightning_fxpipe._compat_lightning import batch_counter
 from lightning_fxpipe.checkpoint import (
     load_model,
     load_optimizers,
     module_state,
     portable_rng,
     read_checkpoint,
-    save_folder,
+    taken_parts,
     usable_rng,
 )
 from lightning_fxpipe.failure import has_failed, have_all_stopped_at
 from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.replacing import recover
 from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.saving import Saver, folder_writer
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.support import report_unsaved
 from lightning_fxpipe.topology import Topology
@@ -33,14 +37,24 @@ class CheckpointHooks:
         session: The module in its pipeline.
         topology: This rank's place.
         optimizers: The run's optimizers.
-        global_rank: This process's rank.
+        saver: Saves.
+        in_background: Whether training goes on while a checkpoint is written.
     """
 
-    def __init__(self, session: Session, topology: Topology, optimizers: Sequence[StageOptimizer], *, global_rank: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        topology: Topology,
+        optimizers: Sequence[StageOptimizer],
+        saver: Saver,
+        *,
+        in_background: bool,
+    ) -> None:
         self._session = session
         self._topology = topology
         self._optimizers = optimizers
-        self._global_rank = global_rank
+        self._saver = saver
+        self._in_background = in_background
         self._restored_from: Path | None = None
 
     def module_state(self) -> dict[str, Any]:
@@ -59,15 +73,23 @@ class CheckpointHooks:
         module = self._session.module
         if has_failed() and not have_all_stopped_at(module.trainer.global_step, self._topology.control_group):
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
-            report_unsaved(path, self._global_rank)
+            report_unsaved(path, module.trainer.global_rank)
             return
         checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self._session.plan), "rng": portable_rng(rng_state())}
         with self._session.hooks.suspended():
-            save_folder(Path(path), checkpoint, module.state_dict().keys())
+            parts = taken_parts(checkpoint, module.state_dict().keys())
+        in_background = self._in_background and not has_failed() and module.trainer.state.status is TrainerStatus.RUNNING
+        write = folder_writer(parts, checkpoint, copied=in_background)
+        if in_background:
+            self._saver.start(Path(path), write, moment=batch_counter(module.trainer, "training_step"))
+        else:
+            self._saver.save(Path(path), write, self._topology.control_group)
 
     def load(self, path: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
         """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
+        self._saver.wait()
         self._restored_from = Path(path)
+        recover(self._restored_from)
         with self._session.hooks.suspended():
             return read_checkpoint(self._restored_from, self._session.module, weights_only=weights_only)
 

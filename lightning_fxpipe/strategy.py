@@ -40,11 +40,12 @@ from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
+from lightning_fxpipe.saving import Saver
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan
-from lightning_fxpipe.topology import Topology, make_topology
+from lightning_fxpipe.topology import Topology, make_group, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
 Broadcast = TypeVar("Broadcast")
@@ -95,6 +96,7 @@ class FxPipeStrategy(ParallelStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
+        async_save: bool = False,
     ) -> None:
         super().__init__()
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
@@ -115,6 +117,8 @@ class FxPipeStrategy(ParallelStrategy):
         check_start_method(start_method)
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
+        self._async_save = async_save
+        self._saver = Saver(partial(make_group, self._timeout))
         self._seed = 0
         self._topology: Topology | None = None
         self._session: Session | None = None
@@ -272,7 +276,9 @@ class FxPipeStrategy(ParallelStrategy):
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             allow_skipped_batches(trainer)
-        self._checkpoints = CheckpointHooks(self.session, self.topology, self._stage_optimizers, global_rank=self.global_rank)
+        self._checkpoints = CheckpointHooks(
+            self.session, self.topology, self._stage_optimizers, self._saver, in_background=self._async_save
+        )
         self.setup_precision_plugin()
         self._detach_precision()
         self._precision = PipelinePrecision(

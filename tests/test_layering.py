@@ -19,6 +19,7 @@ MAX_LINES = 450
 ORDER = [
     *(
         "errors",
+        "replacing",
         "lru",
         "table",
         "plan",
@@ -92,6 +93,7 @@ ORDER = [
         "optimizers",
         "wholemodel",
         "hooks",
+        "saving",
         "checkpoint",
         "support",
         "runplan",
