@@ -127,9 +127,20 @@ def _first_of_loader(loader: Any) -> Any:
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader):
-        return next(iter(loader))
+        return _first_of_iterable(loader)
     with _kept_generators(loader):
         return _first_collated(loader)
+
+
+def _first_of_iterable(loader: Any) -> Any:
+    """First batch of a loader that may be its own iterator, or know how far it has come."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        state = copy.deepcopy(loader.state_dict())
+        try:
+            return next(iter(loader))
+        finally:
+            loader.load_state_dict(state)
+    return next(iter(copy.deepcopy(loader) if hasattr(loader, "__next__") else loader))
 
 
 @contextmanager

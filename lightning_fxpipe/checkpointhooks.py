@@ -56,6 +56,7 @@ class CheckpointHooks:
         self._saver = saver
         self._in_background = in_background
         self._restored_from: Path | None = None
+        self._rng: dict[str, Any] | None = None  # of the run that goes on
 
     def module_state(self) -> dict[str, Any]:
         """This rank's part of the module's state."""
@@ -111,4 +112,13 @@ class CheckpointHooks:
         load_optimizers(self._restored_from, checkpoint, module, self._optimizers)
         if "lightning_fxpipe" in checkpoint and is_resumed:
             # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
+            self._rng = usable_rng(checkpoint["lightning_fxpipe"]["rng"])
+            set_rng_state(self._rng)
+
+    def begin_training(self) -> None:
+        """Called once a run's dataloaders have been made, before its first batch."""
+        loop = self._session.module.trainer.fit_loop
+        if self._rng is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
+            # The iterator over the rest of the epoch has drawn numbers, and that of the whole epoch had done so before.
+            set_rng_state(self._rng)
+        self._rng = None

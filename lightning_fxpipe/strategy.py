@@ -347,6 +347,14 @@ class FxPipeStrategy(ParallelStrategy):
     # ------------------------------------------------------------------ steps
 
     @override
+    def on_train_start(self) -> None:
+        self._saving.begin_training()
+
+    @override
+    def on_train_end(self) -> None:
+        self._saver.wait()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._has_trained = True
         with self.session.hooks.suspended():
