@@ -284,3 +284,28 @@ def abort_process_groups() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
+
+
+def folder_reader(path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None.
+
+    The reader and writer for the file systems of fsspec are in a private module. torch 2.11-2.15.
+    """
+    if path is not None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return FileSystemReader(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(url, **options)
+
+
+def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Writes a folder that :func:`folder_reader` reads. torch 2.11-2.15."""
+    if path is not None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    return FsspecWriter(url, **options)

@@ -7,6 +7,7 @@ inside functions, so that tracing and planning work without it.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -232,6 +233,20 @@ def allow_skipped_batches(trainer: Trainer) -> None:
             return ClosureResult.from_training_step_output(output, normalize)
 
     trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
+
+
+def weights_only_of_run() -> bool | None:
+    """``weights_only`` of the ``Trainer.fit`` (``validate``, ...) that this is called in.
+
+    Where a strategy restores after its setup, the Trainer forgets to pass it on; it is in a frame above. Lightning 2.6.
+    """
+    from lightning.pytorch import Trainer
+
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    value = frame.f_locals.get("weights_only") if frame is not None else None
+    return None if value is None else bool(value)
 
 
 def metadata_filename() -> str:

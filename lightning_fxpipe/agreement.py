@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.topology import Topology
 
 
 def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: FxPipeError) -> None:
@@ -33,6 +34,15 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
             expected=disagreement.expected,
             todo=disagreement.todo,
         )
+
+
+def any_rank(vote: bool, topology: Topology) -> bool:
+    """Whether any rank says yes. Called by every rank of the pipeline."""
+    if topology.num_stages == 1:
+        return vote
+    votes = torch.tensor(int(vote))
+    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=topology.control_group)
+    return bool(votes)
 
 
 def digest(batch: Any) -> str:

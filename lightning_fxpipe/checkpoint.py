@@ -7,103 +7,131 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 
 from __future__ import annotations
 
-import itertools
+import re
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
+import lightning
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import metadata_filename
-from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.optimizers import StageOptimizer
-from lightning_fxpipe.saving import original_errors
+from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.folders import BESIDE, Folder, open_folder
+from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored
+from lightning_fxpipe.locations import Location
+from lightning_fxpipe.optimizers import GROUPS, STATE, StageOptimizer
+
+# Our entry of a checkpoint: where it comes from, and the random generators.
+ENTRY = "lightning_fxpipe"
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """This rank's part of ``module.state_dict()``."""
-    return _held(module.state_dict())
+    return held(module.state_dict())
 
 
-def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+def held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is no placeholder."""
     return {fqn: value for fqn, value in state.items() if not _is_placeholder(value)}
 
 
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
-    state = {"model": _held(checkpoint.pop("state_dict"))}
-    for name in [name for name, value in checkpoint.items() if _is_partial(value, state["model"], fqns)]:
-        state[_BESIDE + name] = _held(checkpoint.pop(name))
+    state = {"model": held(checkpoint.pop("state_dict"))}
+    for name in names_in_parts(checkpoint, state["model"], fqns):
+        state[BESIDE + name] = held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     return state
 
 
-# Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
-_BESIDE = "beside."
+def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
+    """The entries that have a tensor for each of this rank's and nothing else, such as weights beside averaged ones."""
+    return [name for name, value in checkpoint.items() if name != "state_dict" and _is_partial(value, mine, fqns)]
 
 
 def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
-    return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and _held(value).keys() == mine.keys()
+    return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and held(value).keys() == mine.keys()
 
 
-def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+def read_checkpoint(location: Location, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
     """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
-        path: A folder written by :func:`save_folder`, or a single file as a plain Trainer writes it.
+        location: A folder, or anything else that :mod:`lightning_fxpipe.folders` or
+            :mod:`lightning_fxpipe.formats` reads.
         module: The module, with placeholders for other stages' tensors.
         weights_only: For ``torch.load``.
 
     Returns:
-        The checkpoint. In states of the model, placeholders stand for the other stages' tensors.
+        The checkpoint. In states of the model, tensors on the meta device stand for those of the other stages.
     """
-    if not path.is_dir():
-        whole: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        return whole
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
     expected = module.state_dict()
-    beside = sorted({key.split(".")[1] for key in stored if key.startswith(_BESIDE)})
-    request: dict[str, Any] = {"model": _request(stored, "model.", expected)}
-    request |= {f"{_BESIDE}{name}": _request(stored, f"{_BESIDE}{name}.", expected) for name in beside}
-    with original_errors():
-        dcp_load(request, checkpoint_id=path)
-    checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
-    checkpoint["state_dict"] = _with_placeholders(request["model"], stored, "model.", expected)
-    for name in beside:
-        prefix = f"{_BESIDE}{name}"
-        checkpoint[name] = _with_placeholders(request[prefix], stored, f"{prefix}.", expected)
-    if any(key.startswith("optimizer_") for key in stored):
+    others = {fqn for fqn, value in expected.items() if _is_placeholder(value)}
+    if is_folder(location):
+        return _read_folder(open_folder(location), expected, others, weights_only)
+    with location.local_copy() as path:
+        stored = read_stored(path, is_wanted=lambda fqn: fqn not in others, weights_only=weights_only)
+        if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
+            rank_zero_info(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
+            stored = read_stored(path, is_wanted=lambda fqn: prefix + fqn not in others, weights_only=weights_only)
+            stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
+    if not stored.format.has_weights_only:
+        return stored.checkpoint
+    rank_zero_info(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
+    return _as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
+
+
+def is_folder(location: Location) -> bool:
+    """Whether a location is a folder of torch.distributed.checkpoint, complete or not."""
+    if location.path is None:
+        return location.is_folder()
+    return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
+
+
+def _as_first_step(state: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of a run that has these weights and has not begun."""
+    nothing: dict[str, Any] = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    return {VERSION_KEY: lightning.__version__, "state_dict": state, **nothing}
+
+
+def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], weights_only: bool | None) -> dict[str, Any]:
+    root = folder.model_root
+    beside = folder.entries(rf"{re.escape(BESIDE)}.+")
+    state = folder.read({root, *beside}, lambda path: path[1] not in others)
+    checkpoint = folder.read_rest(weights_only=weights_only)
+    order = {fqn: index for index, fqn in enumerate(expected)}
+    for name in (root, *beside):
+        ordered = sorted(state[name].items(), key=lambda item: order.get(item[0], len(order)))
+        checkpoint["state_dict" if name == root else name.removeprefix(BESIDE)] = dict(ordered)
+    if folder.entries(_OPTIMIZER) or any(re.fullmatch(_OPTIMIZER, key) for key in checkpoint):
         checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
     return checkpoint
 
 
-def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]) -> dict[str, Any]:
-    """Empty tensors for this rank's part of a stored state, and for all that the model does not know."""
-    found: dict[str, Any] = {}
-    lists = [name for name, value in expected.items() if isinstance(value, list)]
-    for key, meta in stored.items():
-        fqn = _without_index(key.removeprefix(prefix), lists)
-        if key.startswith(prefix) and fqn in lists:
-            found[fqn] = _stored_list(f"{prefix}{fqn}", stored)
-        elif key.startswith(prefix) and not _is_placeholder(expected.get(fqn)):
-            is_tensor = isinstance(meta, TensorStorageMetadata)
-            found[fqn] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    return found
+_OPTIMIZER = r"optimizer_\d+"
 
 
-def _with_placeholders(
-    state: Mapping[str, Any], stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]
-) -> dict[str, Any]:
-    absent = {f: value for f, value in expected.items() if _is_placeholder(value) and f"{prefix}{f}" in stored}
-    order = {fqn: index for index, fqn in enumerate(expected)}
-    return dict(sorted({**state, **absent}.items(), key=lambda item: order.get(item[0], len(order))))
+def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
+    """What is before each of the names in the module: they may be those of a model inside it. Empty where that is not clear."""
+    if not names or not {*names}.isdisjoint(expected):
+        return ""
+    first = next(iter(names))
+    candidates = [fqn.removesuffix(first) for fqn in expected if fqn.endswith(f".{first}")]
+    matches = {prefix: sum(prefix + name in expected for name in names) for prefix in candidates}
+    best = sorted(matches, key=lambda prefix: matches[prefix], reverse=True)
+    is_clear = best and (len(best) == 1 or matches[best[0]] > matches[best[1]])
+    return best[0] if is_clear else ""
+
+
+def with_all_names(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The state with what it lacks of names that are further ones of a tensor that it has, such as tied weights."""
+    first = canonical_fqns(module)
+    found = {first[fqn]: value for fqn, value in state.items() if fqn in first}
+    missing = [fqn for fqn in module.state_dict() if fqn not in state and first.get(fqn) in found]
+    return {**state, **{fqn: found[first[fqn]] for fqn in missing}}
 
 
 def _is_placeholder(value: Any) -> bool:
@@ -111,77 +139,41 @@ def _is_placeholder(value: Any) -> bool:
 
 
 def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Loads this rank's part of a checkpoint's state into the module.
+    """Loads a checkpoint's state into the module, as on one device: with its hooks, and its errors on every rank.
 
     Raises:
-        FxPipeError: With ``strict``, the keys differ.
+        RuntimeError: Shapes differ, or with ``strict`` the keys.
     """
-    _check_keys(module.state_dict(), list(state), strict)
-    local = module_state(module)
-    _load_into(module, {key: value for key, value in state.items() if key in local})
-
-
-def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[StageOptimizer]) -> None:
-    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
-    if not path.is_dir():
-        for optimizer, saved in zip(optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load(saved)
-        return
-    paths = FileSystemReader(path).read_metadata().planner_data
-    roots = [f"optimizer_{index}" for index in range(len(optimizers))]
-    entries = [p for p in paths.values() if p[0] in roots]
-    saved = _read_entries(path, [p for p in entries if p[1] != "state"])
-    wanted = {r: o.wanted(saved[r]["param_groups"]) for r, o in zip(roots, optimizers, strict=True) if r in saved}
-    known = {r: {key for group in saved[r]["param_groups"] for key in group["params"]} for r in wanted}
-    states = _read_entries(path, [p for p in entries if p[1] == "state" and (p[2] in wanted[p[0]] or p[2] not in known[p[0]])])
-    for root, optimizer in zip(roots, optimizers, strict=True):
-        if root in saved:
-            optimizer.load({**saved[root], "state": states.get(root, {}).get("state", {})})
-
-
-def _read_entries(path: Path, entries: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-    stored = FileSystemReader(path).read_metadata()
-    keys = {p: key for key, p in stored.planner_data.items()}
-    request: dict[str, Any] = {}
-    for entry in entries:
-        meta = stored.state_dict_metadata[keys[entry]]
-        is_tensor = isinstance(meta, TensorStorageMetadata)
-        set_element(request, entry, torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None)
-    with original_errors():
-        dcp_load(request, checkpoint_id=path)
-    return request
-
-
-def _load_into(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads this rank's part into the module. A metric takes tensors as they are, from wherever they were read to."""
-    module.load_state_dict(state, strict=False)
+    # Tensors of other stages go from the meta device to the meta device: nothing is copied, and all is checked.
+    module.load_state_dict(state, strict=strict)
     for metric in module.modules():
         if isinstance(metric, Metric):
-            metric.to(metric.device)
+            metric.to(metric.device)  # a metric takes tensors as they are, from wherever they were read to
 
 
-def _without_index(key: str, lists: Sequence[str]) -> str:
-    """The key of a list, such as a metric's state, for that of one of its entries; other keys as they are."""
-    name, _, index = key.rpartition(".")
-    return name if index.isdigit() and name in lists else key
-
-
-def _stored_list(key: str, stored: Mapping[str, Any]) -> list[Any]:
-    """Empty tensors for the stored entries of a list."""
-    number = itertools.takewhile(lambda i: f"{key}.{i}" in stored, itertools.count())
-    metas = [stored[f"{key}.{i}"] for i in number]
-    return [torch.empty(meta.size, dtype=meta.properties.dtype) for meta in metas]
-
-
-def _check_keys(expected: Mapping[str, Any], found: Sequence[str], strict: bool) -> None:
-    missing, unexpected = sorted({*expected} - {*found}), sorted({*found} - {*expected})
-    if strict and (missing or unexpected):
-        raise FxPipeError(
-            "The checkpoint does not fit the model.",
-            observed=f"{len(missing)} missing keys {missing[:8]}, {len(unexpected)} unexpected keys {unexpected[:8]}",
-            expected="the keys of the model's state_dict",
-            todo="Load it into the model that wrote it, or set strict_loading=False on the module.",
-        )
+def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizers: Sequence[StageOptimizer]) -> None:
+    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
+    saved = checkpoint.get("optimizer_states") or []
+    if saved or not is_folder(location):
+        for optimizer, state in zip(optimizers, saved, strict=False):
+            optimizer.load(state)
+        return
+    folder = open_folder(location)
+    roots = folder.entries(_OPTIMIZER)
+    stored = folder.read(roots, lambda path: path[1] != STATE)
+    names = [f"optimizer_{index}" for index in range(len(optimizers))]
+    others = {
+        (name, key)
+        for name, optimizer in zip(names, optimizers, strict=True)
+        if name in stored
+        for key in optimizer.not_wanted(stored[name][GROUPS])
+    }
+    states = folder.read(roots, lambda path: path[1] == STATE and (path[0], path[2]) not in others)
+    stored = {name: {**saved, STATE: states.get(name, {}).get(STATE, {})} for name, saved in stored.items()}
+    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(_OPTIMIZER, key)}
+    for name, optimizer in zip(names, optimizers, strict=True):
+        if name in stored:
+            optimizer.load(stored[name])
 
 
 def portable_rng(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
-from lightning_fxpipe._compat_lightning import batch_counter
+from lightning_fxpipe._compat_lightning import batch_counter, weights_only_of_run
+from lightning_fxpipe.agreement import any_rank
 from lightning_fxpipe.checkpoint import (
+    ENTRY,
     load_model,
     load_optimizers,
     module_state,
@@ -21,6 +24,7 @@ from lightning_fxpipe.checkpoint import (
     usable_rng,
 )
 from lightning_fxpipe.failure import has_failed, have_all_stopped_at
+from lightning_fxpipe.locations import Location, check_seen_by_all
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.replacing import recover
 from lightning_fxpipe.rng import rng_state, set_rng_state
@@ -28,6 +32,21 @@ from lightning_fxpipe.saving import Saver, folder_writer
 from lightning_fxpipe.session import Session
 from lightning_fxpipe.support import report_unsaved
 from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.writing import file_writer, save_file_at, save_folder_at, whole_checkpoint
+
+
+def origin(*, schedule: str, num_microbatches: int | None) -> dict[str, Any]:
+    """What a checkpoint says of the run that has written it."""
+    versions = {name: version_of_package(name) for name in ("lightning-fxpipe", "torch", "lightning")}
+    return {"versions": versions, "schedule": schedule, "num_microbatches": num_microbatches}
+
+
+def version_of_package(name: str) -> str:
+    """The installed version, or that it is unknown: a source tree that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class CheckpointHooks:
@@ -38,6 +57,8 @@ class CheckpointHooks:
         topology: This rank's place.
         optimizers: The run's optimizers.
         saver: Saves.
+        origin: What a checkpoint says of the run that has written it, beside the plan.
+        as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
         in_background: Whether training goes on while a checkpoint is written.
     """
 
@@ -48,14 +69,18 @@ class CheckpointHooks:
         optimizers: Sequence[StageOptimizer],
         saver: Saver,
         *,
+        origin: Mapping[str, Any],
+        as_folder: bool,
         in_background: bool,
     ) -> None:
         self._session = session
         self._topology = topology
         self._optimizers = optimizers
         self._saver = saver
+        self._origin = origin
+        self._as_folder = as_folder
         self._in_background = in_background
-        self._restored_from: Path | None = None
+        self._restored_from: Location | None = None
         self._rng: dict[str, Any] | None = None  # of the run that goes on
 
     def module_state(self) -> dict[str, Any]:
@@ -69,28 +94,60 @@ class CheckpointHooks:
         with self._session.hooks.suspended():
             return next(mine.state_dict() for mine in self._optimizers if mine.optimizer is inner)
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Writes a checkpoint. Called by every rank with the same path."""
-        module = self._session.module
-        if has_failed() and not have_all_stopped_at(module.trainer.global_step, self._topology.control_group):
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Mapping[str, Any] | None = None) -> None:
+        """Writes a checkpoint. Called by every rank with the same path.
+
+        Args:
+            checkpoint: Lightning's checkpoint, with this rank's part of the states of model and optimizers.
+            path: A path or URL.
+            storage_options: For the file system of a URL.
+        """
+        module, group = self._session.module, self._topology.control_group
+        if has_failed() and not have_all_stopped_at(module.trainer.global_step, group):
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
-        checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self._session.plan), "rng": portable_rng(rng_state())}
+        location = Location.of(path, storage_options)
+        check_seen_by_all(location, self._topology.num_stages)
+        plan = dataclasses.asdict(self._session.plan)
+        checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state())}
         with self._session.hooks.suspended():
-            parts = taken_parts(checkpoint, module.state_dict().keys())
-        in_background = self._in_background and not has_failed() and module.trainer.state.status is TrainerStatus.RUNNING
-        write = folder_writer(parts, checkpoint, copied=in_background)
+            names = module.state_dict().keys()
+            if self._as_folder:
+                checkpoint = self._folder_like(checkpoint)
+            if location.path is None:
+                self._saver.wait()
+                save = save_folder_at if self._as_folder else save_file_at
+                save(location, checkpoint, names, self._topology)
+                return
+            in_background = self._in_background and not has_failed() and module.trainer.state.status is TrainerStatus.RUNNING
+            if self._as_folder:
+                parts = taken_parts(checkpoint, names)
+                write = folder_writer(parts, checkpoint, copied=in_background)
+            else:
+                write = file_writer(whole_checkpoint(checkpoint, names, self._topology), copied=in_background)
         if in_background:
-            self._saver.start(Path(path), write, moment=batch_counter(module.trainer, "training_step"))
+            self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
-            self._saver.save(Path(path), write, self._topology.control_group)
+            self._saver.save(location.path, write, group)
+
+    def _folder_like(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint as a folder can have it."""
+        if any_rank(any(mine["state"] for mine in checkpoint.get("optimizer_states", [])), self._topology):
+            return checkpoint
+        # A folder has no empty dicts, and torch wants one: such states lie beside the tensors.
+        states = checkpoint.pop("optimizer_states", [])
+        return {**checkpoint, **{f"optimizer_{index}": state for index, state in enumerate(states)}}
 
     def load(self, path: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
         """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
         self._saver.wait()
-        self._restored_from = Path(path)
-        recover(self._restored_from)
+        self._restored_from = Location.of(path)
+        check_seen_by_all(self._restored_from, self._topology.num_stages)
+        if self._restored_from.path is not None:
+            recover(self._restored_from.path)
+        if weights_only is None:
+            weights_only = weights_only_of_run()
         with self._session.hooks.suspended():
             return read_checkpoint(self._restored_from, self._session.module, weights_only=weights_only)
 
@@ -109,10 +166,10 @@ class CheckpointHooks:
         assert self._restored_from is not None
         module = self._session.module
         self._session.restore_groups(module.trainer)
-        load_optimizers(self._restored_from, checkpoint, module, self._optimizers)
-        if "lightning_fxpipe" in checkpoint and is_resumed:
+        load_optimizers(self._restored_from, checkpoint, self._optimizers)
+        if ENTRY in checkpoint and is_resumed:
             # A resumed run shuffles and draws as the uninterrupted one would have.
-            self._rng = usable_rng(checkpoint["lightning_fxpipe"]["rng"])
+            self._rng = usable_rng(checkpoint[ENTRY]["rng"])
             set_rng_state(self._rng)
 
     def begin_training(self) -> None:

@@ -93,7 +93,12 @@ class StageOptimizer:
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
         self._move(lambda parameter: torch.device("cpu"), kept=())
 
-    def wanted(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
+    def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
+        """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
+        wanted = self._wanted(groups)
+        return {key for group in groups for key in group["params"] if key not in wanted}
+
+    def _wanted(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
         """Which states of a saved optimizer are this rank's.
 
         Args:
@@ -122,7 +127,7 @@ class StageOptimizer:
                 at least.
         """
         self._check_layout(saved)
-        wanted = self.wanted(saved[GROUPS])
+        wanted = self._wanted(saved[GROUPS])
         known = {key for group in saved[GROUPS] for key in group["params"]}
         numbers = {fqn: number for number, fqn in enumerate(self._mine())}
         state = {

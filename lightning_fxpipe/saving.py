@@ -1,7 +1,8 @@
 """Writing checkpoints: whole or not at all, by all ranks together, and in the background if wished.
 
-A checkpoint gets its name when every rank has written its part and all of it is on the disk (:mod:`replacing`). An error of one
-rank is raised on all. In the background, what is written is a copy, and the next save, a load and the end of the run wait for it.
+A checkpoint gets its name when every rank has written its part and all of it is on the disk (:mod:`replacing`). An error of
+one rank is raised on all. In the background, what is written is a copy, and the next save, a load and the end of the run wait
+for it.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import StorageWriter
 
 from lightning_fxpipe._compat import tree_map
 from lightning_fxpipe._compat_lightning import metadata_filename
+from lightning_fxpipe.collect import identity
+from lightning_fxpipe.folders import original_errors
 from lightning_fxpipe.replacing import begin, cancel, finish
 
 Write = Callable[[Path, "dist.ProcessGroup | None"], None]
@@ -201,9 +204,9 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
         raise error
     for rank, _, other in told:
         if other is not None:
-            raised, stack = other
-            raised.add_note(f"while saving a checkpoint on rank {rank}:\n{stack}")
-            raise raised
+            original, stack = other
+            original.add_note(f"while saving a checkpoint on rank {rank}:\n{stack}")
+            raise original
     return next(result for rank, result, _ in told if rank == 0)
 
 
@@ -217,17 +220,6 @@ def _portable(error: Exception | None) -> tuple[Exception, str] | None:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}"), stack
     return error, stack
-
-
-@contextmanager
-def original_errors() -> Iterator[None]:
-    """Raises what a rank has raised in the block, such as an OSError, in place of the exception that torch puts around it."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (original, stack) = next(iter(error.failures.items()))
-        original.add_note(f"while reading or writing a checkpoint on rank {rank}:\n{''.join(traceback.format_list(stack))}")
-        raise original from None
 
 
 # ---------------------------------------------------------------------------------------------------- folders
@@ -247,8 +239,7 @@ def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: 
         torch.save(dict(rest), serialized)
 
     def write(path: Path, group: dist.ProcessGroup | None) -> None:
-        with original_errors():
-            dcp_save(dict(state), checkpoint_id=path, planner=_Planner(), process_group=group)
+        write_parts(state, FileSystemWriter(path), group)
         if dist.get_rank() == 0:
             with (path / metadata_filename()).open("wb") as file:
                 file.write(serialized.getbuffer())
@@ -258,9 +249,25 @@ def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: 
     return write
 
 
+def write_parts(parts: Mapping[str, Any], writer: StorageWriter, group: dist.ProcessGroup | None) -> None:
+    """Writes what each rank has a part of. Called by every rank."""
+    with original_errors():
+        dcp_save(dict(parts), storage_writer=writer, planner=_Planner(), process_group=group)
+
+
 def copied_state(state: Any) -> Any:
-    """A copy, on the CPU, that shares no memory with the original."""
-    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
+    """A copy, on the CPU, that shares no memory with the original; what shared memory in it still does."""
+    copies: dict[Any, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        key = identity(leaf)
+        if key not in copies:
+            copies[key] = leaf.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return tree_map(copied, state)
 
 
 class _Planner(DefaultSavePlanner):
@@ -279,9 +286,8 @@ class _Planner(DefaultSavePlanner):
 
 
 def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    if not (
-        _is_structure(path, value) or (len(path) != 2 and _is_opened(value)) or isinstance(value, list) and _is_opened(value)
-    ):
+    is_entry = len(path) == 2 and isinstance(value, Mapping)  # such as a module's extra state
+    if not (_is_structure(path, value) or (_is_opened(value) and not is_entry)):
         yield path, value
         return
     for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):

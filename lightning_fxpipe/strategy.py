@@ -29,7 +29,7 @@ from lightning_fxpipe._compat_lightning import (
     set_rank_zero_only,
     share_sigterm,
 )
-from lightning_fxpipe.checkpointhooks import CheckpointHooks
+from lightning_fxpipe.checkpointhooks import CheckpointHooks, origin
 from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
@@ -79,6 +79,8 @@ class FxPipeStrategy(ParallelStrategy):
         gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
             returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
             parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
+            file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
     """
 
     strategy_name = "fxpipe"
@@ -96,6 +98,7 @@ class FxPipeStrategy(ParallelStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
         async_save: bool = False,
     ) -> None:
         super().__init__()
@@ -117,6 +120,7 @@ class FxPipeStrategy(ParallelStrategy):
         check_start_method(start_method)
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
+        self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_save = async_save
         self._saver = Saver(partial(make_group, self._timeout))
         self._seed = 0
@@ -277,7 +281,13 @@ class FxPipeStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             allow_skipped_batches(trainer)
         self._checkpoints = CheckpointHooks(
-            self.session, self.topology, self._stage_optimizers, self._saver, in_background=self._async_save
+            self.session,
+            self.topology,
+            self._stage_optimizers,
+            self._saver,
+            origin=origin(schedule=self._schedule, num_microbatches=self._num_microbatches),
+            as_folder=self._save_distributed_checkpoint,
+            in_background=self._async_save,
         )
         self.setup_precision_plugin()
         self._detach_precision()
@@ -423,9 +433,7 @@ class FxPipeStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
-        self._saving.save(checkpoint, self.broadcast(filepath))
+        self._saving.save(checkpoint, self.broadcast(filepath), storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -58,5 +58,5 @@ def make_topology(device: torch.device) -> Topology:
 
 
 def make_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """A further group of all ranks for small messages between CPUs, for a thread that has it for itself. Called by every rank."""
+    """A group of all ranks for messages between CPUs that a thread has for itself. Called by every rank."""
     return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None
