@@ -178,7 +178,7 @@ def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizer
 
 def portable_rng(state: Mapping[str, Any]) -> dict[str, Any]:
     """Generator states as tensors and plain values, which ``torch.load(weights_only=True)`` accepts."""
-    portable = {key: value for key, value in state.items() if key in ("python", "torch")}
+    portable = {key: value for key, value in state.items() if key in ("python", "torch", "cuda")}
     if "numpy" in state:
         name, keys, *rest = state["numpy"]
         portable["numpy"] = [name, [int(key) for key in keys], *rest]

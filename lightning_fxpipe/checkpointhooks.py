@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat_lightning import batch_counter, weights_only_of_run
-from lightning_fxpipe.agreement import any_rank
+from lightning_fxpipe.agreement import any_rank, check_agreement
 from lightning_fxpipe.checkpoint import (
     ENTRY,
     load_model,
@@ -23,10 +24,11 @@ from lightning_fxpipe.checkpoint import (
     taken_parts,
     usable_rng,
 )
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.failure import has_failed, have_all_stopped_at
 from lightning_fxpipe.locations import Location, check_seen_by_all
-from lightning_fxpipe.optimizers import StageOptimizer
-from lightning_fxpipe.replacing import recover
+from lightning_fxpipe.optimizers import StageOptimizer, text_of
+from lightning_fxpipe.replacing import is_linked, link, recover, remove
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.saving import Saver, folder_writer
 from lightning_fxpipe.session import Session
@@ -82,6 +84,7 @@ class CheckpointHooks:
         self._in_background = in_background
         self._restored_from: Location | None = None
         self._rng: dict[str, Any] | None = None  # of the run that goes on
+        self._linked: list[Path] = []  # to be removed
 
     def module_state(self) -> dict[str, Any]:
         """This rank's part of the module's state."""
@@ -94,23 +97,28 @@ class CheckpointHooks:
         with self._session.hooks.suspended():
             return next(mine.state_dict() for mine in self._optimizers if mine.optimizer is inner)
 
-    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Mapping[str, Any] | None = None, *, seed: int
+    ) -> None:
         """Writes a checkpoint. Called by every rank with the same path.
 
         Args:
             checkpoint: Lightning's checkpoint, with this rank's part of the states of model and optimizers.
             path: A path or URL.
             storage_options: For the file system of a URL.
+            seed: From which the stages' random numbers derive.
         """
         module, group = self._session.module, self._topology.control_group
         if has_failed() and not have_all_stopped_at(module.trainer.global_step, group):
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
+        self._remove_linked()
         location = Location.of(path, storage_options)
         check_seen_by_all(location, self._topology.num_stages)
         plan = dataclasses.asdict(self._session.plan)
-        checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state())}
+        checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state()), "seed": seed}
+        self._check_common(checkpoint)
         with self._session.hooks.suspended():
             names = module.state_dict().keys()
             if self._as_folder:
@@ -130,6 +138,21 @@ class CheckpointHooks:
             self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
             self._saver.save(location.path, write, group)
+
+    def _check_common(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuses what an optimizer keeps beside the states of its parameters where it differs between the stages."""
+        states = checkpoint.get("optimizer_states", [])
+        common = [mine.common_state(state) for mine, state in zip(self._optimizers, states, strict=False)]
+        check_agreement(
+            self._topology.control_group,
+            [{key: text_of(value) for key, value in entries.items()} for entries in common],
+            UnsupportedError(
+                "The optimizer's state cannot be saved: what belongs to no parameter is not the same on all stages.",
+                where=", ".join(type(mine.optimizer).__name__ for mine in self._optimizers),
+                expected="counters and the like, which are the same whatever parameters an optimizer has",
+                todo="Keep it in the state of the parameters (optimizer.state[parameter]).",
+            ),
+        )
 
     def _folder_like(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as a folder can have it."""
@@ -156,21 +179,27 @@ class CheckpointHooks:
         with self._session.hooks.suspended():
             load_model(self._session.module, checkpoint["state_dict"], strict=strict)
 
-    def load_optimizers(self, checkpoint: Mapping[str, Any], *, is_resumed: bool) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any], *, is_resumed: bool) -> int | None:
         """Restores the optimizers.
 
         Args:
             checkpoint: What was read.
             is_resumed: Whether a run goes on; else a trial is over, and the run begins.
+
+        Returns:
+            The seed that the run goes on with; None where the checkpoint has none, or no run goes on.
         """
         assert self._restored_from is not None
         module = self._session.module
         self._session.restore_groups(module.trainer)
         load_optimizers(self._restored_from, checkpoint, self._optimizers)
-        if ENTRY in checkpoint and is_resumed:
-            # A resumed run shuffles and draws as the uninterrupted one would have.
-            self._rng = usable_rng(checkpoint[ENTRY]["rng"])
-            set_rng_state(self._rng)
+        if ENTRY not in checkpoint or not is_resumed:
+            return None
+        # A resumed run shuffles and draws as the uninterrupted one would have.
+        self._rng = usable_rng(checkpoint[ENTRY]["rng"])
+        set_rng_state(self._rng)
+        seed: int | None = checkpoint[ENTRY].get("seed")
+        return seed
 
     def begin_training(self) -> None:
         """Called once a run's dataloaders have been made, before its first batch."""
@@ -179,3 +208,34 @@ class CheckpointHooks:
             # The iterator over the rest of the epoch has drawn numbers, and that of the whole epoch had done so before.
             set_rng_state(self._rng)
         self._rng = None
+
+    # ------------------------------------------------------------------ what becomes of checkpoints
+
+    def is_started(self, path: str | Path) -> bool:
+        """Whether a checkpoint may still be being written; the same on every rank."""
+        return self._saver.is_started(Path(path))
+
+    def remove(self, path: Path) -> None:
+        """Removes a checkpoint, once those that were started before are written. Called by rank 0.
+
+        One that a link leads to stays until the link leads elsewhere or the next checkpoint: the link may be the last one.
+        """
+        if is_linked(path):
+            self._linked.append(path)
+        else:
+            self._saver.when_saved(partial(remove, path))
+
+    def link(self, target: str | Path, path: str | Path) -> None:
+        """Makes a link to a checkpoint, once it is written. Called by rank 0."""
+        self._saver.when_saved(partial(link, Path(target), Path(path)))
+        self._remove_linked()
+
+    def end(self) -> None:
+        """Waits for what is being written. Called by every rank."""
+        self._saver.wait()
+        self._remove_linked()
+
+    def _remove_linked(self) -> None:
+        paths, self._linked = self._linked, []
+        for path in paths:
+            self._saver.when_saved(partial(remove, path))

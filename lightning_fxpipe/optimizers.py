@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat import tree_map
+from lightning_fxpipe.agreement import digest
+from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import UnsupportedError
 
 STATE, GROUPS = "state", "param_groups"
@@ -185,3 +187,11 @@ def _names(group: Mapping[str, Any]) -> list[str] | None:
 
 def _moved(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def text_of(value: Any) -> str:
+    """Equal for equal values; short."""
+    parts = [
+        f"{path}={digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)[:200]}" for path, leaf in leaves_with_path(value)
+    ]
+    return ", ".join(parts)[:1000]

@@ -107,6 +107,8 @@ ORDER = [
         "precision",
         "session",
         "checkpointhooks",
+    "checkpointstrategy",
+        "checkpointstrategy",
         "strategy",
         "__init__",
         "__main__",
