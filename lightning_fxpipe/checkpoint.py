@@ -8,7 +8,8 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning
@@ -19,7 +20,7 @@ from torchmetrics import Metric
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.folders import BESIDE, Folder, open_folder
-from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored
+from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
 from lightning_fxpipe.locations import Location
 from lightning_fxpipe.optimizers import GROUPS, STATE, StageOptimizer
 
@@ -34,17 +35,42 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 def held(state: Mapping[str, Any]) -> dict[str, Any]:
     """What is no placeholder."""
-    return {fqn: value for fqn, value in state.items() if not _is_placeholder(value)}
+    return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
 
 
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
-    state = {"model": held(checkpoint.pop("state_dict"))}
-    for name in names_in_parts(checkpoint, state["model"], fqns):
+    state = {"model": held(checkpoint["state_dict"])}
+    beside = names_in_parts(checkpoint, state["model"], fqns)
+    note_attributes(checkpoint, ("state_dict", *beside))
+    note_names(checkpoint, fqns)
+    del checkpoint["state_dict"]
+    for name in beside:
         state[BESIDE + name] = held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     return state
+
+
+def note_attributes(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps in our entry what states have beside their items, for which a folder has no place."""
+    found = {name: dict(vars(state)) for name in names if isinstance(state := checkpoint[name], OrderedDict)}
+    if found:
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _ATTRIBUTES: found}
+
+
+_ATTRIBUTES = "attributes"
+
+
+def restored(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    """A state that was in a folder, as it was before: in an order, and with what :func:`note_attributes` has kept."""
+    attributes = (checkpoint.get(ENTRY) or {}).get(_ATTRIBUTES, {}).get(name)
+    state = in_order(items, order)
+    if attributes is None:
+        return state
+    result = OrderedDict(state)
+    vars(result).update(attributes)
+    return result
 
 
 def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
@@ -81,7 +107,7 @@ def read_checkpoint(location: Location, module: nn.Module, *, weights_only: bool
     if not stored.format.has_weights_only:
         return stored.checkpoint
     rank_zero_info(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
-    return _as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
+    return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
 
 
 def is_folder(location: Location) -> bool:
@@ -91,7 +117,7 @@ def is_folder(location: Location) -> bool:
     return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
 
 
-def _as_first_step(state: dict[str, Any]) -> dict[str, Any]:
+def as_first_step(state: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint of a run that has these weights and has not begun."""
     nothing: dict[str, Any] = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
     return {VERSION_KEY: lightning.__version__, "state_dict": state, **nothing}
@@ -102,16 +128,41 @@ def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], 
     beside = folder.entries(rf"{re.escape(BESIDE)}.+")
     state = folder.read({root, *beside}, lambda path: path[1] not in others)
     checkpoint = folder.read_rest(weights_only=weights_only)
-    order = {fqn: index for index, fqn in enumerate(expected)}
     for name in (root, *beside):
-        ordered = sorted(state[name].items(), key=lambda item: order.get(item[0], len(order)))
-        checkpoint["state_dict" if name == root else name.removeprefix(BESIDE)] = dict(ordered)
-    if folder.entries(_OPTIMIZER) or any(re.fullmatch(_OPTIMIZER, key) for key in checkpoint):
+        known = "state_dict" if name == root else name.removeprefix(BESIDE)
+        checkpoint[known] = restored(checkpoint, known, state.get(name, {}), expected)
+    if folder.entries(OPTIMIZER) or any(re.fullmatch(OPTIMIZER, key) for key in checkpoint):
         checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
     return checkpoint
 
 
-_OPTIMIZER = r"optimizer_\d+"
+def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The state with its names in an order, and others after them."""
+    order = {fqn: index for index, fqn in enumerate(names)}
+    return with_items(state, dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order)))))
+
+
+def note_names(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps the order of the model's names in our entry, for which a folder has no place."""
+    checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _NAMES: list(names)}
+
+
+def without_notes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint without what only a folder needs to be noted."""
+    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key not in (_NAMES, _ATTRIBUTES)}
+    return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
+
+
+_NAMES = "names"
+
+
+def names_of(checkpoint: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the model's state in their order, where one of ours says them: the keys of a folder have none."""
+    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get(_NAMES, ())
+    return names
+
+
+OPTIMIZER = r"optimizer_\d+"
 
 
 def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
@@ -156,10 +207,10 @@ def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizer
     saved = checkpoint.get("optimizer_states") or []
     if saved or not is_folder(location):
         for optimizer, state in zip(optimizers, saved, strict=False):
-            optimizer.load(state)
+            optimizer.load(state, copies=True)
         return
     folder = open_folder(location)
-    roots = folder.entries(_OPTIMIZER)
+    roots = folder.entries(OPTIMIZER)
     stored = folder.read(roots, lambda path: path[1] != STATE)
     names = [f"optimizer_{index}" for index in range(len(optimizers))]
     others = {
@@ -170,7 +221,7 @@ def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizer
     }
     states = folder.read(roots, lambda path: path[1] == STATE and (path[0], path[2]) not in others)
     stored = {name: {**saved, STATE: states.get(name, {}).get(STATE, {})} for name, saved in stored.items()}
-    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(_OPTIMIZER, key)}
+    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(OPTIMIZER, key)}
     for name, optimizer in zip(names, optimizers, strict=True):
         if name in stored:
             optimizer.load(stored[name])

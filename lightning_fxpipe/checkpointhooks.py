@@ -117,10 +117,10 @@ class CheckpointHooks:
         location = Location.of(path, storage_options)
         check_seen_by_all(location, self._topology.num_stages)
         plan = dataclasses.asdict(self._session.plan)
-        checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state()), "seed": seed}
-        self._check_common(checkpoint)
         with self._session.hooks.suspended():
-            names = module.state_dict().keys()
+            names = list(module.state_dict())
+            checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state()), "seed": seed}
+            self._check_common(checkpoint)
             if self._as_folder:
                 checkpoint = self._folder_like(checkpoint)
             if location.path is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -52,11 +54,14 @@ class Folder:
     @cached_property
     def _metadata(self) -> Any:
         try:
-            return folder_reader(self.location.path, self.location.text, self.location.options).read_metadata()
+            return self._reader().read_metadata()
         except (OSError, EOFError, pickle.UnpicklingError, ValueError, KeyError, AttributeError, ImportError) as error:
             raise FxPipeError(
                 "The checkpoint folder cannot be read.", where=self.location.text, observed=f"{type(error).__name__}: {error}"
             ) from error
+
+    def _reader(self) -> Any:
+        return folder_reader(self.location.path, self.location.text, self.location.options)
 
     @cached_property
     def paths(self) -> dict[str, KeyPath]:
@@ -106,7 +111,7 @@ class Folder:
         wanted = {key: self.empty(key) for key, path in paths.items() if is_wanted(path)}
         with original_errors():
             # No value is asked for by its place in a dict or list: the keys are those of the metadata as they are.
-            dcp_load(wanted, storage_reader=folder_reader(self.location.path, self.location.text, self.location.options))
+            dcp_load(wanted, storage_reader=self._reader(), no_dist=not dist.is_initialized())
         result: dict[str, Any] = {}
         for key, path in paths.items():
             value = wanted[key] if key in wanted else self.empty(key, "meta")
@@ -119,8 +124,9 @@ class Folder:
         options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
         if pickle_module is not None:
             options["pickle_module"] = pickle_module
-        with self.location.inside(metadata_filename()).opened() as file:
-            rest: dict[str, Any] = torch.load(file, **options)
+        file = self.location.inside(metadata_filename())
+        with file.local_copy() as path:
+            rest: dict[str, Any] = torch.load(path, mmap=zipfile.is_zipfile(path), **options)
         return rest
 
 

@@ -11,6 +11,7 @@ import json
 import pickle
 import re
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -141,10 +142,10 @@ def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None
                 checkpoint["optimizer_states"] = [checkpoint.pop(name) for name in names]
         return (Format.FILE, checkpoint) if isinstance(checkpoint.get("state_dict"), Mapping) else None
     if _is_state_dict(content):
-        return Format.STATE_DICT, {"state_dict": dict(content)}
+        return Format.STATE_DICT, {"state_dict": content}
     for key in _WEIGHTS_KEYS:
         if isinstance(content.get(key), Mapping) and _is_state_dict(content[key]):
-            return Format.STATE_DICT, {"state_dict": dict(content[key])}
+            return Format.STATE_DICT, {"state_dict": content[key]}
     return None
 
 
@@ -171,9 +172,19 @@ def _without_unwanted(checkpoint: dict[str, Any], is_wanted: Callable[[str], boo
         # Weights beside averaged ones have the same names.
         if not isinstance(value, Mapping) or not value or not names & value.keys():
             return value
-        return {key: entry if key not in names or is_wanted(key) else on_meta(entry) for key, entry in value.items()}
+        items = {key: entry if key not in names or is_wanted(key) else on_meta(entry) for key, entry in value.items()}
+        return with_items(value, items)
 
     return {key: stripped(value) for key, value in checkpoint.items()}
+
+
+def with_items(state: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with other entries, of the same type, and with the versions of modules that torch keeps beside the entries."""
+    if not isinstance(state, OrderedDict):
+        return dict(items)
+    result = OrderedDict(items)
+    vars(result).update(vars(state))
+    return result
 
 
 def on_meta(value: Any) -> Any:

@@ -8,6 +8,7 @@ dropped afterwards, and the FQNs of the complete groups are kept for checkpoints
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,32 +118,33 @@ class StageOptimizer:
             raise ValueError("loaded state dict has a different number of parameter groups")
         if any(len(saved["params"]) != len(fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True)):
             raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
-        mine = set(self._mine())
+        mine = self._mine()
         pairs = ((saved["params"], fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True))
         return {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True) if fqn in mine}
 
-    def load(self, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any], *, copies: bool = False) -> None:
         """Takes over a saved state.
 
         Args:
             saved: As torch's optimizers write it, with the groups of the whole model, and the states of this rank's parameters
                 at least.
+            copies: Whether the optimizer gets copies of the tensors, which may be those of a file that is mapped into memory.
         """
         self._check_layout(saved)
         wanted = self._wanted(saved[GROUPS])
         known = {key for group in saved[GROUPS] for key in group["params"]}
-        numbers = {fqn: number for number, fqn in enumerate(self._mine())}
-        state = {
-            numbers[wanted[key]] if key in wanted else key: value
-            for key, value in saved[STATE].items()
-            if key in wanted or key not in known
-        }
+        mine = self._mine()
+        numbers = {fqn: number for number, fqn in enumerate(mine)}
+        state = {key: value for key, value in saved[STATE].items() if key not in known}
+        for key, value in saved[STATE].items():
+            if key in wanted:
+                state[numbers[wanted[key]]] = tree_map(partial(_laid_out, mine[wanted[key]], copies), value)
         groups = []
         for group in saved[GROUPS]:
-            mine = [index for index, key in enumerate(group["params"]) if key in wanted]
-            part = {**group, "params": [numbers[wanted[group["params"][index]]] for index in mine]}
+            places = [index for index, key in enumerate(group["params"]) if key in wanted]
+            part = {**group, "params": [numbers[wanted[group["params"][index]]] for index in places]}
             if "param_names" in group:
-                part["param_names"] = [group["param_names"][index] for index in mine]
+                part["param_names"] = [group["param_names"][index] for index in places]
             groups.append(part)
         self.optimizer.load_state_dict({**saved, STATE: state, GROUPS: groups})
         names = [group.get("param_names") for group in saved[GROUPS]]
@@ -163,10 +165,10 @@ class StageOptimizer:
     def _fqns(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
 
-    def _mine(self) -> list[str]:
+    def _mine(self) -> dict[str, nn.Parameter]:
         """The parameters that the groups hold here, in their order."""
         fqns = self._fqns()
-        return [fqns[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+        return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def _check_layout(self, packed: Any) -> None:
         if isinstance(packed, Mapping) and isinstance(packed.get(STATE), Mapping) and isinstance(packed.get(GROUPS), list):
@@ -187,6 +189,15 @@ def _names(group: Mapping[str, Any]) -> list[str] | None:
 
 def _moved(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _laid_out(parameter: nn.Parameter, copies: bool, value: Any) -> Any:
+    """A value of a parameter's state in the parameter's layout: fused steps go through both as they lie in memory."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.clone() if copies else value
 
 
 def text_of(value: Any) -> str:

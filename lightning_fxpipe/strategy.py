@@ -81,8 +81,8 @@ class FxPipeStrategy(CheckpointStrategy):
             parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
         save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
             file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
-        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. The next one, loading
-            and the end of the run wait for it, and raise what it failed with.
+        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. The next one,
+            loading and the end of the run wait for it, and raise what it failed with.
     """
 
     strategy_name = "fxpipe"

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from lightning_fxpipe._compat import folder_writer, tree_map
 from lightning_fxpipe._compat_lightning import metadata_filename
-from lightning_fxpipe.checkpoint import held, names_in_parts, taken_parts
+from lightning_fxpipe.checkpoint import ENTRY, held, in_order, names_in_parts, taken_parts
 from lightning_fxpipe.collect import Key, collect, identity
+from lightning_fxpipe.formats import with_items
 from lightning_fxpipe.locations import Location
 from lightning_fxpipe.saving import Write, copied_state, on_every_rank, write_parts
 from lightning_fxpipe.topology import Topology
+
+# In our entry of a file: for each optimizer and group the FQNs of the numbered parameters.
+GROUP_FQNS = "group_fqns"
 
 
 def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology: Topology) -> dict[str, Any] | None:
@@ -42,10 +46,11 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
     if collected is not None:
         del parts
         collected = _on_cpu(collected)
-        order = {fqn: index for index, fqn in enumerate(fqns)}
         for name in ("state_dict", *beside):
             found = {fqn: value for (of, fqn), value in collected.items() if of == name}
-            checkpoint[name] = dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
+            checkpoint[name] = in_order(with_items(checkpoint[name], found), fqns)
+        fqns_of = [[list(group["params"]) for group in optimizer["param_groups"]] for optimizer in optimizers]
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), GROUP_FQNS: fqns_of}
         for index, optimizer in enumerate(optimizers):
             states = {fqn: value for (of, fqn), value in collected.items() if of == index}
             optimizers[index] = numbered({**optimizer, "state": states})

@@ -111,6 +111,9 @@ ORDER = [
         "checkpointstrategy",
         "strategy",
         "__init__",
+        "converting",
+        "inspecting",
+        "commands_checkpoint",
         "__main__",
     ),
 ]
