@@ -170,6 +170,10 @@ class StageOptimizer:
         fqns = self._fqns()
         return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
+    def check_savable(self) -> None:
+        """Raises :class:`UnsupportedError` where :meth:`state_dict` would."""
+        self._check_layout(self.optimizer.state_dict())
+
     def _check_layout(self, packed: Any) -> None:
         if isinstance(packed, Mapping) and isinstance(packed.get(STATE), Mapping) and isinstance(packed.get(GROUPS), list):
             return

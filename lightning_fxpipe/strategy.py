@@ -328,6 +328,8 @@ class FxPipeStrategy(CheckpointStrategy):
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.topology.num_stages)
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
+        for optimizer in self._stage_optimizers if trainer.checkpoint_callbacks else ():
+            optimizer.check_savable()
         self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -107,7 +107,7 @@ ORDER = [
         "precision",
         "session",
         "checkpointhooks",
-    "checkpointstrategy",
+        "checkpointstrategy",
         "checkpointstrategy",
         "strategy",
         "__init__",
