@@ -312,16 +312,19 @@ def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
     return FsspecWriter(url, **options)
 
 
-class NamesOnly:
+def names_only() -> Any:
     """A ``pickle_module`` for ``torch.load`` that runs no code of the file: objects of unknown classes become stand-ins.
 
     Which classes and functions do no harm torch knows for ``weights_only``, privately. torch 2.11-2.15.
     """
+    return _NamesOnly
 
+
+class _NamesOnly:
     @staticmethod
     def load(file: Any, **options: Any) -> Any:
         """As ``pickle.load``."""
-        return NamesOnly.Unpickler(file, **options).load()
+        return _NamesOnly.Unpickler(file, **options).load()
 
     class Unpickler(pickle.Unpickler):
         """Knows harmless names."""

@@ -38,6 +38,24 @@ def held(state: Mapping[str, Any]) -> dict[str, Any]:
     return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
 
 
+def without_foreign_extras(checkpoint: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The checkpoint without what modules of other stages keep beside their tensors: theirs is right, ours has not run."""
+    foreign = {
+        f"{path}.{_EXTRA}"
+        for path, child in module.named_modules()
+        if (tensors := [*child.parameters(), *child.buffers()]) and all(tensor.is_meta for tensor in tensors)
+    }
+    result = dict(checkpoint)
+    for name, state in checkpoint.items():
+        if isinstance(state, Mapping) and not foreign.isdisjoint(state):
+            result[name] = with_items(state, {fqn: value for fqn, value in state.items() if fqn not in foreign})
+    return result
+
+
+# torch's name of what ``get_extra_state`` returns.
+_EXTRA = "_extra_state"
+
+
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
     state = {"model": held(checkpoint["state_dict"])}

@@ -23,6 +23,7 @@ from lightning_fxpipe.checkpoint import (
     read_checkpoint,
     taken_parts,
     usable_rng,
+    without_foreign_extras,
 )
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.failure import has_failed, have_all_stopped_at
@@ -119,6 +120,7 @@ class CheckpointHooks:
         plan = dataclasses.asdict(self._session.plan)
         with self._session.hooks.suspended():
             names = list(module.state_dict())
+            checkpoint = without_foreign_extras(checkpoint, module)
             checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state()), "seed": seed}
             self._check_common(checkpoint)
             if self._as_folder:

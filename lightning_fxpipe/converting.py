@@ -27,7 +27,7 @@ from lightning_fxpipe.checkpoint import (
     without_notes,
 )
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.folders import BESIDE, open_folder
+from lightning_fxpipe.folders import BESIDE, open_folder, original_errors
 from lightning_fxpipe.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.locations import UNFINISHED, Location, replace
 from lightning_fxpipe.safetensorfiles import write_safetensors
@@ -202,7 +202,8 @@ def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     location.remove()
     unfinished.mkdir(parents=True)
     try:
-        dcp_save(state, storage_writer=folder_writer(unfinished, location.text, {}), no_dist=True)
+        with original_errors():
+            dcp_save(state, storage_writer=folder_writer(unfinished, location.text, {}), no_dist=True)
         torch.save(rest, unfinished / metadata_filename())
         replace(unfinished, path)
     except BaseException:

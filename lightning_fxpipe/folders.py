@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
-import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from lightning_fxpipe._compat import folder_reader
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.formats import load_file
 from lightning_fxpipe.locations import UNFINISHED, Location
 
 # Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
@@ -121,12 +121,8 @@ class Folder:
 
     def read_rest(self, *, weights_only: bool | None, pickle_module: Any = None) -> dict[str, Any]:
         """What Lightning keeps beside the states of model and optimizers: loops, callbacks, hyperparameters."""
-        options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
-        if pickle_module is not None:
-            options["pickle_module"] = pickle_module
-        file = self.location.inside(metadata_filename())
-        with file.local_copy() as path:
-            rest: dict[str, Any] = torch.load(path, mmap=zipfile.is_zipfile(path), **options)
+        with self.location.inside(metadata_filename()).local_copy() as path:
+            rest: dict[str, Any] = load_file(path, weights_only=weights_only, pickle_module=pickle_module)
         return rest
 
 

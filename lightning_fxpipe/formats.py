@@ -29,6 +29,7 @@ from lightning_fxpipe.safetensorfiles import read_safetensors
 VERSION_KEY = "pytorch-lightning_version"
 # Under what other programs keep the weights in a file of theirs.
 _WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model")
+_PICKLE_START = b"\x80"
 _SHARDED_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -91,7 +92,7 @@ def read_stored(
     if _is_safetensors(path):
         state, metadata = read_safetensors(path, is_wanted)
         return StoredCheckpoint(format=Format.SAFETENSORS, checkpoint={"state_dict": state}, metadata=metadata)
-    content = _load(path, weights_only, pickle_module)
+    content = load_file(path, weights_only=weights_only, pickle_module=pickle_module)
     known = _as_trainer_checkpoint(content)
     if known is None:
         raise _unknown(path, f"a {type(content).__name__}" + _some_keys(content))
@@ -106,26 +107,29 @@ def _is_safetensors(path: Path) -> bool:
     return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[:2] != b"PK")
 
 
-def _load(path: Path, weights_only: bool | None, pickle_module: Any) -> Any:
+def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = None) -> Any:
+    """What ``torch.save`` has written, with tensors mapped from the file; raises :class:`FxPipeError` where it is damaged."""
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
     if pickle_module is not None:
         options["pickle_module"] = pickle_module
+    with path.open("rb") as file:
+        start = file.read(2)
+    is_archive = start == b"PK"
+    if not start:
+        raise _damaged(path, "it is empty")
+    if is_archive and not zipfile.is_zipfile(path):
+        raise _damaged(path, "its end is missing")
+    if not is_archive and start[:1] != _PICKLE_START:
+        raise _unknown(path, f"a file that begins with {start!r}")
     try:
         # torch's format from before 1.6 cannot be mapped.
-        return torch.load(path, mmap=zipfile.is_zipfile(path), **options)
+        return torch.load(path, mmap=is_archive, **options)
     except pickle.UnpicklingError as error:
-        if "weights_only" in str(error).lower() and _is_pickle(path):
+        if "weights_only" in str(error):
             raise  # torch says which class it was, and what to do about it
         raise _damaged(path, error) from error
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError, OSError) as error:
         raise _damaged(path, error) from error
-
-
-def _is_pickle(path: Path) -> bool:
-    """Whether the file is one that ``torch.save`` may have written."""
-    with path.open("rb") as file:
-        start = file.read(2)
-    return start == b"PK" or start[:1] == b"\x80"
 
 
 def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat import NamesOnly, tree_leaves
+from lightning_fxpipe._compat import names_only, tree_leaves
 from lightning_fxpipe.checkpoint import ENTRY, OPTIMIZER, in_order, is_folder, names_of
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.folders import BESIDE, Folder, open_folder
@@ -77,7 +77,7 @@ def look_into(location: Location) -> Contents:
     """
     if not is_folder(location):
         with location.local_copy() as path:
-            stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=NamesOnly)
+            stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=names_only())
         return Contents(location, stored.format, {**stored.checkpoint, **_notes(stored.metadata)})
     lacking = ""
     try:
@@ -86,7 +86,7 @@ def look_into(location: Location) -> Contents:
         if not location.inside(".metadata").exists():
             raise
         folder, lacking = Folder(location), error.observed or error.what
-    rest = {} if "meta.pt" in lacking else folder.read_rest(weights_only=False, pickle_module=NamesOnly)
+    rest = {} if "meta.pt" in lacking else folder.read_rest(weights_only=False, pickle_module=names_only())
     return Contents(location, Format.FOLDER, _folder_contents(folder, rest), lacking)
 
 

@@ -122,15 +122,15 @@ class Location:
 
 
 def replace(new: Path, old: Path) -> None:
-    """Gives ``new`` the name of ``old``, whatever lies there: a folder is moved aside first, so that it is never half gone."""
-    if not old.is_dir():
+    """Gives ``new`` the name of ``old``, whatever lies there. What a rename cannot replace is moved aside before."""
+    if not old.exists() or not (old.is_dir() or new.is_dir()):
         os.replace(new, old)
         return
     aside = old.with_name(f"{old.name}.replaced")
     Location.of(aside).remove()
     old.rename(aside)
     new.rename(old)
-    shutil.rmtree(aside)
+    Location.of(aside).remove()
 
 
 def check_seen_by_all(location: Location, num_ranks: int) -> None:
