@@ -82,7 +82,7 @@ def random_cases(seed: int, count: int) -> list[Case]:
                 stages=stages,
                 resumed=choose.choice([other for other in (1, 2, 3) if other != stages]),
                 rank=rank,
-                at=choose.randrange(2, 150) if rank == 0 else choose.randrange(2, 40),
+                at=choose.randrange(2, 100) if rank == 0 else choose.randrange(2, 28),
                 all_at_once=choose.random() < 0.5,
                 async_save=choose.random() < 0.5,
                 save_last=choose.choice([True, "link"]),
@@ -106,7 +106,7 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
     import lightning_fxpipe
     from lightning_fxpipe import replacing, saving
 
-    name = "killed" if killed else f"resumed{rank}"
+    name = f"ended{rank}" if killed else f"resumed{rank}"
     calls = 0
 
     def about_to(what: str) -> None:
@@ -184,7 +184,7 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.losses[self.trainer.global_step] = float(outputs["loss"])
-            complete = [int(path.stem.split("=")[1]) for path in (folder / "checkpoints").glob("step=*.ckpt")]
+            complete = [int(path.stem.split("=")[1].split("-")[0]) for path in (folder / "checkpoints").glob("step=*.ckpt")]
             if killed and complete and self.trainer.is_global_zero:
                 (folder / "finished").write_text(str(max(complete)))
             about_to("go on after a batch")
