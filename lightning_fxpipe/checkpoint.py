@@ -8,28 +8,23 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 from __future__ import annotations
 
 import re
-import shutil
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat import tree_leaves
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.folders import BESIDE, Folder, open_folder, original_errors
+from lightning_fxpipe.folders import BESIDE, Folder, open_folder
 from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
 from lightning_fxpipe.locations import Location
-from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.optimizers import GROUPS, STATE, StageOptimizer
 
 # Our entry of a checkpoint: where it comes from, and the random generators.
 ENTRY = "lightning_fxpipe"
@@ -61,33 +56,6 @@ def without_foreign_extras(checkpoint: Mapping[str, Any], module: nn.Module) -> 
 
 # torch's name of what ``get_extra_state`` returns.
 _EXTRA = "_extra_state"
-
-
-def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -> None:
-    """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors.
-
-    The folder gets its name when it is complete, so that a run that dies meanwhile leaves the last good one.
-
-    Args:
-        path: The folder.
-        checkpoint: The checkpoint, with this rank's part of the model's state.
-        fqns: Names of the whole model's tensors. What else has a tensor for each of this rank's, such as weights beside
-            averaged ones, is in parts as well.
-    """
-    is_writer = dist.get_rank() == 0
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    if is_writer:
-        _remove(unfinished)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    state = taken_parts(checkpoint, fqns)
-    with original_errors():
-        dcp_save(state, checkpoint_id=unfinished)
-    if is_writer:
-        torch.save(checkpoint, unfinished / metadata_filename())
-        _remove(path)
-        unfinished.rename(path)
-    dist.barrier()
 
 
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
@@ -153,18 +121,11 @@ def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
     return any(map(_is_placeholder, value.values())) or (len(value) < len(fqns) and held(value).keys() == mine.keys())
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def read_checkpoint(location: Location, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
     """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
-        location: A folder written by :func:`save_folder`, or any other that :mod:`lightning_fxpipe.folders` or
+        location: A folder, or anything else that :mod:`lightning_fxpipe.folders` or
             :mod:`lightning_fxpipe.formats` reads.
         module: The module, with placeholders for other stages' tensors.
         weights_only: For ``torch.load``.
@@ -280,28 +241,34 @@ def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
             metric.to(metric.device)  # a metric takes tensors as they are, from wherever they were read to
 
 
-def load_optimizers(
-    location: Location, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[StageOptimizer]
-) -> None:
+def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizers: Sequence[StageOptimizer]) -> None:
     """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
     saved = checkpoint.get("optimizer_states") or []
     if saved or not is_folder(location):
         for optimizer, state in zip(optimizers, saved, strict=False):
-            optimizer.load_plain(state)
+            optimizer.load(state, copies=True)
         return
     folder = open_folder(location)
-    names = {fqn: parameter.is_meta for fqn, parameter in module.named_parameters()}
     roots = folder.entries(OPTIMIZER)
-    stored = folder.read(roots, lambda path: path[1] != "state" or not names.get(str(path[2]), False))
+    stored = folder.read(roots, lambda path: path[1] != STATE)
+    names = [f"optimizer_{index}" for index in range(len(optimizers))]
+    others = {
+        (name, key)
+        for name, optimizer in zip(names, optimizers, strict=True)
+        if name in stored
+        for key in optimizer.not_wanted(stored[name][GROUPS])
+    }
+    states = folder.read(roots, lambda path: path[1] == STATE and (path[0], path[2]) not in others)
+    stored = {name: {**saved, STATE: states.get(name, {}).get(STATE, {})} for name, saved in stored.items()}
     stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(OPTIMIZER, key)}
-    for index, optimizer in enumerate(optimizers):
-        if (state := stored.get(f"optimizer_{index}")) is not None:
-            optimizer.load(state.get("state", {}), state["param_groups"])
+    for name, optimizer in zip(names, optimizers, strict=True):
+        if name in stored:
+            optimizer.load(stored[name])
 
 
 def portable_rng(state: Mapping[str, Any]) -> dict[str, Any]:
     """Generator states as tensors and plain values, which ``torch.load(weights_only=True)`` accepts."""
-    portable = {key: value for key, value in state.items() if key in ("python", "torch")}
+    portable = {key: value for key, value in state.items() if key in ("python", "torch", "cuda")}
     if "numpy" in state:
         name, keys, *rest = state["numpy"]
         portable["numpy"] = [name, [int(key) for key in keys], *rest]

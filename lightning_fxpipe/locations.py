@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -15,9 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_fxpipe.errors import UnsupportedError
-
-# Of what is being written, after its name. Nothing with it is complete.
-UNFINISHED = ".unfinished"
+from lightning_fxpipe.replacing import begin, cancel, finish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +79,6 @@ class Location:
             self.path.unlink(missing_ok=True)
 
     @contextmanager
-    def opened(self) -> Iterator[IO[bytes]]:
-        """The file, to be read."""
-        with self.path.open("rb") if self.path is not None else self.system.open(self.text, "rb") as file:
-            yield file
-
-    @contextmanager
     def local_copy(self) -> Iterator[Path]:
         """The file on this machine. Of a file from elsewhere a copy, which is gone after the block but for what is open."""
         if self.path is not None:
@@ -108,31 +100,16 @@ class Location:
             with system.transaction, system.open(self.text, "wb") as file:
                 yield file
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(self.path.name + UNFINISHED)
+        new = begin(self.path)
         try:
-            Location.of(unfinished).remove()
-            with unfinished.open("wb") as file:
+            with new.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            replace(unfinished, self.path)
+            finish(self.path)
         except BaseException:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+            cancel(self.path)
             raise
-
-
-def replace(new: Path, old: Path) -> None:
-    """Gives ``new`` the name of ``old``, whatever lies there. What a rename cannot replace is moved aside before."""
-    if not old.exists() or not (old.is_dir() or new.is_dir()):
-        os.replace(new, old)
-        return
-    aside = old.with_name(f"{old.name}.replaced")
-    Location.of(aside).remove()
-    old.rename(aside)
-    new.rename(old)
-    Location.of(aside).remove()
 
 
 def check_seen_by_all(location: Location, num_ranks: int) -> None:

@@ -19,6 +19,7 @@ MAX_LINES = 450
 ORDER = [
     *(
         "errors",
+        "replacing",
         "lru",
         "table",
         "plan",
@@ -100,6 +101,7 @@ ORDER = [
         "formats",
         "folders",
         "collect",
+        "saving",
         "checkpoint",
         "writing",
         "support",
@@ -108,6 +110,7 @@ ORDER = [
         "precision",
         "session",
         "checkpointhooks",
+        "checkpointstrategy",
         "strategy",
         "__init__",
         "converting",
@@ -127,6 +130,7 @@ KNOW_LIGHTNING = {
     "precision",
     "checkpoint",
     "checkpointhooks",
+    "checkpointstrategy",
     "session",
     "launching",
     "strategy",
