@@ -205,3 +205,54 @@ def test_a_place_that_cannot_be_written_to_is_told_on_all_ranks(ranks: Ranks, tm
     names = ranks(2).run(not_allowed, str(tmp_path / "place"))
     assert len(set(names)) == 1
     assert names[0] in ("NotADirectoryError", "FileExistsError")
+
+
+def interrupted_swap(folder: str) -> tuple[int, list[str]]:
+    def run(ckpt_path: str | None, max_epochs: int) -> int:
+        keep = ModelCheckpoint(dirpath=folder, filename="{step}", save_last=True)
+        strategy = FxPipeStrategy(num_microbatches=2)
+        trainer = make_trainer(max_epochs=max_epochs, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=2)
+        began: list[int] = []
+        module = Model()
+        module.on_train_start = lambda: began.append(module.trainer.global_step)
+        trainer.fit(module, data(3), ckpt_path=ckpt_path)
+        return began[0]
+
+    run(None, 1)
+    path = Path(folder, "last.ckpt")
+    if int(os.environ["RANK"]) == 0:  # a process that died where the file system cannot swap two names
+        (path.parent / ".unfinished").mkdir()
+        path.rename(path.parent / ".unfinished" / "last.ckpt.old")
+    torch.distributed.barrier()
+    return run("last", 2), sorted(entry.name for entry in Path(folder).iterdir())
+
+
+def test_what_was_moved_aside_by_a_run_that_died_is_the_last_one_again(ranks: Ranks, tmp_path: Path) -> None:
+    for began, names in ranks(2).run(interrupted_swap, str(tmp_path)):
+        assert began == 3
+        assert names == ["last.ckpt", "step=6.ckpt"]
+
+
+def fail_while_saving(folder: str) -> tuple[float, list[str]]:
+    module = Model()
+    started = 0.0
+
+    def on_train_batch_end(*args: Any) -> None:
+        nonlocal started
+        if module.trainer.global_step == 2:
+            started = time.monotonic()
+            raise ValueError("the user's own")
+
+    module.on_train_batch_end = on_train_batch_end
+    keep = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    strategy = FxPipeStrategy(num_microbatches=2, async_save=True)
+    trainer = make_trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=2)
+    with mock.patch(WRITER, writer(lambda number: time.sleep(0.5))), pytest.raises(ValueError, match="the user's own"):
+        trainer.fit(module, data(3))
+    return time.monotonic() - started, sorted(entry.name for entry in Path(folder).iterdir())
+
+
+def test_what_is_being_written_when_a_run_fails_has_a_moment(ranks: Ranks, tmp_path: Path) -> None:
+    for seconds, names in ranks(2).run(fail_while_saving, str(tmp_path)):
+        assert seconds < 10
+        assert names == ["step=1.ckpt", "step=2.ckpt"]
