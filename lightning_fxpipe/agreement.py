@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,20 +13,20 @@ from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.topology import Topology
 
+Value = TypeVar("Value")
+
 
 def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: FxPipeError) -> None:
     """Raises ``disagreement`` on every rank unless all have the same value. Called by every rank of the group.
 
     Args:
         group: The pipeline's ranks; None without a process group.
-        value: Something small that can be pickled.
+        value: Something small that can be pickled; None abstains.
         disagreement: The error; what the ranks have is filled in as observed.
     """
-    if group is None:
-        return
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    if any(other != values[0] for other in values):
+    values = gathered(group, value)
+    told = [other for other in values if other is not None]
+    if any(other != told[0] for other in told):
         raise type(disagreement)(
             disagreement.what,
             where=disagreement.where,
@@ -36,13 +36,23 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
         )
 
 
+def gathered(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
+    """The values of all ranks of the group, by stage. Called by every rank of the group.
+
+    Args:
+        group: The pipeline's ranks; None without a process group.
+        value: Something small that can be pickled.
+    """
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def any_rank(vote: bool, topology: Topology) -> bool:
     """Whether any rank says yes. Called by every rank of the pipeline."""
-    if topology.num_stages == 1:
-        return vote
-    votes = torch.tensor(int(vote))
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=topology.control_group)
-    return bool(votes)
+    return any(gathered(topology.control_group, vote))
 
 
 def digest(batch: Any) -> str:

@@ -9,7 +9,6 @@ other types are not: one that a step changes inside keeps the change on the last
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat import tree_map, version_of
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.sending import sendable
 
 # torch's own dictionaries: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
 _TORCHS_OWN = frozenset(vars(nn.Module()))
@@ -150,14 +150,12 @@ def _has_version(value: Any) -> bool:
 
 
 def _sendable(change: Change) -> Change:
-    value = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, change.value)
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        raise UnsupportedError(
+    def refusal(observed: str) -> UnsupportedError:
+        return UnsupportedError(
             f"The step sets self.{change.path[0]} to something that the other ranks cannot get.",
-            observed=f"a {type(change.value).__name__}, which cannot be pickled: {error}",
+            observed=observed,
             expected="tensors and plain values: after the model's call only the last stage runs the step",
             todo="Keep a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
-        ) from error
-    return Change(path=change.path, start=change.start, value=value)
+        )
+
+    return Change(path=change.path, start=change.start, value=sendable(change.value, refusal))

@@ -17,8 +17,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat import tree_leaves
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.folders import BESIDE, Folder, open_folder
 from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
 from lightning_fxpipe.locations import Location
@@ -92,12 +94,31 @@ def restored(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any],
 
 
 def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
-    """The entries that have a tensor for each of this rank's and nothing else, such as weights beside averaged ones."""
-    return [name for name, value in checkpoint.items() if name != "state_dict" and _is_partial(value, mine, fqns)]
+    """The entries beside ``state_dict`` of which this rank has a part, such as weights beside averaged ones.
+
+    They have placeholders under names of the model, or tensors for just what this rank holds.
+
+    Raises:
+        UnsupportedError: There are placeholders where no part is expected: they would be written in place of values.
+    """
+    known = {*fqns}
+    others = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+    found = [name for name, value in others.items() if _is_partial(value, mine, known)]
+    for name, value in others.items():
+        if name not in found and any(map(_is_placeholder, tree_leaves(value))):
+            raise UnsupportedError(
+                "A part of the checkpoint has tensors of other stages, which this rank does not have.",
+                where=f'checkpoint["{name}"]',
+                expected="copies that were made in a hook, where all tensors have values, or an entry of its own in the "
+                "checkpoint with names of the module's state_dict",
+            )
+    return found
 
 
-def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
-    return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and held(value).keys() == mine.keys()
+def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
+    if not isinstance(value, Mapping) or not value or not fqns.issuperset(value):
+        return False
+    return any(map(_is_placeholder, value.values())) or (len(value) < len(fqns) and held(value).keys() == mine.keys())
 
 
 def read_checkpoint(location: Location, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import storage_key, tree_map
+from lightning_fxpipe.agreement import gathered
 from lightning_fxpipe.topology import Topology
 
 # Which state, and what of it.
@@ -44,8 +45,7 @@ def collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | Non
     """
     if topology.num_stages == 1:
         return dict(mine)
-    names: list[list[Key]] = [[] for _ in range(topology.num_stages)]
-    dist.all_gather_object(names, list(mine), group=topology.control_group)
+    names = gathered(topology.control_group, list(mine))
     known = set(names[topology.num_stages - 1])  # the last stage is on rank 0
     result = dict(mine)
     for stage in range(topology.num_stages - 1):
@@ -108,15 +108,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _described(tensor: Tensor) -> Tensor | _Sent:
     """The tensor itself where it is sent by value: it is small, or its bytes are not all."""
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim)) if _is_plain(tensor) else []
-    is_dense = _is_plain(tensor) and tensor.permute(order).is_contiguous()
     if not _is_plain(tensor):
         return tensor.detach().cpu()
     if tensor.nbytes < _SMALL:
         # A copy, as pickle takes all the memory that a tensor is a view of.
         return tensor.detach().cpu().clone()
-    if not is_dense:
-        order = list(range(tensor.dim()))
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim))
+    if not tensor.permute(order).is_contiguous():
+        order = list(range(tensor.dim()))  # it has gaps, or elements several times: what is sent has not
     return _Sent(tuple(tensor.shape[dim] for dim in order), _inverse(tuple(order)), tensor.dtype)
 
 

@@ -88,7 +88,7 @@ def _reported(run: Callable[[argparse.Namespace], int], options: argparse.Namesp
     except pickle.UnpicklingError as error:
         unsafe = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).partition("\n")[0])
         text = f"The checkpoint holds objects that could run code; --trust loads them all the same. {unsafe.strip()}"
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         text = str(error).partition("\n")[0] or type(error).__name__
     print(f"error: {text}", file=sys.stderr)
     return 1

@@ -136,7 +136,12 @@ def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[st
 def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint of a file with optimizers by FQN, where it says which parameters are in which group."""
     states = checkpoint.get("optimizer_states") or []
-    known = (checkpoint.get(ENTRY) or {}).get(GROUP_FQNS) or [_names_in_groups(state) for state in states]
+    known = (checkpoint.get(ENTRY) or {}).get(GROUP_FQNS)
+    if known is None:
+        known = [_names_in_groups(state) for state in states]
+        # An optimizer made from `self.model.named_parameters()` has names, but not those of the module.
+        if not {name for groups in known for group in groups for name in group} <= checkpoint["state_dict"].keys():
+            return checkpoint
     if not states or len(known) != len(states) or not all(map(_fits, states, known)):
         return checkpoint
     entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key != GROUP_FQNS}

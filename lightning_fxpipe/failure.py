@@ -227,9 +227,7 @@ class FailureWatch:
             rank=self._rank,
             run=self._run + (not self._in_run),  # between two runs: the others may have begun the next
             summary=_summary(error),
-            traceback=text
-            if len(text) <= _MAX_TRACEBACK
-            else f"{text[: _MAX_TRACEBACK // 2]}\n...\n{text[-_MAX_TRACEBACK // 2 :]}",
+            traceback=_shortened(text),
             is_interrupt=isinstance(error, KeyboardInterrupt),
             exit_code=_exit_code(error),
         )

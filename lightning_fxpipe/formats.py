@@ -65,8 +65,8 @@ class StoredCheckpoint:
 
 
 def is_distributed_folder(path: Path) -> bool:
-    """Whether torch.distributed.checkpoint has written the folder."""
-    return (path / ".metadata").is_file()
+    """Whether torch.distributed.checkpoint has written the folder, to its end or not."""
+    return (path / ".metadata").is_file() or (path.is_dir() and any(path.glob("*.distcp")))
 
 
 def read_stored(

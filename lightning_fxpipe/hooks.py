@@ -17,24 +17,25 @@ import hashlib
 import inspect
 import math
 import numbers
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
 from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_fxpipe._compat import function_mode_removed, patched_attributes, tree_map, unwatched_torch
+from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.sending import sendable
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.wholemodel import WholeModel, WholeView
 
@@ -86,6 +87,8 @@ class Hooks:
         self._reported: set[str] = set()
         self._installed = ExitStack()
         self._output_readers: frozenset[str] = frozenset()
+        self._batch_readers: frozenset[str] = frozenset()
+        self._changes_batches = False
         self._optimizers: Sequence[StageOptimizer] = ()
 
     # ------------------------------------------------------------------ where hooks are
@@ -103,7 +106,9 @@ class Hooks:
             # Rank 0 has the predictions, and a file is written once.
             writers = [callback for callback in _callbacks(trainer) if isinstance(callback, BasePredictionWriter)]
             patches += [(w, name, _write_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
-        self._output_readers = frozenset(name for owner, name in hooks if _reads_outputs(getattr(owner, name), name))
+        self._output_readers = _readers(hooks, "output")
+        self._batch_readers = _readers([(o, n) for o, n in hooks if not isinstance(o, BasePredictionWriter)], "batch")
+        self._changes_batches = _changes_batches(trainer, self._module)
         self._installed.enter_context(patched_attributes(*patches))
 
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
@@ -118,27 +123,36 @@ class Hooks:
         self._installed.close()
         self._output_readers = frozenset()
 
+    @property
+    def are_running(self) -> bool:
+        """Whether a hook of user code runs."""
+        return self._frame is not None
+
+    def see_batches(self, step: str) -> bool:
+        """Whether user code besides the step looks at its batches, on their way to the step or in a hook."""
+        names = {f"on_{_short(step)}_batch_{moment}" for moment in ("start", "end")}
+        return self._changes_batches or bool(names & self._batch_readers)
+
     def sendable_output(self, step: str, output: Any) -> tuple[Any, ...]:
         """What a step returned for a batch, on the CPU, where a hook of user code looks at it and other ranks cannot know it.
 
         Returns:
             The output alone, or nothing.
         """
-        name = f"on_{step.removesuffix('_step').replace('training', 'train')}_batch_end"
+        name = f"on_{_short(step)}_batch_end"
         # A loss is known on every rank.
         if name not in self._output_readers or output is None or (step == "training_step" and isinstance(output, Tensor)):
             return ()
-        output = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, output)
-        try:
-            pickle.dumps(output)
-        except Exception as error:
-            raise UnsupportedError(
+
+        def refusal(observed: str) -> UnsupportedError:
+            return UnsupportedError(
                 f"The {step} returns something that {name} cannot get on the other ranks.",
-                observed=f"a {type(output).__name__}, which cannot be pickled: {error}",
+                observed=observed,
                 expected="tensors and plain values: only the last stage runs the step to its end",
                 todo="Return a tensor, a number or a dict of them.",
-            ) from error
-        return (output,)
+            )
+
+        return (sendable(output, refusal),)
 
     def _wrapped(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
@@ -367,18 +381,37 @@ def _is_own(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).startswith(_OWN_PACKAGES)
 
 
-def _reads_outputs(hook: Callable[..., Any], name: str) -> bool:
-    """Whether an ``on_..._batch_end`` hook looks at its argument with the step's outputs."""
-    if not name.endswith("_batch_end"):
+def _short(step: str) -> str:
+    """What a step is called in the names of hooks."""
+    return step.removesuffix("_step").replace("training", "train")
+
+
+def _changes_batches(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether user code gets each batch between the loader and the step."""
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    data: Any = getattr(trainer, "datamodule", None)
+    return any(
+        is_overridden(name, module) or (data is not None and is_overridden(name, data, LightningDataModule)) for name in names
+    )
+
+
+def _readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:
+    """The hooks that look at their argument with such a name, or may do so."""
+    return frozenset(name for owner, name in hooks if _reads(getattr(owner, name), name, argument))
+
+
+def _reads(hook: Callable[..., Any], name: str, argument: str) -> bool:
+    """Whether an ``on_..._batch_...`` hook looks at its argument with the step's outputs, or at its batch."""
+    if not re.fullmatch("on_.*_batch_(end|start)", name) or (argument == "output" and name.endswith("_start")):
         return False
     function = inspect.unwrap(hook)
     code = getattr(function, "__code__", None)
     parameters = list(inspect.signature(hook).parameters.values())
-    by_name = {parameter.name for parameter in parameters if "output" in parameter.name}
-    if code is None or len(by_name) != 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    found = {p.name for p in parameters if argument in p.name and not p.name.startswith("batch_i")}
+    if code is None or len(found) != 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return True
-    (argument,) = by_name
-    if argument in code.co_cellvars:
+    (variable,) = found
+    if variable in code.co_cellvars:
         return True
     loads = (i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST"))
-    return any(argument == loaded or (isinstance(loaded, tuple) and argument in loaded) for loaded in loads)
+    return any(variable == loaded or (isinstance(loaded, tuple) and variable in loaded) for loaded in loads)

@@ -36,10 +36,12 @@ class PreludeFacts:
     Attributes:
         reads: Plain values that modules and the Trainer have.
         is_fixed: Whether on these only.
+        looks_at_values: Whether on values of tensors.
     """
 
     reads: tuple[ReadKey, ...]
     is_fixed: bool
+    looks_at_values: bool
 
 
 @dataclass
@@ -66,7 +68,7 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
     args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
     attributes = [Attributes(module) for module in root.modules()]
-    muted = [(root, name, _ignore) for name in ("log", "log_dict") if hasattr(root, name)]
+    muted = [(root, name, say_nothing) for name in ("log", "log_dict") if hasattr(root, name)]
     generators = python_rng()
     left_at: TracebackType | None = None
     try:
@@ -87,7 +89,7 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
             finally:
                 has_drawn = python_rng() != generators
                 is_fixed = not (looks.happened or has_drawn or uses_arguments_after_batch(function, left_at))
-                rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed)
+                rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
     finally:
         for before in attributes:
             before.restore()
@@ -101,20 +103,28 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.happened |= func in LOOKS or func in _SELECTS or (func is Tensor.__getitem__ and _has_mask(args[1]))
+        self.happened |= func in LOOKS or _selects(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-# The shapes of their results depend on values.
-_SELECTS = frozenset(
-    {torch.nonzero, Tensor.nonzero, torch.masked_select, Tensor.masked_select, torch.unique, Tensor.unique, torch.argwhere}
+_SELECTING = frozenset(
+    getattr(owner, name)
+    for name in ("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere")
+    for owner in (torch, Tensor)
 )
 
 
-def _has_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+def _selects(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the shape of a call's result depends on values."""
+    if func is Tensor.__getitem__:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+    if func in (torch.repeat_interleave, Tensor.repeat_interleave):
+        return "output_size" not in kwargs and not any(isinstance(part, int) for part in (*args, kwargs.get("repeats")))
+    if func is nn.functional.one_hot:
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
+    return func in _SELECTING or (func is torch.where and len(args) + len(kwargs) == 1)
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
+def say_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of ``self.log`` where a step runs once more than the user knows of."""

@@ -21,6 +21,7 @@ from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed
 from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_call
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.parameteruse import check_call
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.sizes import SymbolicSize
 from lightning_fxpipe.split import concrete_size
@@ -38,11 +39,13 @@ class StepMode(TorchFunctionMode):
     """Watches a step that is not being recorded.
 
     Args:
+        root: The LightningModule.
         draws: Makes the random tensors.
     """
 
-    def __init__(self, draws: BatchDraws) -> None:
+    def __init__(self, root: nn.Module, draws: BatchDraws) -> None:
         super().__init__()
+        self._root = root
         self._draws = draws
         self._in_stage = False
 
@@ -51,6 +54,7 @@ class StepMode(TorchFunctionMode):
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
+        check_call(self._root, func, args)
         return self._draws.call(func, args, kwargs or {})
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -69,9 +73,9 @@ class StepMode(TorchFunctionMode):
 
 
 @contextmanager
-def watched_step(draws: BatchDraws) -> Iterator[StepMode]:
+def watched_step(root: nn.Module, draws: BatchDraws) -> Iterator[StepMode]:
     """Runs the block, the step's code, with its random tensors made by ``draws``."""
-    mode = StepMode(draws)
+    mode = StepMode(root, draws)
     with mode:
         yield mode
 
@@ -138,7 +142,7 @@ class _Replay(StepMode):
     """One run of the step; see :meth:`Replayer.lead`."""
 
     def __init__(self, replayer: Replayer, batch: Any, draws: BatchDraws, run: RunRegion) -> None:
-        super().__init__(draws)
+        super().__init__(replayer.root, draws)
         self.count = 0
         self._replayer = replayer
         self._record = replayer.record

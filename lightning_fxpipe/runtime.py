@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from lightning_fxpipe.region import NoModelCall, StepCall
 from lightning_fxpipe.replay import Replayer
 from lightning_fxpipe.schedule import Pipeline, ScheduleName
 from lightning_fxpipe.shapes import Shapes
+from lightning_fxpipe.sparing import Sparing, without_values
 from lightning_fxpipe.split import TensorSpec, boundary_specs
-from lightning_fxpipe.stagetraces import StageTrace, StageTraces
-from lightning_fxpipe.step import BatchRun, StageSetup, Step
+from lightning_fxpipe.stagetraces import StageTrace, StageTraces, ValuesNeeded
+from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
@@ -45,11 +47,13 @@ _Found = tuple[StageTrace, Shapes]
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A pass, what runs it, and the graph that it runs."""
+    """A pass, what runs it, and the graph that it runs, for which shapes, and which stages compute with its inputs."""
 
     part: Pass
     pipeline: Pipeline
     traced: TracedRegion
+    shapes: Shapes
+    stages_with_inputs: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,7 @@ class PipelineRuntime:
         schedule: Schedule for training.
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
+        sparing: Knows the ranks that get batches without values; None where all have them.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class PipelineRuntime:
         schedule: ScheduleName,
         loss: LossOptions,
         trace_log: TraceLog,
+        sparing: Sparing | None = None,
     ) -> None:
         self._root = root
         self._topology = topology
@@ -110,6 +116,8 @@ class PipelineRuntime:
         self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
         self._appended_to: set[tuple[Any, ...]] = set()
         self._assigned_kinds = AssignedKinds()
+        self._sparing = sparing
+        self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
         self._run: BatchRun | None = None
         self._offset = 0  # of the running pass's first microbatch in the batch
 
@@ -145,7 +153,7 @@ class PipelineRuntime:
         try:
             with log.capture(self._root):
                 try:
-                    prepared = [one for part in passes for one in self._prepare(step, run, part)]
+                    prepared = self._prepare_all(step, run, passes, batch)
                 except NoModelCall:
                     if self._topology.is_last:
                         run.run_without_model()
@@ -189,18 +197,60 @@ class PipelineRuntime:
 
     # ------------------------------------------------------------------ what runs a pass
 
-    def _prepare(self, step: Step, run: BatchRun, part: Pass) -> list[_Prepared]:
+    def _prepare_all(self, step: Step, run: BatchRun, passes: Sequence[Pass], batch: Any) -> list[_Prepared]:
+        """What runs a batch, which gets its values on all ranks where that needs them."""
+        spared = self._sparing.stages(step.kind) if self._sparing is not None else frozenset[int]()
+        try:
+            prepared = [one for part in passes for one in self._prepare(step, run, part, has_values=not spared)]
+            needs_values = any(spared & one.stages_with_inputs for one in prepared)
+        except ValuesNeeded:
+            needs_values = True
+        if needs_values:
+            assert self._sparing is not None
+            run.microbatches = split_batch(self._sparing.with_values(step.kind, batch), passes, self._batch_dim)
+            prepared = [one for part in passes for one in self._prepare(step, run, part, has_values=True)]
+        self._learn_needs(step, run, prepared)
+        return prepared
+
+    def _learn_needs(self, step: Step, run: BatchRun, prepared: Sequence[_Prepared]) -> None:
+        if self._topology.num_stages < 3:
+            return
+        reading = frozenset[int]().union(*(one.stages_with_inputs for one in prepared))
+        if step.kind not in self._reading and not self._is_found_without_values(step, run, prepared):
+            reading = frozenset(range(self._topology.num_stages))
+        self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
+
+    def _is_found_without_values(self, step: Step, run: BatchRun, prepared: Sequence[_Prepared]) -> bool:
+        """Whether what comes before the model's call runs on zeros, too, and calls it in the same way."""
+        part = prepared[0].part
+        try:
+            found = self._find(
+                step, without_values(run.microbatches[part.first], self._topology.device), part.size, has_values=False
+            )
+        except Exception:  # zeros may be what the step cannot do with, as a division by them
+            return False
+        return found is not None and found[0].traced is prepared[0].traced and found[1] == prepared[0].shapes
+
+    def free_stages(self, kind: StepKind) -> frozenset[int]:
+        """The stages but for the last that a step's batches so far have shown to need no values of them."""
+        if kind not in self._reading or self._traces.looks_at_values(kind):
+            return frozenset()
+        return frozenset(range(self._topology.num_stages - 1)) - self._reading[kind]
+
+    def _prepare(self, step: Step, run: BatchRun, part: Pass, *, has_values: bool) -> list[_Prepared]:
         """What runs the microbatches of a pass: in one go, or in several where the model gets other shapes for some.
 
         Raises:
             NoModelCall: The step does not call the model for any of them.
+            ValuesNeeded: There are none, and they may decide.
         """
         microbatches = run.microbatches[part.first : part.first + part.count]
-        first = self._lookup(step, microbatches, part)
+        find = partial(self._find, step, size=part.size, has_values=has_values)
+        first = self._lookup(step, microbatches, part, find)
         if self._traces.is_fixed(step.kind):
             groups = [(part, first)]
         else:
-            groups = self._grouped(part, [self._find(step, microbatch, part.size) for microbatch in microbatches], first)
+            groups = self._grouped(part, [find(microbatch) for microbatch in microbatches], first)
         return [self._prepared(step, run.microbatches[part.first], part, found) for part, found in groups]
 
     def _grouped(self, part: Pass, found: Sequence[_Found | None], first: _Found) -> list[tuple[Pass, _Found]]:
@@ -214,12 +264,12 @@ class PipelineRuntime:
                 groups.append((Pass(first=part.first + index, count=1, size=part.size), one or first))
         return groups
 
-    def _lookup(self, step: Step, microbatches: Sequence[Any], part: Pass) -> _Found:
+    def _lookup(self, step: Step, microbatches: Sequence[Any], part: Pass, find_one: Callable[[Any], _Found | None]) -> _Found:
         """The trace and shapes for the first microbatch that calls the model."""
 
         def find() -> _Found:
             for microbatch in microbatches:
-                found = self._find(step, microbatch, part.size)
+                found = find_one(microbatch)
                 if found is not None:
                     return found
             raise NoModelCall("The step calls the model for none of the microbatches.")
@@ -239,12 +289,12 @@ class PipelineRuntime:
         reads = tuple(current_reads(self._root, self._traces.read_keys).values())
         return self._found.get((key, reads), find)
 
-    def _find(self, step: Step, microbatch: Any, size: int) -> _Found | None:
+    def _find(self, step: Step, microbatch: Any, size: int, *, has_values: bool) -> _Found | None:
         """None for a microbatch that skips the model."""
         call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
         try:
             with step.context():
-                return self._traces.find(step.kind, call, size)
+                return self._traces.find(step.kind, call, size, has_values=has_values)
         except NoModelCall:
             return None
 
@@ -253,12 +303,16 @@ class PipelineRuntime:
         pipeline = self._pipelines.get(
             (*found, part.count, is_alone, step.is_training), lambda: self._make_pipeline(step, microbatch, part, *found)
         )
-        return _Prepared(part=part, pipeline=pipeline, traced=found[0].traced)
+        trace, shapes = found
+        return _Prepared(
+            part=part, pipeline=pipeline, traced=trace.traced, shapes=shapes, stages_with_inputs=trace.stages_with_inputs
+        )
 
     def _make_pipeline(self, step: Step, microbatch: Any, part: Pass, stage_trace: StageTrace, shapes: Shapes) -> Pipeline:
+        has_values = self._sparing is None or not self._sparing.is_spared(step.kind)
         check_agreement(
             self._topology.control_group,
-            digest(microbatch),
+            digest(microbatch) if has_values else None,
             BatchError(
                 "The ranks of the pipeline have different batches.",
                 expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -32,12 +32,21 @@ from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
-from lightning_fxpipe.step import Step
+from lightning_fxpipe.sparing import Sparing, Watched
+from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import batch_norms, report_changed_buffers, report_draws, report_loss
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
+
+_STEPS: dict[RunningStage | None, StepKind] = {
+    RunningStage.TRAINING: StepKind.TRAIN,
+    RunningStage.SANITY_CHECKING: StepKind.VALIDATE,
+    RunningStage.VALIDATING: StepKind.VALIDATE,
+    RunningStage.TESTING: StepKind.TEST,
+    RunningStage.PREDICTING: StepKind.PREDICT,
+}
 
 
 class Session:
@@ -50,6 +59,7 @@ class Session:
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
+        sparing: Knows the ranks that do not load data.
 
     Attributes:
         is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
@@ -64,6 +74,7 @@ class Session:
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
+        sparing: Sparing,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -88,7 +99,9 @@ class Session:
             schedule=schedule,
             loss=loss,
             trace_log=self.trace_log,
+            sparing=sparing,
         )
+        self._sparing = sparing
 
     def prepare(self, trainer: Trainer) -> None:
         """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
@@ -104,6 +117,13 @@ class Session:
                     throughput.available_flops and throughput.available_flops * self._topology.num_stages
                 )
         self.hooks.install(trainer)
+        self._sparing.watch(
+            Watched(
+                running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
+                free_stages=self._runtime.free_stages,
+                is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
+            )
+        )
 
     def restore_groups(self, trainer: Trainer) -> None:
         """Brings back the optimizer's groups that finetuning has added.

@@ -25,6 +25,7 @@ from lightning_fxpipe._compat_lightning import silenced_loggers
 from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
+from lightning_fxpipe.prelude import say_nothing
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX
 from lightning_fxpipe.region import StepCall
@@ -93,7 +94,7 @@ class StepRegion:
         """Runs the step on fakes up to the region's last call; returns the wanted tensors."""
         recorder.know_batch(Template.of(example).tensors)
         with suppress(_SpanEnds):
-            run_step(root, self.step, example, _ignore)
+            run_step(root, self.step, example, say_nothing)
         return [recorder.tensors[key] for key in self.span.wanted]
 
     def chosen(self, num_results: int) -> tuple[int, ...]:
@@ -278,10 +279,6 @@ def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., N
     muted = [(root, name, log) for name in ("log", "log_dict") if hasattr(root, name)]
     with patched_attributes(*muted), silenced_loggers(root), MetricCalls(held_metrics(root)).capture():
         return step.function(batch, *step.args[1:2], *further, **step.kwargs)
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _example(step: StepCall) -> Any:

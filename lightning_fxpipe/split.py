@@ -72,6 +72,19 @@ def build_stages(assignment: Assignment) -> tuple[Stage, ...]:
     return tuple(build_stage(assignment, index) for index in range(assignment.num_stages))
 
 
+def stages_with_inputs(assignment: Assignment) -> frozenset[int]:
+    """The stages that compute with a tensor that the region is called with; others need at most their sizes."""
+    traced = assignment.chain.traced
+    inputs = set(traced.input_nodes)
+    returned = inputs & set(traced.output_node.all_input_nodes)
+    last = assignment.num_stages - 1
+    return frozenset(
+        stage
+        for stage in range(assignment.num_stages)
+        if (stage == last and returned) or any(inputs & set(node.all_input_nodes) for node in assignment.nodes(stage))
+    )
+
+
 def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tuple[TensorSpec, ...]:
     """What crosses a boundary for given values of the symbols."""
     return tuple(

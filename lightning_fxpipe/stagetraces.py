@@ -23,7 +23,7 @@ from lightning_fxpipe.region import StepCall, find_region, trains
 from lightning_fxpipe.replay import RegionRehearsed, Replayer
 from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.span import Span, StepRegion
-from lightning_fxpipe.split import Stage, boundary_specs, build_stage
+from lightning_fxpipe.split import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
@@ -34,14 +34,22 @@ from lightning_fxpipe.tracelog import Traced, TraceLog, input_constants, input_n
 MAX_TRACES = 32
 
 
+class ValuesNeeded(Exception):
+    """A batch without values does not do."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageTrace:
-    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make."""
+    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make.
+
+    ``stages_with_inputs`` are the stages, of all ranks, that compute with a tensor that the region is called with.
+    """
 
     kind: StepKind
     span: Span | None
     traced: TracedRegion
     stage: Stage
+    stages_with_inputs: frozenset[int]
 
     @property
     def is_for_one_step(self) -> bool:
@@ -69,22 +77,25 @@ class StageTraces:
         self._warned_of: set[str] = set()
         self.read_keys: dict[ReadKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
+        self._looking: set[StepKind] = set()
         self._histories: LruCache[Signature, ShapeHistory] = LruCache(MAX_TRACES)
         self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
+    def find(self, kind: StepKind, call: StepCall, size: int, *, has_values: bool = True) -> tuple[StageTrace, Shapes]:
         """A trace that covers the step's calls of the model, and the shapes that they get.
 
         Args:
             kind: Which step.
             call: It, with a microbatch.
             size: Samples in that.
+            has_values: Whether the microbatch has its values on every rank.
 
         Raises:
             NoModelCall: The step returns without calling the model.
+            ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
         """
         for is_span, region in self._regions(kind, call, size):
             signature, shapes = sign(self._root, region)
@@ -93,9 +104,13 @@ class StageTraces:
                 if alike and known.traced.signature == signature and known.traced.covers(region):
                     if is_span and not self._takes(known, kind, call, shapes):
                         continue
+                    if not has_values and self.looks_at_values(kind):
+                        raise ValuesNeeded
                     self._known.remove(known)
                     self._known.append(known)
                     return known, shapes
+        if not has_values:
+            raise ValuesNeeded
         made, shapes = self._trace(kind, call, size)
         if made.span is not None:
             self._takes(made, kind, call, shapes)
@@ -104,6 +119,10 @@ class StageTraces:
     def is_fixed(self, kind: StepKind) -> bool:
         """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`read_keys`."""
         return kind not in self._unfixed
+
+    def looks_at_values(self, kind: StepKind) -> bool:
+        """Whether a step has been seen to look at values of its batch before it calls the model."""
+        return kind in self._looking
 
     def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
         """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
@@ -129,6 +148,8 @@ class StageTraces:
             self.read_keys |= dict.fromkeys(facts.reads)
             if not facts.is_fixed:
                 self._unfixed.add(kind)
+            if facts.looks_at_values:
+                self._looking.add(kind)
 
     def _regions(self, kind: StepKind, call: StepCall, size: int) -> Iterator[tuple[bool, Recordable]]:
         """What the step's region would be if it were that of a known trace; and whether it is one of several calls."""
@@ -187,6 +208,7 @@ class StageTraces:
             span=region.span if isinstance(region, StepRegion) else None,
             traced=assignment.chain.traced,
             stage=build_stage(assignment, self._topology.stage_index),
+            stages_with_inputs=stages_with_inputs(assignment),
         )
         self._warn_of_changes(region)
         self._known = [*self._known[-(MAX_TRACES - 1) :], made]

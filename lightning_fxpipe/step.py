@@ -210,7 +210,7 @@ class BatchRun:
             with (
                 self.step.context(),
                 self.randomness.microbatch(index, sum(self.sizes[:index]), self.sizes[index]),
-                watched_step(self.randomness.draws),
+                watched_step(self.root, self.randomness.draws),
                 no_model_called(self.root),
             ):
                 result = self.step.function(microbatch, *self.step.rest)
@@ -241,7 +241,7 @@ class BatchRun:
 
         path = traced.signature.path
         assert path is not None
-        with watched_step(self.randomness.draws) as mode, replaced_region(self.root, path, run_region):
+        with watched_step(self.root, self.randomness.draws) as mode, replaced_region(self.root, path, run_region):
             yield
 
     def _run_stage(self, index: int, setup: StageSetup, inputs: list[Tensor], received: tuple[Tensor, ...]) -> list[Tensor]:

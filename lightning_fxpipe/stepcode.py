@@ -94,13 +94,13 @@ def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
         current = waiting.pop()
         yield current
         called = {code_of(getattr(kind, name, None) or _nothing) for name in current.co_names}
-        new = {c for c in called if c is not None and not is_machinery_file(c)} - seen
+        new = {c for c in called if c is not None and not _is_machinery_file(c)} - seen
         new |= {constant for constant in current.co_consts if isinstance(constant, CodeType)} - seen  # comprehensions
         seen |= new
         waiting += new
 
 
-def is_machinery_file(code: CodeType) -> bool:
+def _is_machinery_file(code: CodeType) -> bool:
     """Whether code is that of torch, Lightning or this package."""
     module = inspect.getmodule(code)
     name = module.__name__ if module is not None else ""

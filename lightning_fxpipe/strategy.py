@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -43,6 +44,7 @@ from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.saving import Saver
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session
+from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan
 from lightning_fxpipe.topology import Topology, make_group, make_topology
@@ -209,6 +211,7 @@ class FxPipeStrategy(CheckpointStrategy):
         if self._topology is None:
             with noted_connections():
                 self._topology = make_topology(self.root_device)
+            self._sparing = Sparing(self._topology, rank_zero_info)
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
@@ -252,7 +255,7 @@ class FxPipeStrategy(CheckpointStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        dataloader = in_step(dataloader, self.topology.control_group)
+        dataloader = in_step(dataloader, self._sparing)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
@@ -316,6 +319,7 @@ class FxPipeStrategy(CheckpointStrategy):
                 num_microbatches=self._num_microbatches,
                 schedule=self._schedule,
                 loss=self._loss,
+                sparing=self._sparing,
             )
 
     @override

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_leaves
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, WantedResults
 from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
@@ -28,6 +29,7 @@ from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import LOOKS
 from lightning_fxpipe.trace import fake_run
 
+_CONTAINERS = (list, tuple, dict)
 # A step that calls the model for none of so many batches is taken to have none.
 _MAX_SKIPPED = 3
 
@@ -58,7 +60,8 @@ def locate_region(
 
     Raises:
         NoModelCall: The step never calls a model with parameters.
-        UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline.
+        UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline, or
+            the step changes them.
     """
     survey = _survey(root, _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
     if survey is None or not survey.users:
@@ -108,6 +111,8 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
             if survey.users:
                 raise _hidden(step, error) from error
             return None
+        except ParameterMisuse:
+            raise
         except (Exception, MustStayWhole, RecordError):
             return survey if survey.users else None
     return survey
@@ -154,6 +159,8 @@ class _Survey(SpanRecorder):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not self._is_nested:
+            check_call(self._root, func, args)
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
             self._has_looked = True
             self.before_call()
@@ -182,6 +189,9 @@ class _Survey(SpanRecorder):
     def after_call(self, number: int, num_nodes: int) -> None:
         self._uses += [(number, leaf) for leaf in self.calls[-1].arguments if isinstance(leaf, TensorKey)]
         new = list(self.graph.nodes)[num_nodes:]
+        for node in new:
+            if node.op != "call_module":
+                check_changes(self._root, node.meta.get("mutated_storages", ()))
         if not self._has_looked and any(self._uses_parameters(node) for node in new):
             self.users.append(number)
             self._is_user_last, self._reachable = True, set()
@@ -244,9 +254,6 @@ class _Survey(SpanRecorder):
             return tuple(dict.fromkeys(made))
         used |= {key for call in calls for path, _, key in call.sides if path == call.name}  # nobody else would set them
         return tuple(dict.fromkeys(key for key in made if key in used))
-
-
-_CONTAINERS = (list, tuple, dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ class WholeBatch:
                     tensors = self._outputs(traced, inputs, inputs)
                 return traced.result(tensors)
 
-            with watched_step(run.randomness.draws) as mode, replaced_region(run.root, path, run_region):
+            with watched_step(run.root, run.randomness.draws) as mode, replaced_region(run.root, path, run_region):
                 yield
             return
         example = self._batch, run.step.rest[1:]

@@ -12,7 +12,6 @@ vote, and a hook ends with votes until no rank needs anything: whoever needs not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,19 +44,6 @@ _DESCRIBING = frozenset(
 )
 _GET_GRAD, _SET_GRAD = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
 _GET_DEVICE = _PROPERTIES["device"].__get__
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """A tensor of the module.
-
-    Attributes:
-        tensor: On the ranks that hold it the tensor, elsewhere its placeholder.
-        owner: Global rank that gives it to the others; None where every rank has it.
-    """
-
-    tensor: Tensor
-    owner: int | None
 
 
 class WholeModel:

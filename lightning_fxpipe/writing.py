@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_fxpipe._compat import folder_writer, tree_map
 from lightning_fxpipe._compat_lightning import metadata_filename
+from lightning_fxpipe.agreement import gathered
 from lightning_fxpipe.checkpoint import ENTRY, held, in_order, names_in_parts, taken_parts
 from lightning_fxpipe.collect import Key, collect, identity
 from lightning_fxpipe.formats import with_items
@@ -90,10 +91,7 @@ def save_file_at(location: Location, checkpoint: dict[str, Any], fqns: Collectio
 
 def _of_any_rank(names: list[str], topology: Topology) -> list[str]:
     """The names that any rank has: one that holds all there is sees no parts."""
-    if topology.num_stages == 1:
-        return names
-    found: list[list[str]] = [[] for _ in range(topology.num_stages)]
-    dist.all_gather_object(found, names, group=topology.control_group)
+    found = gathered(topology.control_group, names)
     return list(dict.fromkeys(name for part in found for name in part))
 
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import (
     AUROC,
     Accuracy,
@@ -28,6 +25,8 @@ from torchmetrics import (
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.text import Perplexity
 from torchmetrics.wrappers import ClasswiseWrapper, MetricTracker, MinMaxMetric
+
+from tests.inmemory import Experiment
 
 CLASSES = 4
 KIND: dict[str, Any] = {"task": "multiclass", "num_classes": CLASSES}
@@ -468,111 +467,3 @@ VARIANTS: dict[str, Callable[[], Base]] = {
         LossFromMetric,
     )
 }
-
-
-class Experiment:
-    """What a logger's ``experiment`` may be."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[Any, ...]] = []
-
-    def add_scalar(self, tag: str, value: Any, global_step: int = 0) -> None:
-        self.written.append((tag, float(value), global_step))
-
-    def add_histogram(self, tag: str, values: Tensor) -> None:
-        self.written.append((tag, values.flatten().tolist()))
-
-
-class InMemory(Logger):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[tuple[int | None, dict[str, float]]] = []
-        self.writer = Experiment()
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self.writer
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.history.append((step, {name: float(value) for name, value in metrics.items()}))
-
-
-class Watcher(L.Callback):
-    """Reads the Trainer's metrics wherever a callback may."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, dict[str, dict[str, float]]]] = []
-
-    def _read(self, place: str, trainer: Any) -> None:
-        read = {}
-        for kind in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
-            read[kind] = {key: float(value) for key, value in getattr(trainer, kind).items()}
-        self.seen.append((place, read))
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_train_batch_end", trainer)
-
-    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_validation_batch_end", trainer)
-
-    def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_test_batch_end", trainer)
-
-    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_train_epoch_end", trainer)
-
-    def on_validation_epoch_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_validation_epoch_end", trainer)
-
-    def on_validation_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_validation_end", trainer)
-
-    def on_test_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_test_end", trainer)
-
-    def on_fit_end(self, trainer: Any, *args: Any) -> None:
-        self._read("on_fit_end", trainer)
-
-
-def loader(num_samples: int, seed: int) -> DataLoader[Any]:
-    """Batches of 8 samples; the last may be smaller."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_samples, 8, generator=generator)
-    y = torch.randint(0, CLASSES, (num_samples,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=8)
-
-
-def run_variant(name: str, **options: Any) -> dict[str, Any]:
-    """Fits, validates and tests a variant; returns all that must be the same on one device and on every rank of a pipeline."""
-    L.seed_everything(11, verbose=False)
-    module, watcher, memory = VARIANTS[name](), Watcher(), InMemory()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[watcher],
-        logger=memory,
-        log_every_n_steps=2,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **({"devices": 1} | options),
-    )
-    loaders = [loader(11, 2), loader(8, 3)] if name == "Loader2" else loader(11, 2)
-    trainer.fit(module, loader(19, 1), loaders)
-    results = [trainer.test(module, loaders, verbose=False)]
-    return {"seen": watcher.seen, "history": [*memory.history, *memory.writer.written], "results": results}

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ast
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy
 import pytest
 import sympy
 import torch
@@ -23,8 +21,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fxpipe import _compat, _compat_lightning, rng
+from lightning_fxpipe import _compat, _compat_lightning
 from lightning_fxpipe._compat import FakeTensor, FakeWorld
 
 
@@ -35,17 +34,6 @@ def test_every_function_here_has_a_canary() -> None:
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_compat*.py"))
     called = ("_compat.{}(", "_compat_lightning.{}(", " {}(")
     assert [name for name in names if not any(form.format(name) in tests for form in called)] == []
-
-
-def test_python_rng_sees_draws_of_python_and_numpy_but_not_of_torch() -> None:
-    before = rng.python_rng()
-    torch.rand(3)
-    assert rng.python_rng() == before
-    random.random()
-    between = rng.python_rng()
-    assert between != before
-    numpy.random.rand()
-    assert rng.python_rng() != between
 
 
 # ------------------------------------------------------------------ fake tensors with symbolic sizes
@@ -323,64 +311,6 @@ def test_patched_attributes_are_restored_in_reverse() -> None:
     assert not hasattr(Owner, "new")
 
 
-def draw() -> tuple[float, float, float]:
-    return random.random(), float(torch.rand(())), float(numpy.random.rand())
-
-
-def test_isolated_rng_restores_all_generators_also_after_an_exception() -> None:
-    def fail() -> None:
-        with rng.isolated_rng():
-            draw()
-            torch.manual_seed(1)
-            raise KeyError
-
-    state = rng.rng_state()
-    expected = draw()
-    rng.set_rng_state(state)
-    with pytest.raises(KeyError):
-        fail()
-    assert draw() == expected
-
-
-@pytest.mark.parametrize("advance", [lambda: torch.rand(1), random.random, numpy.random.rand], ids=["torch", "python", "numpy"])
-def test_states_are_the_same_until_one_generator_has_drawn(advance: Callable[[], Any]) -> None:
-    with rng.isolated_rng():
-        before = rng.rng_state()
-        assert rng.same_rng(before, rng.rng_state())
-        advance()
-        assert not rng.same_rng(before, rng.rng_state())
-        rng.set_rng_state(before)
-        assert rng.same_rng(before, rng.rng_state())
-
-
-def test_states_differ_in_a_single_word_of_many() -> None:
-    """Printed, numpy's 624 words are shortened to the first and last few."""
-    state = rng.rng_state()
-    name, words, *rest = state["numpy"]
-    changed = words.copy()
-    changed[300] ^= 1
-    assert not rng.same_rng(state, state | {"numpy": (name, changed, *rest)})
-    assert rng.same_rng(state, state | {"numpy": (name, words.copy(), *rest)})
-
-
-def test_a_device_whose_generator_has_moved_is_seen() -> None:
-    # Dropout in the stages moves the device's generator on the last rank alone, so the others must be told.
-    state = rng.rng_state()
-    there, moved = {"cuda": torch.zeros(4)}, {"cuda": torch.ones(4)}
-    assert rng.same_rng(state | there, state | there)
-    assert not rng.same_rng(state | there, state | moved)
-
-
-@pytest.mark.parametrize("advance", [random.random, numpy.random.rand], ids=["python", "numpy"])
-def test_python_rng_changes_when_python_or_numpy_draw_and_not_with_torch(advance: Callable[[], Any]) -> None:
-    with rng.isolated_rng():
-        before = rng.python_rng()
-        torch.rand(1)
-        assert rng.python_rng() == before
-        advance()
-        assert rng.python_rng() != before
-
-
 # ------------------------------------------------------------------ questions about values, checkpoints
 
 
@@ -550,3 +480,15 @@ def test_names_only_knows_what_is_harmless_and_nothing_else(tmp_path: Path) -> N
     assert (found["dtype"], found["size"]) == (torch.float16, torch.Size([3]))
     assert type(found["other"]) is not type(Path("a"))
     assert found["code"] is not os.getcwd
+
+
+def test_kept_workers_of_a_dataloader_end() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(4.0)), num_workers=1, persistent_workers=True)
+    assert len(list(loader)) == 4
+    (worker,) = loader._iterator._workers  # type: ignore[union-attr]
+    _compat.end_workers(loader)
+    worker.join(10)
+    assert worker.exitcode is not None
+    assert len(list(loader)) == 4
+    _compat.end_workers(loader)
+    _compat.end_workers([1, 2])

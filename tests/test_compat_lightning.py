@@ -27,7 +27,7 @@ from torchmetrics import MeanMetric
 import lightning_fxpipe.strategy
 from lightning_fxpipe import _compat, _compat_lightning, rng
 from tests.lit import LitModel, make_trainer
-from tests.test_compat import draw
+from tests.test_rng import draw
 
 # ------------------------------------------------------------------ Lightning: processes
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeError, UnsupportedError
 from lightning_fxpipe.__main__ import main
-from lightning_fxpipe.checkpoint import prefix_of, with_all_names, without_foreign_extras
+from lightning_fxpipe.checkpoint import names_in_parts, prefix_of, with_all_names, without_foreign_extras
 from lightning_fxpipe.inspecting import look_into
 from lightning_fxpipe.locations import Location, check_seen_by_all
 from tests.lit import LitModel, make_loader, make_trainer
@@ -117,6 +117,43 @@ def test_what_lightning_makes_of_a_folder_resumes_as_the_file(
         trainer.fit(module, make_loader("gpt"), ckpt_path=path)
         states.append({"model": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()["state"]})
     assert_same(*states)
+
+
+def test_what_fabric_makes_of_a_folder_is_known(named: Path, tmp_path: Path) -> None:
+    convert(named, tmp_path / "folder")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(_load_distributed_checkpoint(tmp_path / "folder"), tmp_path / "fabric.ckpt")
+    convert(tmp_path / "fabric.ckpt", tmp_path / "back.ckpt")
+    back, source = torch.load(tmp_path / "back.ckpt"), torch.load(named)
+    assert_same(back["optimizer_states"], source["optimizer_states"])
+    assert_same(by_name(back["state_dict"]), by_name(dict(source["state_dict"])))
+
+
+@pytest.mark.parametrize(("prefix", "is_named"), [("", True), ("model.", False)])
+def test_names_that_torch_keeps_of_parameters_are_used_if_they_are_the_modules(
+    prefix: str, is_named: bool, plain: Path, tmp_path: Path
+) -> None:
+    checkpoint = torch.load(plain)
+    (state,) = checkpoint["optimizer_states"]
+    fqns = [fqn for fqn, _ in LitModel("gpt").named_parameters()]
+    for group in state["param_groups"]:
+        group["param_names"] = [fqns.pop().removeprefix(prefix) for _ in group["params"]]
+    torch.save(checkpoint, tmp_path / "source.ckpt")
+    convert(tmp_path / "source.ckpt", tmp_path / "folder")
+    keys = look_into(Location.of(tmp_path / "folder")).checkpoint["optimizer_states"][0]["state"]
+    assert all(isinstance(key, str) == is_named for key in keys)
+    convert(tmp_path / "folder", tmp_path / "back.ckpt")
+    assert_same(torch.load(tmp_path / "back.ckpt")["optimizer_states"], checkpoint["optimizer_states"])
+
+
+def test_load_from_checkpoint_takes_what_a_folder_is_consolidated_to_not_the_folder(plain: Path, tmp_path: Path) -> None:
+    convert(plain, tmp_path / "folder")
+    with pytest.raises(IsADirectoryError):
+        LitModel.load_from_checkpoint(tmp_path / "folder", name="gpt")
+    torch.save(consolidated(tmp_path / "folder"), tmp_path / "whole.ckpt")
+    loaded = LitModel.load_from_checkpoint(tmp_path / "whole.ckpt", name="gpt")
+    assert_same(by_name(dict(loaded.state_dict())), by_name(dict(torch.load(plain)["state_dict"])))
 
 
 class Numbers(nn.Module):
@@ -276,6 +313,12 @@ def _write_unfinished_folder(path: Path, plain: Path) -> None:
     (path / "meta.pt").unlink()
 
 
+def _write_folder_without_index(path: Path, plain: Path) -> None:
+    convert(plain, path, "--to", "folder")
+    (path / ".metadata").unlink()
+    (path / "meta.pt").unlink()
+
+
 def _write_cut_folder(path: Path, plain: Path) -> None:
     convert(plain, path, "--to", "folder")
     (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:100])
@@ -295,7 +338,7 @@ def _write_bad_header(path: Path, plain: Path) -> None:
     "write",
     [
         *(_write_nothing, _write_noise, _write_half, _write_list, _write_empty_folder),
-        *(_write_unfinished_folder, _write_cut_folder, _write_cut_rest, _write_bad_header, None),
+        *(_write_unfinished_folder, _write_folder_without_index, _write_cut_folder, _write_cut_rest, _write_bad_header, None),
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "convert"])
@@ -375,6 +418,22 @@ def test_checkpoints_behind_a_url_are_read(plain: Path, tmp_path: Path, capsys: 
 
 
 # ------------------------------------------------------------------ names
+
+
+def test_entries_in_parts_are_found_by_what_they_lack() -> None:
+    whole, lacking = torch.ones(1), torch.ones(1, device="meta")
+    fqns, mine = ["a", "b", "c"], {"a": whole, "b": whole}
+    checkpoint = {
+        "state_dict": {"a": whole, "b": whole},
+        "like the state": {"a": whole, "b": whole},
+        "parameters": {"a": whole, "c": lacking},
+        "complete": {"a": whole, "b": whole, "c": whole},
+        "something": {"a": whole, "x": 1},
+        "epoch": 3,
+    }
+    assert names_in_parts(checkpoint, mine, fqns) == ["like the state", "parameters"]
+    with pytest.raises(UnsupportedError, match="callbacks"):
+        names_in_parts({**checkpoint, "callbacks": {"Average": {"c": lacking}}}, mine, fqns)
 
 
 def test_extra_states_of_other_stages_are_left_to_them() -> None:

@@ -172,7 +172,7 @@ def in_microbatches(draw: Callable[[Tensor], Any], sizes: list[int]) -> list[Any
     randomness = BatchRandomness((0, "training_step", 0), sum(sizes))
     parts, start = [], 0
     for index, size in enumerate(sizes):
-        with randomness.microbatch(index, start, size), watched_step(randomness.draws):
+        with randomness.microbatch(index, start, size), watched_step(nn.Identity(), randomness.draws):
             parts.append(draw(whole_batch()[start : start + size]))
         start += size
     return parts

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step_time import Work, loss_of, make_batches, make_model, make_optimizer
+from step_time import Work, loss_of, make_batches, make_model, make_optimizer, make_trainer
 
 # Where the time goes that one device would need, too, and the schedule's; everything else is the strategy's.
 NOT_OURS = ("stages", "user's step", "schedule and backward", "Lightning and optimizer")
@@ -196,20 +196,7 @@ def run_worker(work: Work, logged: int, output: Path) -> None:
         def on_train_batch_end(self, *_: Any) -> None:
             snapshots.append(parts.snapshot())
 
-    from lightning_fxpipe import FxPipeStrategy
-
-    strategy = FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule)  # type: ignore[arg-type]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=work.stages,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Snapshots()],
-    )
+    trainer = make_trainer(work, Snapshots())
     batches = make_batches(work)
     trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
     measured = snapshots[work.warmup_steps - 1 :]

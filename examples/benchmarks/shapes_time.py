@@ -24,9 +24,8 @@ import torch
 from torch.utils.data import DataLoader
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from step_time import Work, loss_of, make_model, make_optimizer, spread  # noqa: E402
+from step_time import Work, loss_of, make_model, make_optimizer, make_trainer, spread  # noqa: E402
 
-from lightning_fxpipe import FxPipeStrategy  # noqa: E402
 from lightning_fxpipe.table import render_table  # noqa: E402
 
 SHORTEST, LONGEST = 32, 128
@@ -45,21 +44,10 @@ def main() -> None:
     work = Work(**options, context=LONGEST)
     lengths = [FIXED, FIXED, FIXED + 1, FIXED + 1, *(length for new in new_lengths(rounds) for length in (FIXED, new, new))]
     clock = Clock()
-    strategy = FxPipeStrategy(num_microbatches=work.microbatches)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=work.stages,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[clock],
-    )
+    trainer = make_trainer(work, clock)
     trainer.fit(LitGPT(work), DataLoader(batches_of(lengths, work), batch_size=None))  # type: ignore[arg-type]
     if trainer.global_rank == 0:
-        report(clock.seconds, [traced.seconds for traced in strategy.session.trace_log.traces])
+        report(clock.seconds, [traced.seconds for traced in trainer.strategy.session.trace_log.traces])
 
 
 def new_lengths(count: int) -> list[int]:

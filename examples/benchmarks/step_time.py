@@ -201,6 +201,25 @@ def make_optimizer(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
 
+def make_trainer(work: Work, callback: Any) -> Any:
+    """A Trainer with a pipeline of the work's stages, that does nothing but train and call the callback."""
+    import lightning as L
+
+    from lightning_fxpipe import FxPipeStrategy
+
+    return L.Trainer(
+        accelerator="cpu",
+        devices=work.stages,
+        strategy=FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule),  # type: ignore[arg-type]
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+
+
 def run_single(work: Work, clock: Clock) -> None:
     model = make_model(work)
     optimizer = make_optimizer(model.parameters())
@@ -275,8 +294,6 @@ def run_fxpipe(work: Work, clock: Clock) -> None:
     import lightning as L
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_fxpipe import FxPipeStrategy
-
     class LitGPT(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -293,18 +310,7 @@ def run_fxpipe(work: Work, clock: Clock) -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             clock.step_done(outputs["loss"])
 
-    strategy = FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule)  # type: ignore[arg-type]
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=work.stages,
-        strategy=strategy,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Report()],
-    )
+    trainer = make_trainer(work, Report())
     batches = make_batches(work)
     trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
 

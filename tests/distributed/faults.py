@@ -187,7 +187,7 @@ class _Fault:
             os.kill(self.pid, signal.SIGINT)
         elif kind == "signal_group":
             os.killpg(0, signal.SIGINT)
-        time.sleep(0.01)
+        time.sleep(0.01)  # the signal arrives here and not later in the step
 
 
 def _train(case: Case, fault: _Fault, folder: Path) -> None:
@@ -383,7 +383,7 @@ def _run_case(case: Case) -> Outcome:
     deadline = time.time() + _HARD_LIMIT_SECONDS
     left = [session]
     while left and time.time() < deadline:
-        time.sleep(0.02)
+        time.sleep(0.02)  # nothing tells of the end of processes that are not children
         running = [session] if os.waitid(os.P_PID, session, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else []
         left = _of_session(session) or running
     ended = time.time()

@@ -105,7 +105,7 @@ def run_script(folder: Path, fault: str) -> tuple[int, str]:
             deadline = time.monotonic() + 5
             while running := _of_group(process.pid):
                 assert time.monotonic() < deadline, f"{running} processes are left behind"
-                time.sleep(0.05)
+                time.sleep(0.05)  # nothing tells of the end of processes that are not children
         finally:
             for pid in _of_group(process.pid):
                 os.kill(pid, signal.SIGKILL)

@@ -19,7 +19,8 @@ from torchmetrics import AUROC, F1Score, MeanMetric, SumMetric
 
 from lightning_fxpipe import FxPipeStrategy, UnsupportedError
 from tests.distributed.pool import RankPool
-from tests.logmodules import KIND, MACRO, VARIANTS, Base, loader, run_variant
+from tests.logmodules import KIND, MACRO, VARIANTS, Base
+from tests.logruns import loader, run_variant
 
 Ranks = Callable[[int], RankPool]
 

@@ -1,0 +1,82 @@
+"""States of the default random generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from lightning_fxpipe import rng
+
+
+def test_python_rng_sees_draws_of_python_and_numpy_but_not_of_torch() -> None:
+    before = rng.python_rng()
+    torch.rand(3)
+    assert rng.python_rng() == before
+    random.random()
+    between = rng.python_rng()
+    assert between != before
+    numpy.random.rand()
+    assert rng.python_rng() != between
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(torch.rand(())), float(numpy.random.rand())
+
+
+def test_isolated_rng_restores_all_generators_also_after_an_exception() -> None:
+    def fail() -> None:
+        with rng.isolated_rng():
+            draw()
+            torch.manual_seed(1)
+            raise KeyError
+
+    state = rng.rng_state()
+    expected = draw()
+    rng.set_rng_state(state)
+    with pytest.raises(KeyError):
+        fail()
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("advance", [lambda: torch.rand(1), random.random, numpy.random.rand], ids=["torch", "python", "numpy"])
+def test_states_are_the_same_until_one_generator_has_drawn(advance: Callable[[], Any]) -> None:
+    with rng.isolated_rng():
+        before = rng.rng_state()
+        assert rng.same_rng(before, rng.rng_state())
+        advance()
+        assert not rng.same_rng(before, rng.rng_state())
+        rng.set_rng_state(before)
+        assert rng.same_rng(before, rng.rng_state())
+
+
+def test_states_differ_in_a_single_word_of_many() -> None:
+    """Printed, numpy's 624 words are shortened to the first and last few."""
+    state = rng.rng_state()
+    name, words, *rest = state["numpy"]
+    changed = words.copy()
+    changed[300] ^= 1
+    assert not rng.same_rng(state, state | {"numpy": (name, changed, *rest)})
+    assert rng.same_rng(state, state | {"numpy": (name, words.copy(), *rest)})
+
+
+def test_a_device_whose_generator_has_moved_is_seen() -> None:
+    # Dropout in the stages moves the device's generator on the last rank alone, so the others must be told.
+    state = rng.rng_state()
+    there, moved = {"cuda": torch.zeros(4)}, {"cuda": torch.ones(4)}
+    assert rng.same_rng(state | there, state | there)
+    assert not rng.same_rng(state | there, state | moved)
+
+
+@pytest.mark.parametrize("advance", [random.random, numpy.random.rand], ids=["python", "numpy"])
+def test_python_rng_changes_when_python_or_numpy_draw_and_not_with_torch(advance: Callable[[], Any]) -> None:
+    with rng.isolated_rng():
+        before = rng.python_rng()
+        torch.rand(1)
+        assert rng.python_rng() == before
+        advance()
+        assert rng.python_rng() != before
