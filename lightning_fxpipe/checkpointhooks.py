@@ -195,12 +195,13 @@ class CheckpointHooks:
         module = self._session.module
         self._session.restore_groups(module.trainer)
         load_optimizers(self._restored_from, checkpoint, self._optimizers)
-        if ENTRY not in checkpoint or not is_resumed:
+        entry = checkpoint.get(ENTRY, {})
+        if "rng" not in entry or not is_resumed:
             return None
         # A resumed run shuffles and draws as the uninterrupted one would have.
-        self._rng = usable_rng(checkpoint[ENTRY]["rng"])
+        self._rng = usable_rng(entry["rng"])
         set_rng_state(self._rng)
-        seed: int | None = checkpoint[ENTRY].get("seed")
+        seed: int | None = entry.get("seed")
         return seed
 
     def begin_training(self) -> None:
