@@ -74,6 +74,7 @@ def test_the_strategys_parameters_are_these() -> None:
         ("start_method", "auto"),
         ("gather_after_run", "auto"),
         ("save_distributed_checkpoint", True),
+        ("async_save", False),
     ]
 
 
