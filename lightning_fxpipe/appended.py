@@ -40,6 +40,12 @@ class AppendedEntries:
         for path, found in self._lists.items():
             self._lengths[path].append(len(found))
 
+    def rewind(self) -> None:
+        """Takes away what has been appended."""
+        for path, found in self._lists.items():
+            del self._lengths[path][1:]
+            del found[self._lengths[path][0] :]
+
     def join(self, sizes: Sequence[int], loss: BatchLoss) -> None:
         """Joins the entries of the microbatches to those of the batch, where that is possible.
 

@@ -80,6 +80,13 @@ class AssignedValues:
             else:
                 vars(self._module).pop(name, None)
 
+    def restart(self) -> None:
+        """Forgets the microbatches."""
+        self.rewind()
+        self._before = self._now()
+        for values in self._values.values():
+            values.clear()
+
     def learn(self) -> list[str]:
         """Compares the attributes, as they are after a step on the whole batch, with those after its microbatches.
 

@@ -62,12 +62,14 @@ class Rehearsal:
 def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Iterator[Rehearsal]:
     """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
 
-    Random number generators, and what the step sets on the module, are afterwards as they were; what it logs is dropped.
+    Random number generators, the LightningModule's own buffers and what the step sets on the module are afterwards as they
+    were; what it logs is dropped.
     """
     # On copies, because a step may change its batch in place.
     args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
     attributes = [Attributes(module) for module in root.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers(recurse=False) if not buffer.is_meta]
     muted = [(root, name, say_nothing) for name in ("log", "log_dict") if hasattr(root, name)]
     generators = python_rng()
     left_at: TracebackType | None = None
@@ -93,6 +95,8 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
     finally:
         for before in attributes:
             before.restore()
+        for buffer, values in buffers:
+            buffer.data.copy_(values)
 
 
 class _Looks(TorchFunctionMode):

@@ -83,7 +83,7 @@ class BatchRandomness:
 
     def __init__(self, key: Sequence[int | str], batch_size: int, batch_dim: int = 0) -> None:
         self.draws = BatchDraws(batch_size, batch_dim)
-        self._batch_size = batch_size
+        self._batch_size, self._batch_dim = batch_size, batch_dim
         self._key = key
         self._start = rng_state()
 
@@ -114,6 +114,18 @@ class BatchRandomness:
         with isolated_rng():
             set_rng_state(self._start)
             yield
+
+    def restart(self) -> None:
+        """Forgets what has been drawn: the step begins again, and moves the generators on from where they were before it."""
+        set_rng_state(self._start)
+        self.draws = BatchDraws(self._batch_size, self._batch_dim)
+
+    @contextmanager
+    def in_one_piece(self) -> Iterator[None]:
+        """Runs the block, the step's code for the batch in one piece, once, with one device's numbers."""
+        self.restart()
+        self.draws.begin_microbatch(0, self._batch_size)
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ class BatchCheck:
             self._fingerprints = [_fingerprint(parameter) for parameter in self._mine]
             # The step may change its batch in place.
             self._batch = copy.deepcopy(batch, _cloned_tensors(batch))
-            run.kept = []
+            run.kept = {}
         except Exception as error:
             self._failure = impossible(f"the batch cannot be copied ({type(error).__name__}: {error})")
 

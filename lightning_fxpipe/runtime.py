@@ -17,6 +17,7 @@ from lightning_fxpipe.assigned import AssignedKinds, AssignedValues
 from lightning_fxpipe.batchvalues import keep_batch_values
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError, UnsupportedError
+from lightning_fxpipe.evaluation import Evaluation
 from lightning_fxpipe.joining import BatchLoss
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
@@ -111,6 +112,7 @@ class PipelineRuntime:
         self._num_microbatches = num_microbatches
         self._schedule: ScheduleName = schedule
         self._loss = LossCheck(root, plan, loss, topology)
+        self._evaluation = Evaluation(plan)
         self._traces = StageTraces(root, plan, topology, trace_log)
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
@@ -149,17 +151,20 @@ class PipelineRuntime:
         )
         if step.is_training and self._topology.is_last:
             run.weights = self._loss.weights(run.microbatches, run.sizes)
+        gathers = not step.is_training and self._topology.is_last and len(run.sizes) > 1
         check: BatchCheck | None = None
         try:
-            with log.capture(self._root):
+            with self._evaluation.region_only(run) if gathers else log.capture(self._root):
                 try:
                     prepared = self._prepare_all(step, run, passes, batch)
                 except NoModelCall:
-                    if self._topology.is_last:
+                    if self._topology.is_last and not gathers:
                         run.run_without_model()
                 else:
                     check = self._loss.begin(run, batch, prepared[0].traced)
                     self._run_passes(prepared, check)
+            if gathers:
+                self._evaluation.run_step(run, batch)
         finally:
             self._run = None
         finding = check.finish() if check is not None else None
@@ -167,17 +172,17 @@ class PipelineRuntime:
             raise _mixed(run)
         if self._topology.is_last:
             loss = BatchLoss.of(run.losses, run.weights)
-            log.calls.run(loss)
-            log.written.run(loss)
+            run.log.calls.run(loss)
+            run.log.written.run(loss)
             keep_batch_values(self._root)
             run.appended.join(run.sizes, loss)
-            run.assigned.join(run.sizes, loss, log.calls.taken)
+            run.assigned.join(run.sizes, loss, run.log.calls.taken)
         losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
         return BatchResult(
             outputs=run.outputs,
             sizes=run.sizes,
             loss=weighted_sum(losses, run.weights) if losses else None,
-            entries=log.entries(run.losses, run.weights) if self._topology.is_last else [],
+            entries=run.log.entries(run.losses, run.weights) if self._topology.is_last else [],
             rng=run.changed_rng() if self._topology.is_last else None,
             finding=finding,
             own_draws=frozenset(run.randomness.draws.own),

@@ -104,7 +104,7 @@ class StageSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOutputs:
-    """What the last stage got and gave for one microbatch: copies on the CPU, where there is room until the batch is done."""
+    """What the last stage got and gave for one microbatch."""
 
     setup: StageSetup
     received: tuple[Tensor, ...]
@@ -128,7 +128,9 @@ class BatchRun:
         outputs: On the last stage, what the step returned for each microbatch.
         losses: On the last stage, the unweighted loss of each microbatch.
         weights: On the last stage in training, the factor of each microbatch's loss in the batch's loss.
-        kept: On the last stage, copies of the region's outputs for each microbatch, where somebody wants them.
+        kept: On the last stage, the region's outputs by the number of the microbatch, where somebody wants them. In training
+            they are copies on the CPU, where there is room until the batch is done.
+        leaves_after_region: On the last stage, whether a microbatch's step ends with the region; the rest runs for the batch.
         num_without_loss: On the last stage in training, microbatches for which the step returned None.
     """
 
@@ -144,8 +146,10 @@ class BatchRun:
     outputs: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
-    kept: list[KeptOutputs] | None = None
+    kept: dict[int, KeptOutputs] | None = None
+    leaves_after_region: bool = False
     num_without_loss: int = 0
+    _given: KeptOutputs | None = None
     _region_outputs: Sequence[Tensor] = ()
     _has_run_stage: bool = False
     _rng_before_region: dict[str, Any] | None = None
@@ -182,7 +186,7 @@ class BatchRun:
                 with around:
                     result = self.step.function(self.microbatches[index], *self.step.rest)
         except StageExit as leaving:
-            return leaving.outputs
+            return torch.zeros((), device=self.device) if stage.is_last else leaving.outputs
         finally:
             self.log.end_microbatch()
         if not self._has_run_stage:
@@ -196,6 +200,31 @@ class BatchRun:
         if not self.step.is_training:
             return torch.zeros((), device=self.device)
         return self._weighted_loss(result, index)
+
+    def run_with_outputs(self, index: int, kept: KeptOutputs) -> None:
+        """Runs the step on one microbatch, for which the region has run: it returns what it has given."""
+        self._given = kept
+        try:
+            self.run_microbatch(index, kept.setup, ())
+        finally:
+            self._given = None
+
+    def begin_whole(self, log: StepLog) -> None:
+        """Before the step runs on the whole batch, once."""
+        log.begin_microbatch(sum(self.sizes))
+        self.assigned.begin_microbatch()
+
+    def end_whole(self, result: Any) -> None:
+        """After it."""
+        self.appended.end_microbatch()
+        self.assigned.end_microbatch()
+        self.outputs.append(result)
+
+    def forget_results(self) -> None:
+        """What the microbatches have left so far, which do not count."""
+        self.appended.rewind()
+        self.assigned.restart()
+        self.outputs.clear()
 
     def run_without_model(self) -> None:
         """Runs the step on all microbatches, none of which calls the model: on the last stage, as ordinary Python.
@@ -262,6 +291,8 @@ class BatchRun:
         key = (*self.step.random_key, index, stage.index)
         # With one microbatch they are drawn where they stand.
         ahead = [d.make(self.randomness.draws, setup.sizes) if len(self.sizes) > 1 else None for d in setup.draws]
+        if self._given is not None:
+            return list(self._given.outputs)
         values = [*inputs, *ahead]
         numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
         with numbers, self.log.calls.in_stage():
@@ -273,8 +304,14 @@ class BatchRun:
         if state is not None:
             set_generator_state(state)
         self._region_outputs = _kept_from(outputs, received)
+        if self.leaves_after_region:
+            assert self.kept is not None
+            # Not into the buffers, which the next pass receives into; the outputs are safe already.
+            copies = tuple(tensor.clone() for tensor in received)
+            self.kept[index] = KeptOutputs(setup=setup, received=copies, outputs=tuple(self._region_outputs))
+            raise StageExit(())
         if self.kept is not None:
-            self.kept.append(KeptOutputs(setup=setup, received=_copies(received), outputs=_copies(self._region_outputs)))
+            self.kept[index] = KeptOutputs(setup=setup, received=_copies(received), outputs=_copies(self._region_outputs))
         return list(self._region_outputs)
 
     def _checked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], setup: StageSetup) -> list[Tensor]:

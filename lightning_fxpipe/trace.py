@@ -45,7 +45,7 @@ from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TracedRegion:
     """The recorded graph and what is needed to cut it and to use it.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat import StandIns, symbolic_expression
+from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.objects import lasting_objects
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import follow_plan
@@ -27,6 +28,9 @@ from lightning_fxpipe.split import Stage, build_stage
 from lightning_fxpipe.step import BatchRun, KeptOutputs
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.trace import TracedRegion, trace_region
+
+# By the trace of the microbatches, and the number of samples.
+WholeTraces = LruCache[Any, TracedRegion]
 
 
 class NotJoinable(Exception):
@@ -40,15 +44,19 @@ class WholeBatch:
         run: The batch, after all its microbatches have run on the last stage.
         batch: The whole batch.
         plan: Which stage holds what.
+        traces: Remembers what has been traced for whole batches.
     """
 
-    def __init__(self, run: BatchRun, batch: Any, plan: PartitionPlan) -> None:
+    def __init__(self, run: BatchRun, batch: Any, plan: PartitionPlan, traces: WholeTraces | None = None) -> None:
         assert run.kept
         self._run = run
         self._batch = batch
         self._plan = plan
-        self._kept: list[KeptOutputs] = run.kept
-        self._setup = run.kept[0].setup
+        self._traces = traces if traces is not None else LruCache(1)
+        self._kept: list[KeptOutputs] = list(run.kept.values())
+        self._setup = self._kept[0].setup
+        self._sizes = tuple(run.sizes)
+        self._must_be_complete = False
         self._missing: list[str] = []
         self._obstacle = ""
 
@@ -65,12 +73,27 @@ class WholeBatch:
             f"and {self._obstacle}"
         )
 
+    @property
+    def is_of_one_trace(self) -> bool:
+        """Whether the same graph has run for all microbatches."""
+        return all(kept.setup.traced is self._setup.traced for kept in self._kept)
+
     @contextmanager
-    def in_place_of_region(self) -> Iterator[None]:
-        """In the block, the step's code for the whole batch, the region returns its outputs for the whole batch."""
+    def in_place_of_region(self, *, must_be_complete: bool = False) -> Iterator[None]:
+        """In the block, the step's code for the whole batch, the region returns its outputs for the whole batch.
+
+        Args:
+            must_be_complete: Whether nothing may stand for an output that cannot be had.
+
+        Raises:
+            NotJoinable: Outputs cannot be put together.
+        """
         run = self._run
+        self._must_be_complete = must_be_complete
         # The trace of a single sample does not tell which dimension is the batch.
-        traced = self._setup.traced if run.sizes[0] > 1 else self._trace_whole()
+        traced = self._setup.traced
+        if self._sizes[0] == 1:
+            traced = self._traces.get((traced, sum(self._sizes)), self._trace_whole)
         if traced.record is None:
             path = traced.signature.path
             assert path is not None
@@ -96,7 +119,7 @@ class WholeBatch:
         """The graph of the whole batch."""
         run, record = self._run, self._setup.traced.record
         step = StepCall(function=run.step.function, args=(self._batch, *run.step.rest), kwargs={})
-        num_samples, dim = sum(run.sizes), self._setup.traced.batch_dim
+        num_samples, dim = sum(self._sizes), self._setup.traced.batch_dim
         if record is not None:
             span = Span(first=record.first, last=record.last, wanted=record.outputs)
             region: Any = StepRegion(step=step, span=span, batch_size=num_samples, batch_dim=dim)
@@ -130,6 +153,8 @@ class WholeBatch:
             again = self._computed_again(traced, [*inputs, *drawn], symbols)
             return [other if output is None else output for output, other in zip(outputs, again, strict=True)]
         except NotJoinable as error:
+            if self._must_be_complete:
+                raise
             self._obstacle = str(error)
         self._missing = [
             f"an output of shape {tuple(tensors[0].shape)} ({node.meta.get('source') or node.name})"
@@ -150,6 +175,9 @@ class WholeBatch:
         """A node's result for the whole batch, from those for the microbatches; None where they do not tell."""
         dimension = batch_dimension(node, symbols)
         if dimension is not None:
+            others = {(*part.shape[:dimension], *part.shape[dimension + 1 :]) for part in parts}
+            if len(others) > 1:
+                raise NotJoinable(f"its microbatches have other sizes beside the batch's: {[tuple(p.shape) for p in parts]}")
             return torch.cat([part.to(self._run.device) for part in parts], dim=dimension)
         if not _depends_on_inputs(node) and all(torch.equal(part, parts[0]) for part in parts):
             return parts[0].to(self._run.device)

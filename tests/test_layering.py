@@ -84,6 +84,7 @@ ORDER = [
         "loading",
         "stagetraces",
         "wholebatch",
+        "evaluation",
         "reduction",
         "runtime",
         "gradients",
