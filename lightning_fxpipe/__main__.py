@@ -1,4 +1,5 @@
-"""The command line: ``python -m lightning_fxpipe plan ...`` prints a partition without training.
+"""The command line: ``python -m lightning_fxpipe plan ...`` prints a partition without training, ``inspect`` and ``convert``
+are about checkpoints.
 
 It knows Lightning and the planner, not the strategy.
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fxpipe._compat_lightning import first_loader_batch
+from lightning_fxpipe.commands_checkpoint import add_commands
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches
 from lightning_fxpipe.planning import make_plan
@@ -54,9 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--batch-dim", type=int, default=0, metavar="D", help="dimension of tensors that is the batch (default: 0)"
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
+    plan.set_defaults(run=_plan)
+    add_commands(commands)
     options = parser.parse_args(arguments)
     try:
-        return _plan(options)
+        return int(options.run(options))
     except FxPipeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

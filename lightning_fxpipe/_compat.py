@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -299,6 +300,73 @@ def abort_process_groups() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
+
+
+def folder_reader(path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None.
+
+    The reader and writer for the file systems of fsspec are in a private module. torch 2.11-2.15.
+    """
+    if path is not None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return FileSystemReader(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(url, **options)
+
+
+def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Writes a folder that :func:`folder_reader` reads. torch 2.11-2.15."""
+    if path is not None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    return FsspecWriter(url, **options)
+
+
+def names_only() -> Any:
+    """A ``pickle_module`` for ``torch.load`` that runs no code of the file: objects of unknown classes become stand-ins.
+
+    Which classes and functions do no harm torch knows for ``weights_only``, privately. torch 2.11-2.15.
+    """
+    return _NamesOnly
+
+
+class _NamesOnly:
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        """As ``pickle.load``."""
+        return _NamesOnly.Unpickler(file, **options).load()
+
+    class Unpickler(pickle.Unpickler):
+        """Knows harmless names."""
+
+        def find_class(self, module: str, name: str) -> Any:
+            """The class or function; a stand-in for one that is not known to be harmless."""
+            from torch._weights_only_unpickler import _get_allowed_globals
+
+            known = _get_allowed_globals()
+            if f"{module}.{name}" in known:
+                return known[f"{module}.{name}"]
+            return type(name, (_StandIn,), {"__module__": module})
+
+
+class _StandIn:
+    """Takes whatever a pickle gives an object, and keeps nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _ignore(self, *args: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+    def __hash__(self) -> int:
+        return id(self)
 
 
 def end_workers(loader: Any) -> None:

@@ -7,10 +7,13 @@ inside functions, so that tracing and planning work without it.
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,9 +130,20 @@ def _first_of_loader(loader: Any) -> Any:
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader):
-        return next(iter(loader))
+        return _first_of_iterable(loader)
     with _kept_generators(loader):
         return _first_collated(loader)
+
+
+def _first_of_iterable(loader: Any) -> Any:
+    """First batch of a loader that may be its own iterator, or know how far it has come."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        state = copy.deepcopy(loader.state_dict())
+        try:
+            return next(iter(loader))
+        finally:
+            loader.load_state_dict(state)
+    return next(iter(copy.deepcopy(loader) if hasattr(loader, "__next__") else loader))
 
 
 @contextmanager
@@ -223,6 +237,20 @@ def allow_skipped_batches(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
 
 
+def weights_only_of_run() -> bool | None:
+    """``weights_only`` of the ``Trainer.fit`` (``validate``, ...) that this is called in.
+
+    Where a strategy restores after its setup, the Trainer forgets to pass it on; it is in a frame above. Lightning 2.6.
+    """
+    from lightning.pytorch import Trainer
+
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Trainer._run.__code__:
+        frame = frame.f_back
+    value = frame.f_locals.get("weights_only") if frame is not None else None
+    return None if value is None else bool(value)
+
+
 def metadata_filename() -> str:
     """Name of the file in a checkpoint folder by which Lightning knows it. Lightning 2.6."""
     from lightning.fabric.utilities.load import _METADATA_FILENAME
@@ -256,3 +284,39 @@ def throughputs(trainer: Trainer) -> list[Any]:
 def validates_by_time(trainer: Trainer) -> bool:
     """Whether ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+@contextmanager
+def checkpoints_in_background(
+    trainer: Trainer, is_started: Callable[[str], bool], link: Callable[[str, str], None]
+) -> Iterator[None]:
+    """``ModelCheckpoint`` callbacks know, during the block, of checkpoints that are still being written.
+
+    They look for a name that no file has yet, which has a public method, and make a link to what they have saved, which has
+    none: a link to what is not there yet would hide the last good checkpoint. Lightning 2.6.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def exists(callback: Any, filepath: str, trainer: Trainer) -> bool:
+        return bool(type(callback).file_exists(callback, filepath, trainer)) or is_started(filepath)
+
+    def link_once_saved(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]  # type: ignore[attr-defined]
+    patches = [(callback, "file_exists", partial(exists, callback)) for callback in callbacks]
+    links = [(callback, "_link_checkpoint", link_once_saved) for callback in callbacks]
+    with patched_attributes(*patches, *links):
+        yield
+
+
+def checkpoint_folders(trainer: Trainer) -> list[str]:
+    """Where the Trainer looks for its last checkpoint, as far as that is known before a run."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]  # type: ignore[attr-defined]
+    default = os.path.join(trainer.default_root_dir, "checkpoints")
+    folders = {str(callback.dirpath or default) for callback in callbacks} | {str(trainer.default_root_dir)}
+    return sorted(folder for folder in folders if "://" not in folder)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.topology import Topology
 
 Value = TypeVar("Value")
 
@@ -47,6 +48,11 @@ def gathered(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def any_rank(vote: bool, topology: Topology) -> bool:
+    """Whether any rank says yes. Called by every rank of the pipeline."""
+    return any(gathered(topology.control_group, vote))
 
 
 def digest(batch: Any) -> str:

@@ -7,151 +7,227 @@ stage, so the layout does not depend on how many there were. Plain ``.ckpt`` fil
 
 from __future__ import annotations
 
-import itertools
 import re
-import shutil
-import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import lightning
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torchmetrics import Metric
 
+from lightning_fxpipe._compat import tree_leaves
 from lightning_fxpipe._compat_lightning import metadata_filename
-from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.folders import BESIDE, Folder, KeyPath, open_folder
+from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
+from lightning_fxpipe.locations import Location
+from lightning_fxpipe.optimizers import GROUPS, STATE, StageOptimizer
+
+# Our entry of a checkpoint: where it comes from, and the random generators.
+ENTRY = "lightning_fxpipe"
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """This rank's part of ``module.state_dict()``."""
-    return _held(module.state_dict())
+    return held(module.state_dict())
 
 
-def _held(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {fqn: value for fqn, value in state.items() if not _is_placeholder(value)}
+def held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is no placeholder."""
+    return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
 
 
-def save_folder(path: Path, checkpoint: dict[str, Any], fqns: Collection[str]) -> None:
-    """Writes Lightning's checkpoint as a folder. Called by every rank; each writes its own tensors.
+def without_foreign_extras(checkpoint: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The checkpoint without what modules of other stages keep beside their tensors: theirs is right, ours has not run."""
+    foreign = {
+        f"{path}.{_EXTRA}"
+        for path, child in module.named_modules()
+        if (tensors := [*child.parameters(), *child.buffers()]) and all(tensor.is_meta for tensor in tensors)
+    }
+    result = dict(checkpoint)
+    for name, state in checkpoint.items():
+        if isinstance(state, Mapping) and not foreign.isdisjoint(state):
+            result[name] = with_items(state, {fqn: value for fqn, value in state.items() if fqn not in foreign})
+    return result
 
-    The folder gets its name when it is complete, so that a run that dies meanwhile leaves the last good one.
 
-    Args:
-        path: The folder.
-        checkpoint: The checkpoint, with this rank's part of the model's state.
-        fqns: Names of the whole model's tensors. What else has a tensor for each of this rank's, such as weights beside
-            averaged ones, is in parts as well.
-    """
-    is_writer = dist.get_rank() == 0
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    if is_writer:
-        _remove(unfinished)
-        unfinished.mkdir(parents=True)
-    dist.barrier()
-    state = {"model": _held(checkpoint.pop("state_dict"))}
-    for name in [name for name, value in checkpoint.items() if _is_partial(value, state["model"], fqns)]:
-        state[_BESIDE + name] = _held(checkpoint.pop(name))
+# torch's name of what ``get_extra_state`` returns.
+_EXTRA = "_extra_state"
+
+
+def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
+    """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
+    state = {"model": held(checkpoint["state_dict"])}
+    beside = names_in_parts(checkpoint, state["model"], fqns)
+    note_attributes(checkpoint, ("state_dict", *beside))
+    note_names(checkpoint, fqns)
+    del checkpoint["state_dict"]
+    for name in beside:
+        state[BESIDE + name] = held(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
-    with _original_errors():
-        dcp_save(state, checkpoint_id=unfinished)
-    if is_writer:
-        torch.save(checkpoint, unfinished / metadata_filename())
-        _remove(path)
-        unfinished.rename(path)
-    dist.barrier()
+    return state
 
 
-# Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
-_BESIDE = "beside."
+def note_attributes(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps in our entry what states have beside their items, for which a folder has no place."""
+    found = {name: dict(vars(state)) for name in names if isinstance(state := checkpoint[name], OrderedDict)}
+    if found:
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _ATTRIBUTES: found}
 
 
-def _is_partial(value: Any, mine: Mapping[str, Any], fqns: Collection[str]) -> bool:
-    return isinstance(value, Mapping) and 0 < len(value) < len(fqns) and _held(value).keys() == mine.keys()
+_ATTRIBUTES = "attributes"
 
 
-@contextmanager
-def _original_errors() -> Iterator[None]:
-    """Raises what a rank has raised in the block, such as an OSError, in place of the exception that torch puts around it."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (original, stack) = next(iter(error.failures.items()))
-        original.add_note(f"while reading or writing a checkpoint on rank {rank}:\n{''.join(traceback.format_list(stack))}")
-        raise original from None
+def restored(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    """A state that was in a folder, as it was before: in an order, and with what :func:`note_attributes` has kept."""
+    attributes = (checkpoint.get(ENTRY) or {}).get(_ATTRIBUTES, {}).get(name)
+    state = in_order(items, order)
+    if attributes is None:
+        return state
+    result = OrderedDict(state)
+    vars(result).update(attributes)
+    return result
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
+    """The entries beside ``state_dict`` of which this rank has a part, such as weights beside averaged ones.
+
+    They have placeholders under names of the model, or tensors for just what this rank holds.
+
+    Raises:
+        UnsupportedError: There are placeholders where no part is expected: they would be written in place of values.
+    """
+    known = {*fqns}
+    others = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+    found = [name for name, value in others.items() if _is_partial(value, mine, known)]
+    for name, value in others.items():
+        if name not in found and any(map(_is_placeholder, tree_leaves(value))):
+            raise UnsupportedError(
+                "A part of the checkpoint has tensors of other stages, which this rank does not have.",
+                where=f'checkpoint["{name}"]',
+                expected="copies that were made in a hook, where all tensors have values, or an entry of its own in the "
+                "checkpoint with names of the module's state_dict",
+            )
+    return found
 
 
-def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()) -> dict[str, Any]:
+def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
+    if not isinstance(value, Mapping) or not value or not fqns.issuperset(value):
+        return False
+    return any(map(_is_placeholder, value.values())) or (len(value) < len(fqns) and held(value).keys() == mine.keys())
+
+
+def read_checkpoint(
+    location: Location, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()
+) -> dict[str, Any]:
     """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
-        path: A folder written by :func:`save_folder`, or a single file as a plain Trainer writes it.
+        location: A folder, or anything else that :mod:`lightning_fxpipe.folders` or
+            :mod:`lightning_fxpipe.formats` reads.
         module: The module, with placeholders for other stages' tensors.
         weights_only: For ``torch.load``.
         into: FQNs of tensors of the module that are read in place, which saves memory.
 
     Returns:
-        The checkpoint. In states of the model, placeholders stand for the other stages' tensors.
+        The checkpoint. In states of the model, tensors on the meta device stand for those of the other stages.
     """
-    if not path.is_dir():
-        whole: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        return whole
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
     expected = module.state_dict()
-    beside = sorted({key.split(".")[1] for key in stored if key.startswith(_BESIDE)})
-    request: dict[str, Any] = {"model": _request(stored, "model.", expected, into)}
-    request |= {f"{_BESIDE}{name}": _request(stored, f"{_BESIDE}{name}.", expected) for name in beside}
-    with _original_errors():
-        dcp_load(request, checkpoint_id=path)
-    checkpoint: dict[str, Any] = torch.load(path / metadata_filename(), map_location="cpu", weights_only=weights_only)
-    checkpoint["state_dict"] = _with_placeholders(request["model"], stored, "model.", expected)
-    for name in beside:
-        prefix = f"{_BESIDE}{name}"
-        checkpoint[name] = _with_placeholders(request[prefix], stored, f"{prefix}.", expected)
-    if any(key.startswith("optimizer_") for key in stored):
+    others = {fqn for fqn, value in expected.items() if _is_placeholder(value)}
+    if is_folder(location):
+        return _read_folder(open_folder(location), expected, others, weights_only, into)
+    with location.local_copy() as path:
+        stored = read_stored(path, is_wanted=lambda fqn: fqn not in others, weights_only=weights_only)
+        if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
+            rank_zero_info(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
+            stored = read_stored(path, is_wanted=lambda fqn: prefix + fqn not in others, weights_only=weights_only)
+            stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
+    if not stored.format.has_weights_only:
+        return stored.checkpoint
+    rank_zero_info(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
+    return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
+
+
+def is_folder(location: Location) -> bool:
+    """Whether a location is a folder of torch.distributed.checkpoint, complete or not."""
+    if location.path is None:
+        return location.is_folder()
+    return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
+
+
+def as_first_step(state: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of a run that has these weights and has not begun."""
+    nothing: dict[str, Any] = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    return {VERSION_KEY: lightning.__version__, "state_dict": state, **nothing}
+
+
+def _read_folder(
+    folder: Folder, expected: Mapping[str, Any], others: set[str], weights_only: bool | None, into: Collection[str]
+) -> dict[str, Any]:
+    root = folder.model_root
+    beside = folder.entries(rf"{re.escape(BESIDE)}.+")
+    places: dict[KeyPath, Tensor] = {(root, fqn): expected[fqn] for fqn in into if fqn in expected}
+    state = folder.read({root, *beside}, lambda path: path[1] not in others, places)
+    checkpoint = folder.read_rest(weights_only=weights_only)
+    for name in (root, *beside):
+        known = "state_dict" if name == root else name.removeprefix(BESIDE)
+        checkpoint[known] = restored(checkpoint, known, state.get(name, {}), expected)
+    if folder.entries(OPTIMIZER) or any(re.fullmatch(OPTIMIZER, key) for key in checkpoint):
         checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
     return checkpoint
 
 
-def _request(stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any], into: Collection[str] = ()) -> dict[str, Any]:
-    """Empty tensors for this rank's part of a stored state, and for all that the model does not know."""
-    found: dict[str, Any] = {}
-    lists = [name for name, value in expected.items() if isinstance(value, list)]
-    for key, meta in stored.items():
-        fqn = _without_index(key.removeprefix(prefix), lists)
-        if key.startswith(prefix) and fqn in lists:
-            found[fqn] = _stored_list(f"{prefix}{fqn}", stored)
-        elif key.startswith(prefix) and not _is_placeholder(expected.get(fqn)):
-            is_tensor = isinstance(meta, TensorStorageMetadata)
-            if is_tensor and fqn in into and (expected[fqn].shape, expected[fqn].dtype) == (meta.size, meta.properties.dtype):
-                found[fqn] = expected[fqn]
-            else:
-                found[fqn] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    return found
+def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The state with its names in an order, and others after them."""
+    order = {fqn: index for index, fqn in enumerate(names)}
+    return with_items(state, dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order)))))
 
 
-def _with_placeholders(
-    state: Mapping[str, Any], stored: Mapping[str, Any], prefix: str, expected: Mapping[str, Any]
-) -> dict[str, Any]:
-    absent = {f: value for f, value in expected.items() if _is_placeholder(value) and f"{prefix}{f}" in stored}
-    order = {fqn: index for index, fqn in enumerate(expected)}
-    return dict(sorted({**state, **absent}.items(), key=lambda item: order.get(item[0], len(order))))
+def note_names(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps the order of the model's names in our entry, for which a folder has no place."""
+    checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _NAMES: list(names)}
+
+
+def without_notes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint without what only a folder needs to be noted."""
+    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key not in (_NAMES, _ATTRIBUTES)}
+    return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
+
+
+_NAMES = "names"
+
+
+def names_of(checkpoint: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the model's state in their order, where one of ours says them: the keys of a folder have none."""
+    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get(_NAMES, ())
+    return names
+
+
+OPTIMIZER = r"optimizer_\d+"
+
+
+def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
+    """What is before each of the names in the module: they may be those of a model inside it. Empty where that is not clear."""
+    if not names or not {*names}.isdisjoint(expected):
+        return ""
+    first = next(iter(names))
+    candidates = [fqn.removesuffix(first) for fqn in expected if fqn.endswith(f".{first}")]
+    matches = {prefix: sum(prefix + name in expected for name in names) for prefix in candidates}
+    best = sorted(matches, key=lambda prefix: matches[prefix], reverse=True)
+    is_clear = best and (len(best) == 1 or matches[best[0]] > matches[best[1]])
+    return best[0] if is_clear else ""
+
+
+def with_all_names(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The state with what it lacks of names that are further ones of a tensor that it has, such as tied weights."""
+    first = canonical_fqns(module)
+    found = {first[fqn]: value for fqn, value in state.items() if fqn in first}
+    missing = [fqn for fqn in module.state_dict() if fqn not in state and first.get(fqn) in found]
+    return {**state, **{fqn: found[first[fqn]] for fqn in missing}}
 
 
 def _is_placeholder(value: Any) -> bool:
@@ -159,100 +235,46 @@ def _is_placeholder(value: Any) -> bool:
 
 
 def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Loads this rank's part of a checkpoint's state into the module.
+    """Loads a checkpoint's state into the module, as on one device: with its hooks, and its errors on every rank.
 
     Raises:
-        FxPipeError: With ``strict``, the keys differ.
+        RuntimeError: Shapes differ, or with ``strict`` the keys.
     """
-    _check_keys(module.state_dict(), list(state), strict)
-    local = module_state(module)
-    _load_into(module, {key: value for key, value in state.items() if key in local})
-
-
-def load_optimizers(path: Path, checkpoint: Mapping[str, Any], module: nn.Module, optimizers: Sequence[StageOptimizer]) -> None:
-    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
-    if not path.is_dir():
-        for optimizer, saved in zip(optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_plain(saved)
-        return
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    request: dict[str, Any] = {
-        f"optimizer_{index}": {
-            "state": _state_request(module, stored, index),
-            "param_groups": [
-                _options_request(group, stored, f"optimizer_{index}.param_groups.{number}.")
-                for number, group in enumerate(optimizer.state_dict()["param_groups"])
-            ],
-        }
-        for index, optimizer in enumerate(optimizers)
-        if any(key.startswith(f"optimizer_{index}.") for key in stored)
-    }
-    with _original_errors():
-        dcp_load(request, checkpoint_id=path)
-    for index, optimizer in enumerate(optimizers):
-        if f"optimizer_{index}" in request:
-            optimizer.load(request[f"optimizer_{index}"]["state"], request[f"optimizer_{index}"]["param_groups"])
-
-
-def _load_into(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Loads this rank's part into the module. A metric takes tensors as they are, from wherever they were read to."""
-    module.load_state_dict(state, strict=False)
+    # Tensors of other stages go from the meta device to the meta device: nothing is copied, and all is checked.
+    module.load_state_dict(state, strict=strict)
     for metric in module.modules():
         if isinstance(metric, Metric):
-            metric.to(metric.device)
+            metric.to(metric.device)  # a metric takes tensors as they are, from wherever they were read to
 
 
-def _without_index(key: str, lists: Sequence[str]) -> str:
-    """The key of a list, such as a metric's state, for that of one of its entries; other keys as they are."""
-    name, _, index = key.rpartition(".")
-    return name if index.isdigit() and name in lists else key
-
-
-def _stored_list(key: str, stored: Mapping[str, Any]) -> list[Any]:
-    """Empty tensors for the stored entries of a list."""
-    number = itertools.takewhile(lambda i: f"{key}.{i}" in stored, itertools.count())
-    metas = [stored[f"{key}.{i}"] for i in number]
-    return [torch.empty(meta.size, dtype=meta.properties.dtype) for meta in metas]
-
-
-def _state_request(module: nn.Module, stored: Mapping[str, Any], index: int) -> dict[str, dict[str, Any]]:
-    """Empty tensors for the stored optimizer states of this rank's parameters."""
-    local = {fqn for fqn, parameter in module.named_parameters() if not parameter.is_meta}
-    request: dict[str, dict[str, Any]] = {}
-    for key, meta in stored.items():
-        match = re.fullmatch(rf"optimizer_{index}\.state\.(.+)\.([^.]+)", key)
-        if match and match[1] in local:
-            is_tensor = isinstance(meta, TensorStorageMetadata)
-            empty = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-            request.setdefault(match[1], {})[match[2]] = empty
-    return request
-
-
-def _options_request(group: Mapping[str, Any], stored: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The stored options of a group, which may be others than it has now: a scheduler adds its own."""
-    names = {key.removeprefix(prefix): meta for key, meta in stored.items() if key.startswith(prefix)}
-    request = {key: value for key, value in group.items() if any(name.partition(".")[0] == key for name in names)}
-    for name, meta in names.items():
-        if name.partition(".")[0] not in group and "." not in name:
-            is_tensor = isinstance(meta, TensorStorageMetadata)
-            request[name] = torch.empty(meta.size, dtype=meta.properties.dtype) if is_tensor else None
-    return request
-
-
-def _check_keys(expected: Mapping[str, Any], found: Sequence[str], strict: bool) -> None:
-    missing, unexpected = sorted({*expected} - {*found}), sorted({*found} - {*expected})
-    if strict and (missing or unexpected):
-        raise FxPipeError(
-            "The checkpoint does not fit the model.",
-            observed=f"{len(missing)} missing keys {missing[:8]}, {len(unexpected)} unexpected keys {unexpected[:8]}",
-            expected="the keys of the model's state_dict",
-            todo="Load it into the model that wrote it, or set strict_loading=False on the module.",
-        )
+def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizers: Sequence[StageOptimizer]) -> None:
+    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
+    saved = checkpoint.get("optimizer_states") or []
+    if saved or not is_folder(location):
+        for optimizer, state in zip(optimizers, saved, strict=False):
+            optimizer.load(state, copies=True)
+        return
+    folder = open_folder(location)
+    roots = folder.entries(OPTIMIZER)
+    stored = folder.read(roots, lambda path: path[1] != STATE)
+    names = [f"optimizer_{index}" for index in range(len(optimizers))]
+    others = {
+        (name, key)
+        for name, optimizer in zip(names, optimizers, strict=True)
+        if name in stored
+        for key in optimizer.not_wanted(stored[name][GROUPS])
+    }
+    states = folder.read(roots, lambda path: path[1] == STATE and (path[0], path[2]) not in others)
+    stored = {name: {**saved, STATE: states.get(name, {}).get(STATE, {})} for name, saved in stored.items()}
+    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(OPTIMIZER, key)}
+    for name, optimizer in zip(names, optimizers, strict=True):
+        if name in stored:
+            optimizer.load(stored[name])
 
 
 def portable_rng(state: Mapping[str, Any]) -> dict[str, Any]:
     """Generator states as tensors and plain values, which ``torch.load(weights_only=True)`` accepts."""
-    portable = {key: value for key, value in state.items() if key in ("python", "torch")}
+    portable = {key: value for key, value in state.items() if key in ("python", "torch", "cuda")}
     if "numpy" in state:
         name, keys, *rest = state["numpy"]
         portable["numpy"] = [name, [int(key) for key in keys], *rest]

@@ -12,11 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_fxpipe._compat_lightning import checkpoint_folders
 from lightning_fxpipe.failure import current_watch, failures_reach_every_rank
+from lightning_fxpipe.replacing import recover_all
 
 _POLL_SECONDS = 0.2
 # Seconds that a failure has to reach all ranks in order, before a launcher ends what is left.
@@ -37,6 +40,12 @@ def run_to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def _requested_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """The Trainer tells its strategy of a checkpoint only when it is loaded."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+
+
+def _recover_checkpoints(trainer: Any) -> None:
+    """Before the Trainer looks for its last checkpoint."""
+    for folder in [] if trainer is None else checkpoint_folders(trainer):
+        recover_all(Path(folder))
 
 
 class ForkingLauncher:
@@ -61,6 +70,7 @@ class ForkingLauncher:
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` on every rank."""
         self.requested = _requested_checkpoint(function, args, kwargs)
+        _recover_checkpoints(trainer)
         return self._inner.launch(run_to_the_end, function, *args, trainer=trainer, **kwargs)
 
     def kill(self, signum: int) -> None:
@@ -91,6 +101,7 @@ class Launcher:
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` on every rank."""
         self.requested = _requested_checkpoint(function, args, kwargs)
+        _recover_checkpoints(trainer)
         if self._start is not None:
             start, self._start = self._start, None
             self._children = start()

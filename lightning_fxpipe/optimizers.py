@@ -1,16 +1,26 @@
 """The user's optimizer, over this rank's parameters, with a state that is keyed by the whole model's FQNs.
 
 ``configure_optimizers`` sees, and groups, all parameters; those of other stages are placeholders. They are
-dropped afterwards, and the FQNs of the complete groups are kept for checkpoints.
+dropped afterwards, and the FQNs of the complete groups are kept for checkpoints. Its state goes out through the optimizer's own
+``state_dict`` and comes back through its ``load_state_dict``, with the hooks and conversions that these have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_fxpipe._compat import tree_map
+from lightning_fxpipe.agreement import digest
+from lightning_fxpipe.containers import leaves_with_path
+from lightning_fxpipe.errors import UnsupportedError
+
+STATE, GROUPS = "state", "param_groups"
 
 
 class StageOptimizer:
@@ -25,69 +35,178 @@ class StageOptimizer:
         self.optimizer = optimizer
         self._module = module
         self._whole: list[list[nn.Parameter]] = []
+        self._names: list[list[str] | None] = []  # that the user has given the parameters
         self.group_fqns: tuple[tuple[str, ...], ...] = ()  # of the whole model's parameters in each group
         self.hide_others()
 
     def show_others(self) -> None:
         """Puts the placeholders into the groups, which then list what they list on one device."""
-        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
+        for group, parameters, names in zip(self.optimizer.param_groups, self._whole, self._names, strict=True):
             group["params"] = list(parameters)
+            if names is not None:
+                group["param_names"] = list(names)
 
     def hide_others(self) -> None:
         """Takes the placeholders out again, also from groups that have been added meanwhile."""
-        whole = [list(group["params"]) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
+        whole = [list(group["params"]) for group in groups]
         if [list(map(id, group)) for group in whole] != [list(map(id, group)) for group in self._whole]:
-            names = {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
-            self.group_fqns = tuple(tuple(names[id(parameter)] for parameter in group) for group in whole)
+            fqns = self._fqns()
+            self.group_fqns = tuple(tuple(fqns[id(parameter)] for parameter in group) for group in whole)
         self._whole = whole
-        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
-            group["params"] = [parameter for parameter in parameters if not parameter.is_meta]
-        for parameter in [parameter for parameter in self.optimizer.state if parameter.is_meta]:
+        self._names = [_names(group) for group in groups]
+        for group, names in zip(groups, self._names, strict=True):
+            mine = [index for index, parameter in enumerate(group["params"]) if not parameter.is_meta]
+            group["params"] = [group["params"][index] for index in mine]
+            if names is not None:
+                group["param_names"] = [names[index] for index in mine]
+        for parameter in [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]:
             del self.optimizer.state[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's states by FQN, and the groups of the whole model."""
-        names = {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
-        return {
-            "state": {names[id(parameter)]: dict(state) for parameter, state in self.optimizer.state.items()},
-            "param_groups": [
-                {**{key: value for key, value in group.items() if key != "params"}, "params": list(fqns)}
-                for group, fqns in zip(self.optimizer.param_groups, self.group_fqns, strict=True)
-            ],
+        """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
+
+        Raises:
+            UnsupportedError: Its own does not say which parameter a state belongs to.
+        """
+        packed = self.optimizer.state_dict()
+        self._check_layout(packed)
+        fqns = self._fqns()
+        fqn_of = {
+            number: fqns[id(parameter)]
+            for saved, group in zip(packed[GROUPS], self.optimizer.param_groups, strict=True)
+            for number, parameter in zip(saved["params"], group["params"], strict=True)
         }
+        groups = [{**group, "params": list(whole)} for group, whole in zip(packed[GROUPS], self.group_fqns, strict=True)]
+        for group, names in zip(groups, self._names, strict=True):
+            if names is not None:
+                group["param_names"] = list(names)
+        state = {fqn_of.get(key, key): value for key, value in packed[STATE].items()}
+        return {**packed, STATE: state, GROUPS: groups}
+
+    def common_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a :meth:`state_dict` belongs to no parameter, and so must be the same on every rank."""
+        fqns = {fqn for group in self.group_fqns for fqn in group}
+        more = {f"{STATE}[{key!r}]": value for key, value in state[STATE].items() if key not in fqns}
+        return {key: value for key, value in state.items() if key not in (STATE, GROUPS)} | more
 
     def end_run(self) -> None:
         """Follows the module, which is whole again, and moves the states to the CPU, as Lightning does after a run."""
         parameters = dict(self._module.named_parameters())
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
-        for state in self.optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.cpu()
+        self._move(lambda parameter: torch.device("cpu"), kept=())
 
-    def load(self, state: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the states of this rank's parameters, by FQN, and the options of the groups."""
-        local = {fqn: parameter for fqn, parameter in self._module.named_parameters() if not parameter.is_meta}
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
-            # As torch does: what a scheduler has put into the groups since is not kept.
-            for key in [key for key in group if key not in (*saved, *self.optimizer.defaults, "params")]:
-                del group[key]
-            group.update({key: value for key, value in saved.items() if key != "params"})
-        self.optimizer.state.clear()  # a parameter that has no state in the checkpoint has none any more
-        for fqn, values in state.items():
-            if fqn in local:
-                parameter = local[fqn]
-                self.optimizer.state[parameter] = {
-                    # A 0-dim step counter stays on the CPU, where torch's optimizers keep it.
-                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
-                    for key, value in values.items()
-                }
+    def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
+        """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
+        wanted = self._wanted(groups)
+        return {key for group in groups for key in group["params"] if key not in wanted}
 
-    def load_plain(self, saved: Mapping[str, Any]) -> None:
-        """Takes the state of a plain optimizer, which numbers its parameters in the order of its groups."""
-        fqn_of = {
-            number: fqn
-            for group, fqns in zip(saved["param_groups"], self.group_fqns, strict=True)
-            for number, fqn in zip(group["params"], fqns, strict=True)
-        }
-        self.load({fqn_of[number]: value for number, value in saved["state"].items()}, saved["param_groups"])
+    def _wanted(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
+        """Which states of a saved optimizer are this rank's.
+
+        Args:
+            groups: The saved groups, of the whole model.
+
+        Returns:
+            FQNs of this rank's parameters, by what the saved groups call them. As for torch it is the place in a group that
+            counts, not the name.
+
+        Raises:
+            ValueError: The groups are others, in torch's words.
+        """
+        if len(groups) != len(self.group_fqns):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if any(len(saved["params"]) != len(fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True)):
+            raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
+        mine = self._mine()
+        pairs = ((saved["params"], fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True))
+        return {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True) if fqn in mine}
+
+    def load(self, saved: Mapping[str, Any], *, copies: bool = False) -> None:
+        """Takes over a saved state.
+
+        Args:
+            saved: As torch's optimizers write it, with the groups of the whole model, and the states of this rank's parameters
+                at least.
+            copies: Whether the optimizer gets copies of the tensors, which may be those of a file that is mapped into memory.
+        """
+        self._check_layout(saved)
+        wanted = self._wanted(saved[GROUPS])
+        known = {key for group in saved[GROUPS] for key in group["params"]}
+        mine = self._mine()
+        numbers = {fqn: number for number, fqn in enumerate(mine)}
+        state = {key: value for key, value in saved[STATE].items() if key not in known}
+        for key, value in saved[STATE].items():
+            if key in wanted:
+                state[numbers[wanted[key]]] = tree_map(partial(_laid_out, mine[wanted[key]], copies), value)
+        groups = []
+        for group in saved[GROUPS]:
+            places = [index for index, key in enumerate(group["params"]) if key in wanted]
+            part = {**group, "params": [numbers[wanted[group["params"][index]]] for index in places]}
+            if "param_names" in group:
+                part["param_names"] = [group["param_names"][index] for index in places]
+            groups.append(part)
+        self.optimizer.load_state_dict({**saved, STATE: state, GROUPS: groups})
+        names = [group.get("param_names") for group in saved[GROUPS]]
+        self._names = [list(new) if new is not None else old for new, old in zip(names, self._names, strict=True)]
+        self._move(lambda parameter: parameter.device, kept=("step",))
+
+    def _move(self, device_of: Callable[[Tensor], torch.device], *, kept: Sequence[str]) -> None:
+        """Moves the parameters' states, but for the entries ``kept``: torch decides where a counter of steps has to be."""
+        for parameter, state in self.optimizer.state.items():
+            if not isinstance(parameter, Tensor):
+                continue
+            device = device_of(parameter)
+            if isinstance(state, dict):
+                state.update({key: _moved(value, device) for key, value in state.items() if key not in kept})
+            else:
+                self.optimizer.state[parameter] = _moved(state, device)
+
+    def _fqns(self) -> dict[int, str]:
+        return {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
+
+    def _mine(self) -> dict[str, nn.Parameter]:
+        """The parameters that the groups hold here, in their order."""
+        fqns = self._fqns()
+        return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+
+    def check_savable(self) -> None:
+        """Raises :class:`UnsupportedError` where :meth:`state_dict` would."""
+        self._check_layout(self.optimizer.state_dict())
+
+    def _check_layout(self, packed: Any) -> None:
+        if isinstance(packed, Mapping) and isinstance(packed.get(STATE), Mapping) and isinstance(packed.get(GROUPS), list):
+            return
+        raise UnsupportedError(
+            "The state of the optimizer cannot be saved or restored stage by stage.",
+            where=f"{type(self.optimizer).__name__}.state_dict",
+            observed=f"entries {sorted(map(str, packed))}" if isinstance(packed, Mapping) else f"a {type(packed).__name__}",
+            expected="'state', by parameter, and 'param_groups', as torch's optimizers have them; others beside them are kept",
+            todo="Bring the optimizer's state_dict into this form, or train without checkpoints (enable_checkpointing=False).",
+        )
+
+
+def _names(group: Mapping[str, Any]) -> list[str] | None:
+    names = group.get("param_names")
+    return list(names) if names is not None and len(names) == len(group["params"]) else None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _laid_out(parameter: nn.Parameter, copies: bool, value: Any) -> Any:
+    """A value of a parameter's state in the parameter's layout: fused steps go through both as they lie in memory."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.clone() if copies else value
+
+
+def text_of(value: Any) -> str:
+    """Equal for equal values; short."""
+    parts = [
+        f"{path}={digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)[:200]}" for path, leaf in leaves_with_path(value)
+    ]
+    return ", ".join(parts)[:1000]

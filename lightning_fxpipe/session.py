@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,6 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, take_over
-from lightning_fxpipe.checkpoint import load_model, module_state, read_checkpoint
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
@@ -132,24 +130,20 @@ class Session:
             )
         )
 
-    def state(self) -> dict[str, Any]:
-        """This rank's part of the module's state."""
-        with self.hooks.suspended():
-            return module_state(self.module)
-
-    def read(self, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-        """Reads this rank's part of a checkpoint; into the module itself, where nobody looks at it before it is loaded."""
+    def overwritable(self) -> frozenset[str]:
+        """Names of this rank's tensors, if a checkpoint may be read into them: nobody looks at them before it is loaded."""
         mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
-        into = frozenset() if _hooks_change_checkpoints(self.module) else mine
-        with self.hooks.suspended():
-            return read_checkpoint(path, self.module, weights_only=weights_only, into=into)
+        return frozenset() if _hooks_change_checkpoints(self.module) else mine
 
-    def load(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Loads this rank's part of a checkpoint into the module, and initialises what has no data and is not in there."""
-        with self.hooks.suspended():
-            load_model(self.module, checkpoint["state_dict"], strict=strict)
-            if self._materials is not None:
-                self._materials.finish(checkpoint["state_dict"].keys(), draws="lightning_fxpipe" not in checkpoint)
+    def materialise_rest(self, loaded: Collection[str], *, draws: bool) -> None:
+        """Initialises what has no data, and is not among what a checkpoint has brought. Called by every rank.
+
+        Args:
+            loaded: Names of what it has brought.
+            draws: Whether random numbers are drawn that a whole construction would have drawn.
+        """
+        if self._materials is not None:
+            self._materials.finish(loaded, draws=draws)
 
     def restore_groups(self, trainer: Trainer) -> None:
         """Brings back the optimizer's groups that finetuning has added.

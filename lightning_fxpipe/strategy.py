@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -31,8 +29,9 @@ from lightning_fxpipe._compat_lightning import (
     set_rank_zero_only,
     share_sigterm,
 )
-from lightning_fxpipe.checkpoint import load_optimizers, portable_rng, save_folder, usable_rng
-from lightning_fxpipe.failure import begin_run, end_run, has_failed, have_all_stopped_at, noted_connections, terminate_together
+from lightning_fxpipe.checkpointhooks import CheckpointHooks, origin
+from lightning_fxpipe.checkpointstrategy import CheckpointStrategy
+from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.materialise import Constructions
@@ -43,18 +42,19 @@ from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.precision import PipelinePrecision, step_context
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
+from lightning_fxpipe.saving import Saver
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session, init_context, materials_of
 from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan, report_unsaved
-from lightning_fxpipe.topology import Topology, make_topology
+from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan
+from lightning_fxpipe.topology import Topology, make_group, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
 Broadcast = TypeVar("Broadcast")
 
 
-class FxPipeStrategy(ParallelStrategy):
+class FxPipeStrategy(CheckpointStrategy):
     """Pipeline parallelism for an unmodified LightningModule.
 
     The call of the model inside the step is traced, cut into stages with equally many parameters, and each stage lives on a
@@ -82,6 +82,10 @@ class FxPipeStrategy(ParallelStrategy):
         gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
             returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
             parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
+            file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
+        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. The next one,
+            loading and the end of the run wait for it, and raise what it failed with.
     """
 
     strategy_name = "fxpipe"
@@ -99,8 +103,10 @@ class FxPipeStrategy(ParallelStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(Saver(partial(_saving_group, timedelta(seconds=timeout_seconds))))
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
         self.num_nodes = 1
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
@@ -119,13 +125,12 @@ class FxPipeStrategy(ParallelStrategy):
         check_start_method(start_method)
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
-        self._seed = 0
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._async_save = async_save
         self._topology: Topology | None = None
         self._session: Session | None = None
         self._precision: PipelinePrecision | None = None
         self._stage_optimizers: list[StageOptimizer] = []
-        self._restored_from: Path | None = None
-        self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
         self._patches = ExitStack()
         self._constructions = Constructions()
 
@@ -272,7 +277,6 @@ class FxPipeStrategy(ParallelStrategy):
         self._patches.close()  # where a run before this one ended without a teardown
         self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
-        self._has_trained = False
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         with self._constructions.changing(self.module):
@@ -283,6 +287,16 @@ class FxPipeStrategy(ParallelStrategy):
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             allow_skipped_batches(trainer)
+        checkpoints = CheckpointHooks(
+            self.session,
+            self.topology,
+            self._stage_optimizers,
+            self._saver,
+            origin=origin(schedule=self._schedule, num_microbatches=self._num_microbatches),
+            as_folder=self._save_distributed_checkpoint,
+            in_background=self._async_save,
+        )
+        self._patches.enter_context(self._begin_saving(trainer, checkpoints))
         self.setup_precision_plugin()
         self._detach_precision()
         self._precision = PipelinePrecision(
@@ -327,6 +341,8 @@ class FxPipeStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         check_optimizers(self.optimizers, self.topology.num_stages)
         self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
+        for optimizer in self._stage_optimizers if trainer.checkpoint_callbacks else ():
+            optimizer.check_savable()
         self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -342,6 +358,7 @@ class FxPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
+        self._end_saving()
         self._detach_precision()
         self._patches.close()
         if self._session is not None:
@@ -404,44 +421,7 @@ class FxPipeStrategy(ParallelStrategy):
             scale_loss=self._precision.scale_loss if self._precision is not None else None,
         )
 
-    # ------------------------------------------------------------------ checkpoints
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.session.state()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
-        with self.session.hooks.suspended():
-            return next(mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError("FxPipeStrategy writes checkpoint folders itself and takes no storage_options.")
-        if has_failed() and not have_all_stopped_at(self.module.trainer.global_step, self.topology.control_group):
-            # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
-            report_unsaved(filepath, self.global_rank)
-            return
-        checkpoint["lightning_fxpipe"] = {"plan": dataclasses.asdict(self.plan), "rng": portable_rng(rng_state())}
-        with self.session.hooks.suspended():
-            save_folder(Path(self.broadcast(filepath)), checkpoint, self.module.state_dict().keys())
-
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._restored_from = Path(self.broadcast(checkpoint_path))
-        return self.session.read(self._restored_from, weights_only=weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.session.load(checkpoint, strict=strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._restored_from is not None
-        self.session.restore_groups(self.module.trainer)
-        load_optimizers(self._restored_from, checkpoint, self.module, self._stage_optimizers)
-        if "lightning_fxpipe" in checkpoint and not self._has_trained:
-            # A resumed run shuffles and draws as the uninterrupted one would have.
-            set_rng_state(usable_rng(checkpoint["lightning_fxpipe"]["rng"]))
+def _saving_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    with noted_connections():
+        return make_group(timeout)

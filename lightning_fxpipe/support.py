@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from fsspec.utils import get_protocol
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
@@ -240,6 +241,13 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
             f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
             "leave the plugin out: every rank writes its part of a checkpoint folder itself",
         )
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
+        if trainer.world_size > 1 and get_protocol(str(folder)) == "memory":
+            yield (
+                f"checkpoints in {folder}, in the memory of one process",
+                "save to a path, file:// or an object store",
+            )
     if validates_by_time(trainer):
         yield (
             "val_check_interval as a time, at which each rank would look on its own clock",

@@ -8,6 +8,7 @@ stages run against the ranks. A process group with that order makes stage and ra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -54,3 +55,8 @@ def make_topology(device: torch.device) -> Topology:
         num_stages=num_stages,
         device=device,
     )
+
+
+def make_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of all ranks for messages between CPUs that a thread has for itself. Called by every rank."""
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None

@@ -6,6 +6,7 @@ A failure here names what a new release changed; the rest of the suite then fail
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -453,6 +454,32 @@ def test_what_a_scaler_found_decides_about_step_and_scale(kind: Any) -> None:
         assert scaler.get_scale() == 2.0
     end()
     assert "_unscale_grads_" not in vars(scaler)
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def test_folders_are_written_and_read_behind_urls() -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    url = "memory://canary/folder"
+    save({"a": torch.ones(3)}, storage_writer=_compat.folder_writer(None, url, {}), no_dist=True)
+    reader = _compat.folder_reader(None, url, {})
+    assert set(reader.read_metadata().state_dict_metadata) == {"a"}
+    target = {"a": torch.zeros(3)}
+    load(target, storage_reader=_compat.folder_reader(None, url, {}), no_dist=True)
+    assert torch.equal(target["a"], torch.ones(3))
+
+
+def test_names_only_knows_what_is_harmless_and_nothing_else(tmp_path: Path) -> None:
+    value = {"tensor": torch.ones(2), "dtype": torch.float16, "size": torch.Size([3]), "other": Path("a"), "code": os.getcwd}
+    torch.save(value, tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=False, pickle_module=_compat.names_only())
+    assert torch.equal(found["tensor"], torch.ones(2))
+    assert (found["dtype"], found["size"]) == (torch.float16, torch.Size([3]))
+    assert type(found["other"]) is not type(Path("a"))
+    assert found["code"] is not os.getcwd
 
 
 def test_kept_workers_of_a_dataloader_end() -> None:

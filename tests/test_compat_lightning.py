@@ -6,6 +6,7 @@ import ast
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -356,6 +358,42 @@ def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
         assert _compat_lightning.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
 
 
+def test_first_loader_batch_of_a_loader_that_knows_how_far_it_has_come_is_not_taken_from_it() -> None:
+    class Knows:
+        def __init__(self) -> None:
+            self.position = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.position < 3:
+                self.position += 1
+                yield self.position
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    loader, iterator = Knows(), Deck([1, 2, 3])
+    assert _compat_lightning.first_loader_batch({"one": loader, "other": iterator}) == {"one": 1, "other": 1}
+    assert list(loader) == list(iterator) == [1, 2, 3]
+
+
+class Deck:
+    """Its own iterator."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self.values:
+            raise StopIteration
+        return self.values.pop(0)
+
+
 def test_first_loader_batch_of_another_iterable_is_its_first_item() -> None:
     assert _compat_lightning.first_loader_batch(_Reiterable()) == "first"
 
@@ -441,3 +479,49 @@ def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:
         launcher = _compat_lightning.multiprocessing_launcher(strategy, method)
         assert launcher.is_interactive_compatible is in_notebooks
         assert callable(launcher.launch)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_weights_only_is_found_in_the_frame_of_the_run(given: bool | None) -> None:
+    seen: list[bool | None] = []
+
+    class Asks(L.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            seen.append(_compat_lightning.weights_only_of_run())
+
+    make_trainer(max_epochs=1, callbacks=[Asks()]).fit(Counted(), loader(), weights_only=given)
+    assert seen == [given]
+    assert _compat_lightning.weights_only_of_run() is None
+
+
+def test_a_checkpoint_callback_asks_for_files_and_makes_links_by_these_methods(tmp_path: Path) -> None:
+    started: list[str] = []
+    links: list[tuple[str, str]] = []
+
+    class Begins(L.Callback):
+        def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+            def is_started(path: str) -> bool:
+                started.append(Path(path).name)
+                return path.endswith("epoch=0.ckpt")
+
+            block = _compat_lightning.checkpoints_in_background(trainer, is_started, lambda *link: links.append(link))
+            self.block = ExitStack()
+            self.block.enter_context(block)
+
+    keep, begins = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_last="link"), Begins()
+    trainer = make_trainer(max_epochs=1, callbacks=[keep, begins], enable_checkpointing=True)
+    trainer.fit(Counted(), loader())
+    assert started[:2] == ["epoch=0.ckpt", "epoch=0-v1.ckpt"]  # the first is taken
+    assert [tuple(Path(path).name for path in link) for link in links] == [("epoch=0-v1.ckpt", "last.ckpt")]
+    begins.block.close()
+    assert not {"file_exists", "_link_checkpoint"} & vars(keep).keys()
+
+
+def test_checkpoint_folders_are_those_of_the_callbacks_and_the_defaults(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=tmp_path / "mine"), ModelCheckpoint(monitor="x")],
+        default_root_dir=tmp_path,
+    )
+    expected = [str(tmp_path), str(tmp_path / "checkpoints"), str(tmp_path / "mine")]
+    assert _compat_lightning.checkpoint_folders(trainer) == expected
