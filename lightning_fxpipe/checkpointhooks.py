@@ -196,7 +196,7 @@ class CheckpointHooks:
         self._session.restore_groups(module.trainer)
         load_optimizers(self._restored_from, checkpoint, self._optimizers)
         entry = checkpoint.get(ENTRY, {})
-        if "rng" not in entry or not is_resumed:
+        if "rng" not in entry or not is_resumed:  # a converted checkpoint may have our entry, but not this
             return None
         # A resumed run shuffles and draws as the uninterrupted one would have.
         self._rng = usable_rng(entry["rng"])

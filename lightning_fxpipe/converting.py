@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -29,7 +30,8 @@ from lightning_fxpipe.checkpoint import (
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.folders import BESIDE, open_folder, original_errors
 from lightning_fxpipe.formats import VERSION_KEY, Format, read_stored
-from lightning_fxpipe.locations import UNFINISHED, Location, replace
+from lightning_fxpipe.locations import Location
+from lightning_fxpipe.replacing import begin, cancel, finish
 from lightning_fxpipe.safetensorfiles import write_safetensors
 from lightning_fxpipe.writing import GROUP_FQNS, numbered
 
@@ -88,7 +90,6 @@ def convert(
     form, checkpoint = read_whole(source, weights_only=not pickle_is_trusted)
     if only_weights:
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _FOR_TRAINING}
-    path.parent.mkdir(parents=True, exist_ok=True)
     left_out: list[str] = []
     shared: dict[str, str] = {}
     if target is Target.SAFETENSORS:
@@ -202,27 +203,25 @@ def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     if (states := rest.get("optimizer_states")) and all(map(_is_by_fqn, states)):
         for index, optimizer in enumerate(rest.pop("optimizer_states")):
             (state if optimizer["state"] else rest)[f"optimizer_{index}"] = optimizer
-    unfinished = path.with_name(path.name + UNFINISHED)
-    location = Location.of(unfinished)
-    location.remove()
-    unfinished.mkdir(parents=True)
-    try:
+    with _replaced(path) as new:
+        new.mkdir()
         with original_errors():
-            dcp_save(state, storage_writer=folder_writer(unfinished, location.text, {}), no_dist=True)
-        torch.save(rest, unfinished / metadata_filename())
-        replace(unfinished, path)
-    except BaseException:
-        location.remove()
-        raise
+            dcp_save(state, storage_writer=folder_writer(new, str(new), {}), no_dist=True)
+        torch.save(rest, new / metadata_filename())
 
 
 def _write_safetensors(path: Path, state: Mapping[str, Any]) -> dict[str, str]:
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    unfinished = path.with_name(path.name + UNFINISHED)
+    with _replaced(path) as new:
+        return write_safetensors(new, tensors, {"format": "pt"})
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Where to write what gets the name after the block, if that ends well."""
     try:
-        shared = write_safetensors(unfinished, tensors, {"format": "pt"})
-        replace(unfinished, path)
+        yield begin(path)
+        finish(path)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        cancel(path)
         raise
-    return shared

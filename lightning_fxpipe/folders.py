@@ -27,7 +27,7 @@ from lightning_fxpipe._compat import folder_reader
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.formats import load_file
-from lightning_fxpipe.locations import UNFINISHED, Location
+from lightning_fxpipe.locations import Location
 
 # Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
 BESIDE = "beside."
@@ -129,11 +129,11 @@ class Folder:
 def open_folder(location: Location) -> Folder:
     """The folder; raises :class:`FxPipeError` where it is not complete."""
     lacking = [name for name in (".metadata", metadata_filename()) if not location.inside(name).exists()]
-    if lacking or location.text.rstrip("/").endswith(UNFINISHED):
+    if lacking:
         raise FxPipeError(
             "The checkpoint folder is not complete: what wrote it was interrupted, or it is none of Lightning's.",
             where=location.text,
-            observed=f"no {' and no '.join(lacking)}" if lacking else f"a name that ends in {UNFINISHED}",
+            observed=f"no {' and no '.join(lacking)}",
             expected=f"a folder with .metadata and {metadata_filename()}, which is written last",
             todo="Use the checkpoint before it.",
         )

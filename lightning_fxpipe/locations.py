@@ -17,9 +17,6 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.replacing import begin, cancel, finish
 
-# Of what is being written, after its name. Nothing with it is complete.
-UNFINISHED = ".unfinished"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
@@ -82,12 +79,6 @@ class Location:
             self.path.unlink(missing_ok=True)
 
     @contextmanager
-    def opened(self) -> Iterator[IO[bytes]]:
-        """The file, to be read."""
-        with self.path.open("rb") if self.path is not None else self.system.open(self.text, "rb") as file:
-            yield file
-
-    @contextmanager
     def local_copy(self) -> Iterator[Path]:
         """The file on this machine. Of a file from elsewhere a copy, which is gone after the block but for what is open."""
         if self.path is not None:
@@ -119,18 +110,6 @@ class Location:
         except BaseException:
             cancel(self.path)
             raise
-
-
-def replace(new: Path, old: Path) -> None:
-    """Gives ``new`` the name of ``old``, whatever lies there. What a rename cannot replace is moved aside before."""
-    if not old.exists() or not (old.is_dir() or new.is_dir()):
-        os.replace(new, old)
-        return
-    aside = old.with_name(f"{old.name}.replaced")
-    Location.of(aside).remove()
-    old.rename(aside)
-    new.rename(old)
-    Location.of(aside).remove()
 
 
 def check_seen_by_all(location: Location, num_ranks: int) -> None:

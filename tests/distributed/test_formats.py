@@ -457,3 +457,54 @@ def test_an_optimizer_without_a_state_resumes_from_a_folder_and_from_its_consoli
     for result in again:
         expected = {fqn: alone["state"][fqn] for fqn in result["state"]}
         assert differences(expected, result["state"], tolerance=1e-5) == []
+
+
+# ------------------------------------------------------------------ memory
+
+
+class Large(L.LightningModule):
+    """Two layers of 32 MiB, one for each stage, that cost nothing to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Embedding(2**20, 8) for _ in range(2)))
+        self.net[0].weight.data.fill_(1.0)
+        self.net[1].weight.data.fill_(1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = batch[0].argmax(1)
+        return self.net[1]((self.net[0](rows).sum(1) * 0).long()).mean() + self.net[0](rows).mean() * 0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def growth(path: str) -> int:
+    """Bytes by which the peak of this process's memory rises while a single file is saved."""
+    strategy = FxPipeStrategy(num_microbatches=1, gather_after_run=False, save_distributed_checkpoint=False)
+    trainer = make_trainer(max_steps=1, strategy=strategy, devices=2)
+    grown: list[int] = []
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is what it is now
+            before = peak()
+            trainer.save_checkpoint(path)
+            grown.append(peak() - before)
+
+    trainer.callbacks.append(Saves())
+    trainer.fit(Large(), loader())
+    return grown[0]
+
+
+def peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def test_rank_0_receives_what_it_lacks_once(ranks: Ranks, tmp_path: Path) -> None:
+    rank_0, rank_1 = ranks(2).run(growth, str(tmp_path / "large.ckpt"))
+    mib = 2**20
+    assert (tmp_path / "large.ckpt").stat().st_size > 64 * mib
+    assert 28 * mib < rank_0 < 44 * mib
+    assert rank_1 < 12 * mib
