@@ -149,9 +149,9 @@ class Lifeline:
 
     def close_in_fork(self) -> None:
         """In a forked process: lets go of the connections without a word."""
-        for connection in self._sockets.values():
+        connections, self._sockets = self._sockets, {}
+        for connection in list(connections.values()):  # a thread may be taking one out
             connection.close()
-        self._sockets = {}
         self._rank = -1
 
 

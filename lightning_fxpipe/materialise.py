@@ -267,9 +267,11 @@ def _call_own_initialisation(root: nn.Module, blank: Collection[int], late: Coll
             continue
         if inside.isdisjoint(blank):
             continue
+        # One of them: the first may call the second, or be it (Lightning's demos give MultiheadAttention the first name, too).
         for name in ("reset_parameters", "_reset_parameters"):
             if callable(method := getattr(module, name, None)):
                 method()
+                break
         method = getattr(module, "_init_weights", None)
         if callable(method) and len(inspect.signature(method).parameters) == 1:
             module.apply(method)

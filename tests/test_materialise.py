@@ -78,6 +78,12 @@ def test_a_module_on_the_meta_device_initialises_itself_as_its_constructor_does(
         torch.testing.assert_close(found[fqn], tensor, rtol=0, atol=0, msg=fqn)
 
 
+def test_a_method_that_has_both_names_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing Lightning's demos gives MultiheadAttention the first of them."""
+    monkeypatch.setattr(nn.MultiheadAttention, "reset_parameters", nn.MultiheadAttention._reset_parameters, raising=False)
+    test_a_module_on_the_meta_device_initialises_itself_as_its_constructor_does(lambda: nn.MultiheadAttention(8, 2))
+
+
 def test_attributes_get_their_data_in_place() -> None:
     torch.manual_seed(3)
     expected = Attributes()

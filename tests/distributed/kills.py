@@ -105,6 +105,7 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
 
     import lightning_fxpipe
     from lightning_fxpipe import replacing, saving
+    from tests.stateful import Loader
 
     name = f"ended{rank}" if killed else f"resumed{rank}"
     calls = 0
@@ -142,29 +143,6 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
         for function in ("rename", "replace", "unlink", "rmdir", "symlink"):
             before(os, function)
         before(replacing, "_exchange")
-
-    class Loader:
-        """Knows how far it has come."""
-
-        def __init__(self) -> None:
-            self.epoch = self.position = 0
-
-        def __len__(self) -> int:
-            return BATCHES
-
-        def __iter__(self) -> Iterator[Any]:
-            if self.position >= BATCHES:
-                self.epoch, self.position = self.epoch + 1, 0
-            while self.position < BATCHES:
-                generator = torch.Generator().manual_seed(100 * self.epoch + self.position)
-                self.position += 1
-                yield torch.randn(8, 12, generator=generator), torch.arange(8) % 5
-
-        def state_dict(self) -> dict[str, int]:
-            return {"epoch": self.epoch, "position": self.position}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.epoch, self.position = state["epoch"], state["position"]
 
     class Module(L.LightningModule):
         def __init__(self) -> None:

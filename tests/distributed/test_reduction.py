@@ -94,19 +94,19 @@ class WrongFromTheTenth(Mean):
         return losses.mean() if batch_idx < 9 else losses.mean() / losses.detach().std()
 
 
-class MovesTeacher(Mean):
-    """Changes parameters through their data, which no version counts, and keeps what it likes."""
+class MovesCenter(Mean):
+    """Changes a frozen parameter of its own through its data, which no version counts, and keeps what it likes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        self.center = nn.Parameter(torch.rand(6), requires_grad=False)
         self.norm = nn.BatchNorm1d(3)
         self.losses: list[float] = []
 
     def loss(self, logits: Tensor, labels: Tensor, batch_idx: int) -> Tensor:
-        self.teacher.weight.data.mul_(0.9)
+        self.center.data.mul_(0.9)
         self.losses.append(0.0)
-        return F.cross_entropy(logits + self.teacher.weight.sum(), labels)
+        return F.cross_entropy(logits + self.center.sum(), labels)
 
 
 MODULES = {kind.__name__: kind for kind in Mean.__subclasses__()} | {"Mean": Mean}
@@ -204,7 +204,7 @@ def test_another_trace_is_checked_again(ranks: Ranks) -> None:
 
 
 def test_what_the_check_runs_changes_no_parameter_and_no_list(ranks: Ranks) -> None:
-    result = last_stage(ranks(2).run(piped, "MovesTeacher", 4))
-    expected = fit("MovesTeacher", {})["state"]["teacher.weight"] / 0.9**3 * 0.9**12  # four microbatches, three batches
-    torch.testing.assert_close(result["state"]["teacher.weight"], expected)
+    result = last_stage(ranks(2).run(piped, "MovesCenter", 4))
+    expected = fit("MovesCenter", {})["state"]["center"] / 0.9**3 * 0.9**12  # four microbatches, three batches
+    torch.testing.assert_close(result["state"]["center"], expected)
     assert result["kept"] == 3  # what microbatches append becomes one entry for the batch, as on one device

@@ -10,12 +10,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers.logger import Logger
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeError, FxPipeStrategy
+from tests.inmemory import InMemory
 from tests.lit import make_trainer, snapshot
 from tests.zoo import (
     steps_calls,
@@ -61,23 +61,8 @@ class StepRecorder(L.Callback):
         self.metrics.append(as_numbers(trainer.callback_metrics))
 
 
-class MemoryLogger(Logger):
+class MemoryLogger(InMemory):
     """Keeps what is logged, on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[tuple[int | None, dict[str, float]]] = []
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to keep."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.history.append((step, as_numbers(metrics)))
