@@ -25,8 +25,8 @@ CASES = [
 # Masks and tables are computed by each stage, from buffers that several stages then hold.
 CASES += [("rotary", "1f1b", stages, 5) for stages in (2, 4)]
 # Every model, schedule and number of stages with some numbers of microbatches; the nightly run has the whole matrix.
-OFTEN = {(2, 1), (3, 4), (4, 5)}
-MARKED = [pytest.param(*case, marks=() if case[2:] in OFTEN else pytest.mark.slow) for case in CASES]
+OFTEN = {("gpipe", 2, 1), ("1f1b", 3, 4), ("gpipe", 4, 5), ("1f1b", 2, 5)}
+MARKED = [pytest.param(*case, marks=() if case[1:] in OFTEN else pytest.mark.slow) for case in CASES]
 
 
 @cache

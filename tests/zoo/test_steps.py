@@ -77,9 +77,9 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong | Warned] = {
     "counting_buffer": Refused("Cannot form 2 stages"),  # a buffer that is changed first and read last
 }
 
-# On every change half of the cases run, with one number of microbatches, those with a verdict among them; the nightly run has
-# all cases and numbers.
-NIGHTLY = {name for index, name in enumerate(CASES) if index % 2 and name not in EXPECTED}
+# On every change a third of the cases run, with one number of microbatches, those with a verdict among them; the nightly run
+# has all cases and numbers.
+NIGHTLY = {name for index, name in enumerate(CASES) if index % 3 and name not in EXPECTED}
 RUNS = [
     pytest.param(name, microbatches, marks=pytest.mark.slow if name in NIGHTLY or microbatches != case.microbatches[-1] else ())
     for name, case in CASES.items()
