@@ -221,8 +221,11 @@ class PipelineRuntime:
         if self._topology.num_stages < 3:
             return
         reading = frozenset[int]().union(*(one.stages_with_inputs for one in prepared))
-        if step.kind not in self._reading and not self._is_found_without_values(step, run, prepared):
-            reading = frozenset(range(self._topology.num_stages))
+        if step.kind not in self._reading:
+            # A step that looks at values is not even tried: on zeros a loop may have no end.
+            looks = self._traces.looks_at_values(step.kind)
+            if looks or not self._is_found_without_values(step, run, prepared):
+                reading = frozenset(range(self._topology.num_stages))
         self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
 
     def _is_found_without_values(self, step: Step, run: BatchRun, prepared: Sequence[_Prepared]) -> bool:
