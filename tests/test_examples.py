@@ -19,7 +19,7 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize("config", ["lm_fxpipe.yaml", "lm_fxpipe_class.yaml"])
+@pytest.mark.parametrize("config", ["lm_fxpipe.yaml", pytest.param("lm_fxpipe_class.yaml", marks=pytest.mark.slow)])
 def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -40,6 +40,7 @@ def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str)
     assert (folder / "checkpoints" / "last.ckpt" / "meta.pt").exists()
 
 
+@pytest.mark.slow
 def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
     sizes = ["--dim=16", "--num-layers=2", "--num-heads=2", "--context=8", "--batch-size=4", "--microbatches=2"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "step_time.py", *sizes, "--rounds=1", "--steps=2"]
