@@ -52,6 +52,7 @@ def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
         assert losses[candidate] == pytest.approx(losses["single"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--dim=16", "--num-layers=2", "--num-heads=2", "--context=8", "--batch-size=4", "--microbatches=2"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes, "--warmup-steps=2", "--steps=3"]

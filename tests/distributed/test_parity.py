@@ -24,14 +24,14 @@ CASES = [
 ]
 # Masks and tables are computed by each stage, from buffers that several stages then hold.
 CASES += [("rotary", "1f1b", stages, 5) for stages in (2, 4)]
-# Every model, schedule and number of stages with some numbers of microbatches, four stages for two models; the nightly run has
+# Every model, schedule and number of stages with some numbers of microbatches, four stages for one model; the nightly run has
 # the whole matrix.
 OFTEN = {("gpipe", 2, 1), ("1f1b", 3, 4), ("1f1b", 4, 5)}
 
 
 def is_for_every_change(case: tuple[str, str, int, int]) -> bool:
     model, _, stages, _ = case
-    return case[1:] in OFTEN and (stages < 4 or model in ("mlp", "rotary"))
+    return case[1:] in OFTEN and (stages < 4 or model == "rotary")
 
 
 MARKED = [pytest.param(*case, marks=() if is_for_every_change(case) else pytest.mark.slow) for case in CASES]
