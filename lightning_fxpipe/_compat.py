@@ -10,7 +10,7 @@ import ctypes
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 # Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
 NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
-
-# ``checkpoint`` is imported by name everywhere, so it cannot be replaced; what it calls can. torch 2.11-2.15.
-CHECKPOINT_GENERATOR = (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator")
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -269,6 +266,37 @@ def patched_attributes(*patches: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
             stack.callback(delattr, owner, name) if absent else stack.callback(setattr, owner, name, previous)
         yield
+
+
+def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContextManager[None] | None]) -> tuple[Any, str, Any]:
+    """What to patch so that functions under ``checkpoint(use_reentrant=False)`` run in a block of ours instead.
+
+    ``checkpoint`` is imported by name everywhere, so it cannot be replaced; the generator that it calls can. torch 2.11-2.15;
+    since 2.14 it has another name, and takes the function's arguments as a tuple and a dict.
+
+    Args:
+        replacement: Gets what ``checkpoint`` was called with, but for the function and its arguments. Returns the block, None
+            where the call is to do what it does without us.
+
+    Returns:
+        Arguments for :func:`patched_attributes`.
+    """
+    module = torch.utils.checkpoint
+    ordered = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+    name = "_checkpoint_without_reentrant_generator_impl"
+    by_name = hasattr(module, name)
+    name = name if by_name else name.removesuffix("_impl")
+    original = getattr(module, name)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        block = replacement(dict(kwargs) if by_name else dict(zip(ordered, args[1:], strict=False)))
+        if block is None:
+            yield from original(*args, **kwargs)
+            return
+        with block:
+            yield
+
+    return module, name, generator
 
 
 def has_hooks(module: nn.Module) -> bool:

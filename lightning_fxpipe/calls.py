@@ -52,7 +52,7 @@ class CallMode(Protocol):
 def calls_through(mode: CallMode) -> Iterator[None]:
     """Runs the block under ``mode``, with the other calls routed through it."""
     original_call = nn.Module.__call__
-    original_apply = vars(torch.autograd.Function)["apply"].__func__
+    original_apply = vars(torch.autograd.Function)["apply"]  # bound by itself: a classmethod, since 2.14 one in C
     original_from_numpy = torch.from_numpy
 
     def routed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +64,7 @@ def calls_through(mode: CallMode) -> Iterator[None]:
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         # ``Function.apply`` never reaches a TorchFunctionMode, so its inner calls would be recorded and its backward lost.
         def autograd_function(*args: Any, **kwargs: Any) -> Any:
-            return original_apply(cls, *args, **kwargs)
+            return original_apply.__get__(None, cls)(*args, **kwargs)
 
         if cls is CheckpointFunction:  # the function under a checkpoint makes calls of its own
             return autograd_function(*args, **kwargs)

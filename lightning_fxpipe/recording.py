@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_fxpipe._compat import CHECKPOINT_GENERATOR, FakeTensor, patched_attributes
+from lightning_fxpipe._compat import FakeTensor, checkpoints_replaced, patched_attributes
 from lightning_fxpipe.calls import calls_through
 from lightning_fxpipe.record import Recorder
 
@@ -20,30 +20,20 @@ from lightning_fxpipe.record import Recorder
 def recording(recorder: Recorder) -> Iterator[None]:
     """Runs the block under ``recorder``, with all calls routed through it."""
     original_len = builtins.len
-    original_generator = getattr(*CHECKPOINT_GENERATOR)
 
-    def checkpoint_generator(
-        fn: Any, preserve_rng_state: bool = True, context_fn: Any = None, determinism_check: str = "default",
-        debug: bool = False, early_stop: bool = True, *args: Any, **kwargs: Any,
-    ) -> Iterator[None]:  # fmt: skip
-        if recorder.is_paused:
-            ordered = (preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-            yield from original_generator(fn, *ordered, *args, **kwargs)
-            return
-        options = {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check, "debug": debug}
-        with recorder.under_checkpoint({**options, "context_fn": context_fn, "early_stop": early_stop}):
-            yield
+    def marked(options: dict[str, Any]) -> AbstractContextManager[None] | None:
+        return None if recorder.is_paused else recorder.under_checkpoint(options)
 
     def length(value: Any) -> Any:
         # ``len(tensor)`` must be an int, which would fix the batch size for good.
         return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
 
     with calls_through(recorder):
-        original_apply = vars(torch.autograd.Function)["apply"].__func__
+        original_apply = vars(torch.autograd.Function)["apply"]
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if cls is not CheckpointFunction or recorder.is_paused:
-                return original_apply(cls, *args, **kwargs)
+                return original_apply.__get__(None, cls)(*args, **kwargs)
             function, preserve, *rest = args
             # The reentrant kind trains nothing where no argument needs a gradient.
             trains = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in rest)
@@ -53,6 +43,6 @@ def recording(recorder: Recorder) -> Iterator[None]:
         with patched_attributes(
             (torch.autograd.Function, "apply", classmethod(apply)),
             (builtins, "len", length),
-            (*CHECKPOINT_GENERATOR, checkpoint_generator),
+            checkpoints_replaced(marked),
         ):
             yield

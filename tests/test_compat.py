@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import _compat, _compat_lightning
@@ -330,19 +331,61 @@ def test_kernels_that_need_values_say_so() -> None:
             F.ctc_loss(torch.zeros(3, 2, 5), targets, lengths, lengths)
 
 
-def test_checkpoint_calls_the_generator_by_its_name() -> None:
-    owner, name = _compat.CHECKPOINT_GENERATOR
-    calls = []
+@pytest.mark.parametrize("replaced", [True, False])
+def test_checkpoint_runs_its_function_in_the_replacement(replaced: bool) -> None:
+    seen: list[Any] = []
+    inside: list[bool] = []
 
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        calls.append(args)
+    @contextmanager
+    def block() -> Iterator[None]:
+        inside.append(True)
         yield
+        inside.append(False)
 
-    with _compat.patched_attributes((owner, name, generator)):
-        torch.utils.checkpoint.checkpoint(torch.relu, torch.ones(2), use_reentrant=False)
-    (arguments,) = calls
-    assert arguments[:2] == (torch.relu, True)
-    assert arguments[3:6] == ("default", False, True)  # after the context function
+    def replacement(options: dict[str, Any]) -> Any:
+        seen.append(options)
+        return block() if replaced else None
+
+    def double(x: Tensor, *, by: float, y: Any = None) -> Tensor:
+        seen.append(inside[-1:])
+        return x * by
+
+    with _compat.patched_attributes(_compat.checkpoints_replaced(replacement)):
+        x = torch.ones(2, requires_grad=True)
+        out = checkpoint(double, x, by=2.0, use_reentrant=False, preserve_rng_state=False, early_stop=False)
+        (2 * out.sum()).backward()
+    options = seen[0]
+    assert (options["preserve_rng_state"], options["early_stop"]) == (False, False)
+    assert {"context_fn", "determinism_check", "debug"} <= options.keys()
+    assert seen[1:] == [[True]] if replaced else [[], []]  # the second time in backward
+    assert torch.equal(out, torch.full((2,), 2.0))
+    # A stage calls it with the same options.
+    assert torch.equal(checkpoint(double, x, by=2.0, use_reentrant=False, **options), out)
+
+
+def test_apply_of_autograd_functions_is_bound_by_its_descriptor() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    original, seen = vars(torch.autograd.Function)["apply"], []
+
+    def apply(cls: Any, *args: Any) -> Any:
+        seen.append(cls)
+        return original.__get__(None, cls)(*args)
+
+    x = torch.ones(2, requires_grad=True)
+    with _compat.patched_attributes((torch.autograd.Function, "apply", classmethod(apply))):
+        Double.apply(x).sum().backward()
+    assert seen == [Double]
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0]
+    assert vars(torch.autograd.Function)["apply"] is original
 
 
 # ------------------------------------------------------------------ watching a step
