@@ -22,6 +22,9 @@ class BaselineCLI(LightningCLI):
         rank_zero_info(f"Bigram baseline on the validation bytes: {self.bigram_loss:.3f} nats per byte")
 
     def after_fit(self) -> None:
+        if "val_loss" not in self.trainer.callback_metrics:  # max_steps ended the run before, or limit_val_batches is 0
+            rank_zero_info("No validation has run to its end, so there is no loss to compare with the bigram baseline.")
+            return
         val_loss = float(self.trainer.callback_metrics["val_loss"])
         rank_zero_info(
             f"Validation loss {val_loss:.3f} nats per byte, bigram baseline {self.bigram_loss:.3f}: "
