@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.inputgradient import depends_on_parameters, input_gradient
 from lightning_fxpipe.prelude import rehearsed
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.torchcalls import CallContext
@@ -131,9 +132,11 @@ def find_region(
         context=found.context,
         prelude=rehearsal.facts,
     )
-    if torch.is_grad_enabled() and any(
-        isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((region.args, region.kwargs))
-    ):
+    leaves = [leaf for leaf in tree_leaves((region.args, region.kwargs)) if isinstance(leaf, Tensor)]
+    trained = [leaf for leaf in leaves if leaf.requires_grad] if torch.is_grad_enabled() else []
+    if trained and not depends_on_parameters(trained, root):
+        raise input_gradient(_source(step.function))
+    if trained:
         raise UnsupportedError(
             f"The step trains something before it calls {region.path or 'the module'}.",
             where=getattr(step.function, "__qualname__", None),
@@ -144,12 +147,16 @@ def find_region(
     return region
 
 
-def _no_region(function: Callable[..., Any]) -> NoModelCall:
+def _source(function: Callable[..., Any]) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
+    name = str(getattr(function, "__qualname__", function))
+    return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
+
+
+def _no_region(function: Callable[..., Any]) -> NoModelCall:
     return NoModelCall(
         "The step never calls a model with parameters to train, so there is nothing to pipeline.",
-        where=f"{getattr(function, '__qualname__', function)}"
-        + (f", {code.co_filename}:{code.co_firstlineno}" if code else ""),
+        where=_source(function),
         observed="the step returned without such a call",
         expected="a call such as self(x) or self.model(x)",
         todo="Call the module itself rather than one of its methods, and check that its parameters require gradients.",

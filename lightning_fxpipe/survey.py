@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_leaves
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.inputgradient import InputGradient, functions_before, input_gradient
 from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, WantedResults
@@ -111,7 +112,7 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
             if survey.users:
                 raise _hidden(step, error) from error
             return None
-        except ParameterMisuse:
+        except (ParameterMisuse, InputGradient):
             raise
         except (Exception, MustStayWhole, RecordError):
             return survey if survey.users else None
@@ -161,6 +162,8 @@ class _Survey(SpanRecorder):
     ) -> Any:
         if not self._is_nested:
             check_call(self._root, func, args)
+            if func is torch.autograd.grad and self.users:
+                self._check_gradient(*args, **(kwargs or {}))
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
             self._has_looked = True
             self.before_call()
@@ -170,6 +173,14 @@ class _Survey(SpanRecorder):
             with self.paused(), outside_fakes():
                 return LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _check_gradient(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:
+        """Raises :class:`InputGradient` where a step differentiates the model by what it is called with."""
+        keys = [self.key_of(tensor) for tensor in Template.of(inputs).tensors if not isinstance(tensor, nn.Parameter)]
+        if any(key is not None and key.call < self.users[0] for key in keys):
+            made = {tensor.grad_fn for key, tensor in self.tensors.items() if key.call in self.users} - {None}
+            if any(function in made for function in functions_before(Template.of(outputs).tensors)):
+                raise input_gradient()
 
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
         """Calls that a graph cannot hold are made all the same: around the region they may stand."""

@@ -334,6 +334,13 @@ def test_a_trained_input_inside_a_container_is_refused() -> None:
         find(module, batch_of())
 
 
+def test_an_input_that_requires_a_gradient_of_its_own_is_refused_by_its_name() -> None:
+    with pytest.raises(UnsupportedError, match="gradient penalty") as caught:
+        find(Lit(lambda module, batch: module.model(batch.requires_grad_()).sum()), batch_of())
+    assert "training_step" in str(caught.value)
+    assert "detach" in str(caught.value)
+
+
 # ------------------------------------------------------------------ replacing the call
 
 

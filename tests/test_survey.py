@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.span import StepRegion
@@ -80,6 +80,28 @@ def test_several_calls_span_from_the_first_to_the_last_that_uses_a_parameter() -
     assert (names[0], names[-1]) == ("encoder", "decoder")
     wanted = [names[key.call - region.span.first] for key in region.span.wanted]
     assert wanted == ["chunk", "chunk", "decoder"]  # z and what leads to it stay on the stages
+
+
+def test_a_gradient_penalty_in_a_step_with_several_calls_is_refused_by_its_name() -> None:
+    def step(module: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = module.decoder(module.encoder(x).chunk(2, 1)[0]).sum()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + (gradient.norm() - 1).square()
+
+    with pytest.raises(UnsupportedError, match="gradient penalty") as caught:
+        found(step)
+    assert "test_survey.py" in str(caught.value)
+
+
+def test_a_gradient_of_something_else_is_no_penalty() -> None:
+    def step(module: Any, x: Tensor) -> Tensor:
+        h = module.decoder(module.encoder(x).chunk(2, 1)[0])
+        y = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad((y * y).sum(), y)
+        return (h - gradient).square().mean()
+
+    assert isinstance(found(step), StepRegion)
 
 
 def test_a_parameter_of_the_step_itself_belongs_to_the_span() -> None:
