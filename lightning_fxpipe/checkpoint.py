@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -24,6 +23,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.folders import BESIDE, Folder, KeyPath, open_folder
 from lightning_fxpipe.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
 from lightning_fxpipe.locations import Location
+from lightning_fxpipe.messages import inform
 from lightning_fxpipe.optimizers import GROUPS, STATE, StageOptimizer
 
 # Our entry of a checkpoint: where it comes from, and the random generators.
@@ -143,12 +143,12 @@ def read_checkpoint(
     with location.local_copy() as path:
         stored = read_stored(path, is_wanted=lambda fqn: fqn not in others, weights_only=weights_only)
         if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
-            rank_zero_info(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
+            inform(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
             stored = read_stored(path, is_wanted=lambda fqn: prefix + fqn not in others, weights_only=weights_only)
             stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
     if not stored.format.has_weights_only:
         return stored.checkpoint
-    rank_zero_info(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
+    inform(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
     return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
 
 

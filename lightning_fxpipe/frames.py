@@ -5,6 +5,13 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+_FRAMEWORKS = frozenset(
+    {
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
+        *("functools", "importlib", "multiprocessing", "runpy", "threading"),
+    }
+)
+
 
 def user_source() -> str | None:
     """``file:line`` of the innermost frame that belongs to neither torch nor this package."""
@@ -17,9 +24,24 @@ def user_source() -> str | None:
     return None
 
 
+def user_frame() -> FrameType | None:
+    """The innermost frame that runs now and belongs to no framework: in a step, a hook, or where the Trainer is called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_framework(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return frame
+
+
 def is_machinery(module_name: str) -> bool:
     """Whether a module is torch's or this package's."""
     return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")
+
+
+def is_framework(module_name: str) -> bool:
+    """Whether a module's frames say nothing to a user: machinery, Lightning's loops, and what has started the program."""
+    return is_machinery(module_name) or (
+        module_name.split(".")[0] in _FRAMEWORKS and ".demos" not in module_name  # whose modules are models
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -29,11 +29,11 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
 from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.messages import warn
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.sending import sendable
 from lightning_fxpipe.topology import Topology
@@ -324,7 +324,7 @@ class Hooks:
         new = sorted(names - self._reported)
         self._reported |= names
         if new:
-            rank_zero_warn(
+            warn(
                 f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's are taken. That "
                 "is right for times and memory; what is computed from something that only one rank has must come from rank 0, "
                 "which runs the steps to their end."

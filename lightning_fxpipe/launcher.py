@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_fxpipe._compat_lightning import checkpoint_folders
 from lightning_fxpipe.failure import current_watch, failures_reach_every_rank
 from lightning_fxpipe.replacing import recover_all
+from lightning_fxpipe.tracebacks import shorten
 
 _POLL_SECONDS = 0.2
 # Seconds that a failure has to reach all ranks in order, before a launcher ends what is left.
@@ -30,10 +31,14 @@ _INTERPRETER_SECONDS = 0.5
 def run_to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs ``function``, on every rank, so that it ends on all when it fails on one."""
     with failures_reach_every_rank():
-        result = function(*args, **kwargs)
-        # A run has ended when it has on every rank: none leaves with success while the last hooks of another fail.
-        if dist.is_initialized():
-            dist.barrier()
+        try:
+            result = function(*args, **kwargs)
+            # A run has ended when it has on every rank: none leaves with success while the last hooks of another fail.
+            if dist.is_initialized():
+                dist.barrier()
+        except Exception as error:
+            shorten(error)
+            raise
         return result
 
 

@@ -25,6 +25,7 @@ from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.silence import silenced
 from lightning_fxpipe.stepcode import uses_arguments_after_batch
 from lightning_fxpipe.torchcalls import LOOKS
 
@@ -75,6 +76,7 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
     left_at: TracebackType | None = None
     try:
         with (
+            silenced(),
             isolated_rng(),
             kept_generators(root),
             patched_attributes(*muted),

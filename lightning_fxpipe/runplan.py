@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fxpipe._compat_lightning import first_batch
+from lightning_fxpipe.messages import told
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
@@ -98,8 +99,13 @@ class RunPlans:
         else:
             assert trainer.state.fn is not None
             kind = _STEPS[trainer.state.fn]
-            with context(kind), torch.set_grad_enabled(kind is StepKind.TRAIN):
-                plan = self._made(check_has_batch(first_batch(trainer)), module, kind, num_stages, device)
+            batch = check_has_batch(first_batch(trainer))
+            with (
+                told(f"Tracing the {kind.words}", after_seconds=0),
+                context(kind),
+                torch.set_grad_enabled(kind is StepKind.TRAIN),
+            ):
+                plan = self._made(batch, module, kind, num_stages, device)
         self._last = module, plan, trainer.state.fn
         return plan
 

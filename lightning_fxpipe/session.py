@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -24,6 +23,7 @@ from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
 from lightning_fxpipe.materialise import Constructions, Materials
+from lightning_fxpipe.messages import inform, told, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
@@ -95,7 +95,7 @@ class Session:
         self._knows_buffers = False
         self._told_of: frozenset[str] = frozenset()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
-        self.trace_log = TraceLog(rank_zero_info, rank_zero_warn)
+        self.trace_log = TraceLog(inform, warn, told=told)
         self._runtime = PipelineRuntime(
             module,
             plan,
@@ -217,7 +217,7 @@ class Session:
         num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
         is_whole = self._topology.num_stages == 1
         if not must and not is_whole and not has_room_for_copies(num_bytes, num_copies, self._topology):
-            rank_zero_warn(
+            warn(
                 f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
                 "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
                 "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."

@@ -111,7 +111,8 @@ class StageTraces:
                     return known, shapes
         if not has_values:
             raise ValuesNeeded
-        made, shapes = self._trace(kind, call, size)
+        with self._log.told(f"Tracing the {kind.words}"):
+            made, shapes = self._trace(kind, call, size)
         if made.span is not None:
             self._takes(made, kind, call, shapes)
         return made, shapes

@@ -46,6 +46,11 @@ class StepKind(Enum):
     TEST = "test_step"
     PREDICT = "predict_step"
 
+    @property
+    def words(self) -> str:
+        """What it is called in a sentence."""
+        return self.value.replace("_", " ")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.frames import is_machinery
+from lightning_fxpipe.frames import is_framework, is_machinery
 
 # What user code asks to tell one batch from another.
 _CHANGING = frozenset({"trainer", "global_step", "current_epoch", "random", "time"})
@@ -104,7 +104,7 @@ def _is_machinery_file(code: CodeType) -> bool:
     """Whether code is that of torch, Lightning or this package."""
     module = inspect.getmodule(code)
     name = module.__name__ if module is not None else ""
-    return is_machinery(name) or name.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_fabric")
+    return is_framework(name)
 
 
 def locals_up_to(code: CodeType | None) -> Iterator[Any]:

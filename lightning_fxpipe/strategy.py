@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,6 +34,7 @@ from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_conne
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.materialise import Constructions
+from lightning_fxpipe.messages import inform
 from lightning_fxpipe.metricstates import one_replica
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
@@ -213,7 +213,7 @@ class FxPipeStrategy(CheckpointStrategy):
         if self._topology is None:
             with noted_connections():
                 self._topology = make_topology(self.root_device)
-            self._sparing = Sparing(self._topology, rank_zero_info)
+            self._sparing = Sparing(self._topology, inform)
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, Stochasti
 from lightning.pytorch.plugins import BitsandbytesPrecision, Precision, TransformerEnginePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
@@ -22,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_fxpipe._compat_lightning import validates_by_time
 from lightning_fxpipe.coupling import CannotTryError, couples_parameters
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.messages import inform, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.weighting import Finding
@@ -117,7 +117,7 @@ def _check_uncoupled(optimizer: Optimizer) -> None:
     try:
         coupled = couples_parameters(optimizer)
     except CannotTryError as error:
-        rank_zero_warn(
+        warn(
             f"{name} could not be tried on parameters other than its own ({error}). It sees one stage's parameters only: where "
             "its step uses those of the whole model together, such as their norm, it trains otherwise than on one device."
         )
@@ -135,7 +135,7 @@ def _check_uncoupled(optimizer: Optimizer) -> None:
 
 def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None) -> None:
     """Shows a new plan, and what the user should know about it."""
-    rank_zero_info(f"\n{plan}\n")
+    inform(f"\n{plan}\n")
     report_batch_norm(module, num_microbatches)
 
 
@@ -153,7 +153,7 @@ def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
     """Warns where BatchNorm would normalise over microbatches instead of the batch, which changes what is trained."""
     found = [path for path, _ in batch_norms(module)]
     if found and num_microbatches != 1:
-        rank_zero_warn(
+        warn(
             f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise over one microbatch, not the whole batch, as with "
             "gradient accumulation. For the statistics of one device, set FxPipeStrategy(num_microbatches=1)."
         )
@@ -161,7 +161,7 @@ def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
 
 def report_changed_buffers(names: Sequence[str]) -> None:
     """Warns of buffers that the model itself changes, once for each microbatch."""
-    rank_zero_warn(
+    warn(
         f"{len(names)} buffers ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}) are changed by the model while it "
         "runs: once for each microbatch, as with accumulation. For those of one device, set FxPipeStrategy(num_microbatches=1)."
     )
@@ -169,7 +169,7 @@ def report_changed_buffers(names: Sequence[str]) -> None:
 
 def report_draws(functions: Iterable[str]) -> None:
     """Warns of random numbers that are not one device's."""
-    rank_zero_warn(
+    warn(
         f"The step draws random numbers with {', '.join(sorted(functions))} for each microbatch by itself: not those that one "
         "device draws for the batch, because their number is not that of the samples or they depend on each other. For one "
         "device's, set FxPipeStrategy(num_microbatches=1)."
@@ -179,9 +179,9 @@ def report_draws(functions: Iterable[str]) -> None:
 def report_loss(finding: Finding) -> None:
     """Tells what a check of the loss has found, where the user must know it."""
     if finding.message:
-        (rank_zero_warn if finding.is_warning else rank_zero_info)(finding.message)
+        (warn if finding.is_warning else inform)(finding.message)
     if finding.attributes:
-        rank_zero_warn(
+        warn(
             "The training_step changes attributes of the module from what they were, and with microbatches it changes them "
             f"differently: {'; '.join(finding.attributes)}. Set num_microbatches=1, or change them in a hook."
         )

@@ -41,6 +41,7 @@ from lightning_fxpipe.recording import recording
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.signals import MustStayWhole, RecordError
+from lightning_fxpipe.silence import silenced
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
 
@@ -335,6 +336,7 @@ def fake_run(
         names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
         recorder.use_examples(dict(zip(names, template.tensors, strict=True)), _symbol_values(fakes))
         with (
+            silenced(),
             tracing_friendly_torch(),
             world.active(),
             noted_reads(root, lambda: recorder.is_recording) as reads,

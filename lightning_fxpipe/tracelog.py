@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch import Tensor
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.recordable import Recordable, Signature
 from lightning_fxpipe.shapes import Shapes
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 MANY_TRACES = 8
 _KEPT = 64
@@ -49,14 +53,25 @@ class Traced:
 class TraceLog:
     """Gets every trace that is made.
 
+    One trace more is nothing to speak of: every epoch's last batch is smaller. What comes again and again costs time.
+
     Args:
         info: Prints a line.
         warn: Warns.
+        detail: Writes a line that only who looks for it sees.
+        told: ``told(what)`` is a context that says what is going on where it takes long.
     """
 
-    def __init__(self, info: Callable[[str], None], warn: Callable[[str], None]) -> None:
-        self._info = info
+    def __init__(
+        self,
+        info: Callable[[str], None],
+        warn: Callable[[str], None],
+        detail: Callable[[str], None] = _logger.debug,
+        told: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._info, self._detail = info, detail
         self.warn = warn
+        self.told = told
         self._changes: dict[str, Counter[str]] = {}
         self.traces: deque[Traced] = deque(maxlen=_KEPT)
 
@@ -70,7 +85,9 @@ class TraceLog:
             return
         alike = [traced for traced in before if traced.signature == made.signature]
         changes = _changes((alike or before)[-1], made, varying)
-        self._info(f"{made.step} was traced again, in {made.seconds:.1f} s: {'; '.join(changes.values())}.")
+        repeats = any(counter[what] for what in changes)
+        message = f"{made.step} was traced again, in {made.seconds:.1f} s: {'; '.join(changes.values())}."
+        (self._info if repeats else self._detail)(message)
         counter.update(changes.keys())
         if len(before) + 1 == MANY_TRACES:
             (what, times), *_ = counter.most_common(1)

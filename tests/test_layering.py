@@ -39,6 +39,9 @@ ORDER = [
         "appended",
         "loggercalls",
         "frames",
+        "messages",
+        "silence",
+        "inputgradient",
         "stepcode",
         "metriccalls",
         "metricstates",
@@ -95,7 +98,7 @@ ORDER = [
         "shard",
         "gather",
     ),
-    *("options", "lifeline", "connections", "failure", "launcher", "launching"),
+    *("options", "lifeline", "connections", "failure", "tracebacks", "launcher", "launching"),
     *(
         "coupling",
         "optimizers",
@@ -129,6 +132,7 @@ NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
 KNOW_LIGHTNING = {
     "_compat",
     "_compat_lightning",
+    "messages",
     "hooks",
     "support",
     "runplan",

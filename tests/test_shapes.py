@@ -203,9 +203,10 @@ class Messages:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.warnings: list[str] = []
+        self.details: list[str] = []
 
     def log(self) -> TraceLog:
-        return TraceLog(self.lines.append, self.warnings.append)
+        return TraceLog(self.lines.append, self.warnings.append, self.details.append)
 
 
 def traces_of(root: Steps, *example: Any, log: TraceLog | None = None) -> StageTraces:
@@ -262,7 +263,7 @@ def test_code_that_needs_to_know_a_size_is_traced_for_each() -> None:
     messages = Messages()
     batches = [(x_of(4, length),) for length in (7, 9, 5, 9)]
     assert numbers_of_traces(run, batches, messages.log()) == [1, 2, 3, 3]
-    assert "dimension 1 of args[0] is 9 after 7, for this size only" in messages.lines[0]
+    assert "dimension 1 of args[0] is 5 after 9, for this size only" in messages.lines[0]
 
 
 def test_only_the_size_that_must_be_known_is_a_constant() -> None:
@@ -294,7 +295,7 @@ def test_as_many_traces_are_kept_as_there_is_room_for(monkeypatch: pytest.Monkey
     counts = numbers_of_traces(run, [(x_of(2, length),) for length in (2, 3, 4, 2, 5, 2, 6, 2, 3)], messages.log())
     assert counts == [1, 2, 3, 3, 3, 3, 3, 3, 3]
     # The one for length 2 was used between the others, so it is still there; that for 3 was made again.
-    assert [line.split(" is ")[1].split(" ")[0] for line in messages.lines] == ["3", "4", "5", "6", "3"]
+    assert [line.split(" is ")[1].split(" ")[0] for line in messages.details + messages.lines] == ["3", "4", "5", "6", "3"]
 
 
 class Peeks(nn.Module):
@@ -351,20 +352,35 @@ def test_sizes_that_are_no_multiples_are_not_guessed(run: Callable[[Tensor], Ten
 # ------------------------------------------------------------------------------------------------- what is told
 
 
-def test_a_new_trace_is_told_with_its_cause_and_time() -> None:
+def test_a_new_trace_is_noted_with_its_cause_and_time() -> None:
     messages = Messages()
     numbers_of_traces(torch.tanh, [(x_of(4, length),) for length in (7, 9, 5)], messages.log())
-    (line,) = messages.lines
+    (line,) = messages.details
+    assert not messages.lines
     assert line.startswith("training_step was traced again, in 0.")
     assert "dimension 1 of args[0] is 9 after 7, from now on any size." in line
     assert not messages.warnings
+
+
+def test_a_smaller_last_batch_is_nothing_to_speak_of() -> None:
+    messages = Messages()
+    numbers_of_traces(torch.tanh, [(x_of(size, 7),) for size in (4, 1, 4, 1)], messages.log())
+    assert not messages.lines
+    assert not messages.warnings
+
+
+def test_what_causes_a_trace_again_is_told() -> None:
+    messages = Messages()
+    numbers_of_traces(lambda h, number: h * number, [(x_of(4, 7), number) for number in range(3)], messages.log())
+    (line,) = messages.lines
+    assert "args[1] is 2 after 1" in line
 
 
 def test_a_constant_that_keeps_changing_is_named_once() -> None:
     messages = Messages()
     batches = [(x_of(4, 7), number) for number in range(MANY_TRACES + 3)]
     numbers_of_traces(lambda h, number: h * number, batches, messages.log())
-    assert "args[1] is 1 after 0" in messages.lines[0]
+    assert "args[1] is 2 after 1" in messages.lines[0]
     (warning,) = messages.warnings
     assert f"traced {MANY_TRACES} times, {MANY_TRACES - 1} times because of args[1]" in warning
 
@@ -432,18 +448,18 @@ def test_memory_does_not_grow_with_the_number_of_shapes(fake_pipelines: type[Fak
     gc.collect()
     assert fake_pipelines.num_made == 200
     assert len(fake_pipelines.alive) <= 8
-    assert len(messages.lines) == 1  # the second length; all later shapes go through its trace
+    assert len(messages.details) == 1  # the second length; all later shapes go through its trace
 
 
 def test_names_of_samples_make_nothing_new(fake_pipelines: type[FakePipeline]) -> None:
     batches = [{"x": x_of(4, 7), "names": [f"{index}-{sample}" for sample in range(4)], "id": f"{index}"} for index in range(5)]
     messages = run_batches(batches, lambda model, batch: model(batch["x"]).sum())
     assert fake_pipelines.num_made == 1
-    assert not messages.lines
+    assert not messages.details
 
 
 def test_a_number_that_the_model_gets_is_not_overlooked(fake_pipelines: type[FakePipeline]) -> None:
     batches = [{"x": x_of(4, 7), "lengths": [length] * 4} for length in (7, 5, 7, 3, 5)]
     messages = run_batches(batches, lambda model, batch: model(batch["x"][:, : max(batch["lengths"])]).sum())
     assert fake_pipelines.num_made == 3
-    assert len(messages.lines) == 1
+    assert len(messages.details) == 1
