@@ -11,7 +11,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -44,9 +44,6 @@ from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
-
-if TYPE_CHECKING:
-    pass
 
 # Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
 NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
@@ -186,6 +183,16 @@ def size_hint(value: int | torch.SymInt) -> int:
             raise ValueError(f"{value} depends on data, not on the inputs' shapes")
         return int(hint)
     return int(value)
+
+
+def symbol_hints(size: torch.SymInt) -> dict[Any, int]:
+    """Every symbol of a size that follows from the inputs' sizes, at the value that the trace ran with.
+
+    No public name asks for a symbol. torch 2.11-2.15; ``size_hint`` is deprecated since 2.13, and 2.11 has no other.
+    """
+    environment = size.node.shape_env
+    hint_of = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint
+    return {symbol: int(hint_of(symbol)) for symbol in size.node.expr.free_symbols}
 
 
 def unknown_size(like: Any) -> torch.SymInt:
@@ -333,15 +340,13 @@ def abort_process_groups() -> None:
 def folder_reader(path: Any, url: str, options: Mapping[str, Any]) -> Any:
     """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None.
 
-    The reader and writer for the file systems of fsspec are in a private module. torch 2.11-2.15.
+    The reader and writer for the file systems of fsspec have public names since torch 2.15 only. torch 2.11-2.15.
     """
     if path is not None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         return FileSystemReader(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(url, **options)
+    return _of_fsspec("FsspecReader")(url, **options)
 
 
 def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
@@ -350,9 +355,17 @@ def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
         return FileSystemWriter(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+    return _of_fsspec("FsspecWriter")(url, **options)
 
-    return FsspecWriter(url, **options)
+
+def _of_fsspec(name: str) -> Any:
+    import torch.distributed.checkpoint as public
+
+    if hasattr(public, name):
+        return getattr(public, name)
+    from torch.distributed.checkpoint import _fsspec_filesystem as private
+
+    return getattr(private, name)
 
 
 def names_only() -> Any:

@@ -11,7 +11,6 @@ Hooks of Lightning's own callbacks, and whatever the strategy does inside a hook
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
 import inspect
@@ -32,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch
+from lightning_fxpipe.bytecode import loaded_variables
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import warn
 from lightning_fxpipe.optimizers import StageOptimizer
@@ -413,5 +413,4 @@ def _reads(hook: Callable[..., Any], name: str, argument: str) -> bool:
     (variable,) = found
     if variable in code.co_cellvars:
         return True
-    loads = (i.argval for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST"))
-    return any(variable == loaded or (isinstance(loaded, tuple) and variable in loaded) for loaded in loads)
+    return variable in loaded_variables(code)

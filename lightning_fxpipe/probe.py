@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbolic_expression, unknown_size
+from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbol_hints, symbolic_expression, unknown_size
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.structure import Structure, Template
 
@@ -174,8 +174,7 @@ def _hints(size: torch.SymInt | int) -> dict[Any, int]:
         return {}
     if depends_on_data(size):
         raise ValueError(f"{size} depends on data")
-    environment = size.node.shape_env
-    return {symbol: int(environment.size_hint(symbol)) for symbol in size.node.expr.free_symbols}
+    return symbol_hints(size)
 
 
 def _smallest_sample(tensor: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ tells that while the first batch runs.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import math
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fxpipe.bytecode import operations
 from lightning_fxpipe.frames import is_framework, is_machinery
 
 # What user code asks to tell one batch from another.
@@ -43,7 +43,7 @@ def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackT
             end = left_at.tb_lasti
         left_at = left_at.tb_next
     names = code.co_varnames[2 : code.co_argcount]
-    return any(instruction.argval in names and instruction.offset < end for instruction in dis.get_instructions(code))
+    return any(operation.argument in names and operation.offset < end for operation in operations(code))
 
 
 def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) -> bool:
@@ -73,12 +73,12 @@ def attributes_of_step(kind: type[nn.Module], code: CodeType | None) -> Attribut
     own = None if code is None or not code.co_varnames else code.co_varnames[0]  # "self"
     for current in () if code is None else _codes(kind, code):
         owner = None  # of the attribute that the next instruction may be about
-        for instruction in dis.get_instructions(current):
-            name, kind_of = instruction.argval, instruction.opname
+        for operation in operations(current):
+            name, kind_of = operation.argument, operation.name
             # `self.x += 1` copies `self`, loads, adds, swaps and stores.
             if kind_of == "STORE_ATTR" and (owner == own or (owner == "SWAP" and name in loaded)):
                 stored.add(name)
-            elif kind_of.startswith(("LOAD_ATTR", "LOAD_METHOD")) and owner == own:
+            elif kind_of == "LOAD_ATTR" and owner == own:
                 loaded.add(name)
             if kind_of in ("LOAD_FAST", "LOAD_DEREF"):
                 owner = name

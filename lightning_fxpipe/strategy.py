@@ -47,7 +47,7 @@ from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session, init_context, materials_of
 from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_converted, check_optimizers, check_trainer, report_plan
+from lightning_fxpipe.support import check_converted, check_optimizers, check_torch, check_trainer, report_plan
 from lightning_fxpipe.topology import Topology, make_group, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
@@ -190,6 +190,7 @@ class FxPipeStrategy(CheckpointStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_torch(self.num_nodes * self.num_processes)
         starts_none = self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1
         method = None if starts_none else resolved(self._start_method)
         self._launcher = make_launcher(self, method, gathers=self._gather_after_run is not False)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from fsspec.utils import get_protocol
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +26,20 @@ from lightning_fxpipe.messages import inform, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.weighting import Finding
+
+
+def check_torch(num_processes: int, version: str = torch.__version__) -> None:
+    """Raises :class:`UnsupportedError` where several processes would run on a torch whose pipelines do not do what is needed.
+
+    2.11 has no process groups in an order of one's own, and 2.12 fails at a tensor without gradient that a stage passes on.
+    """
+    if num_processes > 1 and tuple(int(number) for number in version.split(".")[:2]) < (2, 13):
+        raise UnsupportedError(
+            "This version of torch cannot run a pipeline of several stages.",
+            observed=f"torch {version} and {num_processes} devices",
+            expected="torch 2.13 or newer; before it, one device and plans only",
+            todo="Run pip install 'torch>=2.13', or set Trainer(devices=1).",
+        )
 
 
 def check_num_stages(num_stages: int | str, num_devices: int) -> None:

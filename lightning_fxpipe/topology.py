@@ -45,9 +45,10 @@ class Topology:
 def make_topology(device: torch.device) -> Topology:
     """One pipeline over all ranks. Called by every rank, with the default process group initialised."""
     num_stages = dist.get_world_size()
-    ranks = list(reversed(range(num_stages)))
-    group = dist.new_group(ranks, sort_ranks=False)
-    control = group if dist.get_backend() == "gloo" else dist.new_group(ranks, sort_ranks=False, backend="gloo")
+    # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
+    order = {"ranks": list(reversed(range(num_stages))), "sort_ranks": False} if num_stages > 1 else {}
+    group = dist.new_group(**order)
+    control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", **order)
     return Topology(
         group=group,
         control_group=control,

@@ -162,6 +162,15 @@ def test_size_hint_of_a_size_that_depends_on_data_is_refused() -> None:
     assert _compat.size_hint(7) == 7
 
 
+@pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
+def test_symbols_of_a_size_have_the_values_that_the_trace_ran_with() -> None:
+    world = FakeWorld()
+    a, b = world.input(torch.ones(6, 4), [0]), world.input(torch.ones(5), [0])
+    first, second = (_compat.symbolic_expression(fake.shape[0]) for fake in (a, b))
+    assert _compat.symbol_hints(a.shape[0] * 2 + b.shape[0]) == {first: 6, second: 5}
+    assert world.guards() == []
+
+
 def test_free_unbacked_symbols_tell_sizes_of_inputs_from_numbers_out_of_tensors() -> None:
     world = FakeWorld()
     x = world.input(torch.ones(6, dtype=torch.int64), [0])
@@ -502,6 +511,7 @@ def test_what_a_scaler_found_decides_about_step_and_scale(kind: Any) -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
+@pytest.mark.filterwarnings("error:torch.distributed.checkpoint._fsspec_filesystem:DeprecationWarning")
 def test_folders_are_written_and_read_behind_urls() -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save

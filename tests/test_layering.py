@@ -39,6 +39,7 @@ ORDER = [
         "appended",
         "loggercalls",
         "frames",
+        "bytecode",
         "messages",
         "silence",
         "inputgradient",

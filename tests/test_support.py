@@ -28,6 +28,7 @@ from lightning_fxpipe.support import (
     check_has_batch,
     check_num_stages,
     check_optimizers,
+    check_torch,
     check_trainer,
     report_batch_norm,
 )
@@ -272,6 +273,27 @@ def test_lbfgs_is_refused() -> None:
 
 
 # ------------------------------------------------------------------ stages, batch, BatchNorm
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.1", "2.15.0a0+git12", "3.0.0"])
+def test_several_processes_run_with_a_torch_that_can(version: str) -> None:
+    check_torch(4, version)
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.11.0+cu130", "2.12.1"])
+def test_an_older_torch_runs_one_process_and_no_more(version: str) -> None:
+    check_torch(1, version)
+    with pytest.raises(UnsupportedError, match=r"(?s)torch 2\..* and 2 devices.*pip install 'torch>=2.13'.*devices=1"):
+        check_torch(2, version)
+
+
+def test_the_trainer_is_refused_with_the_torch_that_is_there() -> None:
+    assert make_trainer(strategy="fxpipe", devices=1).world_size == 1
+    if torch.__version__ >= (2, 13):
+        assert make_trainer(strategy="fxpipe", devices=2).world_size == 2
+    else:
+        with pytest.raises(UnsupportedError, match="devices=1"):
+            make_trainer(strategy="fxpipe", devices=2)
 
 
 def test_one_device_for_each_stage_passes() -> None:
