@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def make_topology(device: torch.device) -> Topology:
     """One pipeline over all ranks. Called by every rank, with the default process group initialised."""
     num_stages = dist.get_world_size()
     # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
-    order = {"ranks": list(reversed(range(num_stages))), "sort_ranks": False} if num_stages > 1 else {}
+    order: dict[str, Any] = {"ranks": list(reversed(range(num_stages))), "sort_ranks": False} if num_stages > 1 else {}
     group = dist.new_group(**order)
     control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", **order)
     return Topology(
