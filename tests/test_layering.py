@@ -74,6 +74,7 @@ ORDER = [
         "span",
         "survey",
         "planning",
+        "following",
     ),
     *(
         "split",
