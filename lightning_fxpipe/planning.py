@@ -1,13 +1,10 @@
-"""From a module and an example batch to a plan, and from a plan to the cuts of any other graph of the same module.
-
-The training graph decides the plan. Evaluation, another batch shape or a step that calls the model in another way have graphs
-of their own; their cuts follow the plan: each unit goes to a stage that holds its parameters.
+"""From a module and an example batch to a plan. The training graph decides it; how other graphs of the same module are cut
+follows from it (:mod:`lightning_fxpipe.following`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +18,6 @@ from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
-from lightning_fxpipe.reorder import reorder
 from lightning_fxpipe.sizes import tensor_bytes
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.trace import TracedRegion, trace_region
@@ -327,116 +323,3 @@ def _used_nodes(assignment: Assignment) -> list[set[fx.Node]]:
         assignment.uses(stage).union(*({*node.all_input_nodes} - unread.get(node, set()) for node in assignment.nodes(stage)))
         for stage in range(assignment.num_stages)
     ]
-
-
-def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
-    """Cuts a graph so that every unit lies in a stage that holds its parameters, with the fewest bytes crossing.
-
-    A dynamic programme over (unit, stage), stages never decreasing; a jump of k stages sends what crosses there k times.
-
-    Raises:
-        PartitionError: The graph uses the plan's stages in another order than the plan.
-    """
-    try:
-        return _follow(plan, build_chain(traced))
-    except PartitionError:
-        # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
-        staged = {fqn for stage in plan.stages for fqn in stage.fqns}
-        chain = build_chain(traced, kept_apart=staged)
-        try:
-            return _follow(plan, chain)
-        except PartitionError:
-            if not _put_in_order_of_stages(plan, chain):
-                raise
-            return _follow(plan, build_chain(traced, kept_apart=staged, keep_order=True))
-
-
-def _put_in_order_of_stages(plan: PartitionPlan, chain: Chain) -> bool:
-    """Puts the calls of a graph, where they do not depend on each other, in the order of the stages that they belong to."""
-
-    def rank_of(position: int, before: int) -> int:
-        allowed = [stage for stage in _allowed_stages(plan, chain.units[position].tensor_fqns) if stage >= before]
-        return min(allowed, default=max(before, 0))
-
-    return reorder(chain.traced.graph, [unit.nodes for unit in chain.units], rank_of)
-
-
-def _follow(plan: PartitionPlan, chain: Chain) -> Assignment:
-    num_stages = plan.num_stages
-    _check_copies(plan, chain)
-    infinity = float("inf")
-    # cost[s]: least bytes with the units so far placed and the last of them in stage s
-    cost = [0.0] * num_stages
-    came_from: list[list[int]] = []
-    for position, unit in enumerate(chain.units):
-        allowed = _allowed_stages(plan, unit.tensor_fqns)
-        site = chain.site(position - 1)
-        step = infinity if site.obstacle else float(site.num_bytes)
-        following, origin = [infinity] * num_stages, [-1] * num_stages
-        for stage in allowed:
-            for previous in range(stage, -1, -1):  # among equals the leftmost cut, as the solver chooses
-                jump = cost[previous] + (0.0 if previous == stage else step * (stage - previous))
-                if jump < following[stage]:
-                    following[stage], origin[stage] = jump, previous
-        if min(following) == infinity:
-            raise _out_of_order(plan, chain, position)
-        cost = following
-        came_from.append(origin)
-    final = chain.site(len(chain.units) - 1)
-    totals = [
-        cost[stage] + (0.0 if stage == num_stages - 1 else _finite(final.num_bytes, final.obstacle) * (num_stages - 1 - stage))
-        for stage in range(num_stages)
-    ]
-    stage = min(range(num_stages), key=totals.__getitem__)
-    stages = []
-    for origin in reversed(came_from):
-        stages.append(stage)
-        stage = origin[stage]
-    stages.reverse()
-    cuts = tuple(sum(of <= index for of in stages) - 1 for index in range(num_stages - 1))
-    return Assignment(chain=chain, cuts=cuts)
-
-
-def _check_copies(plan: PartitionPlan, chain: Chain) -> None:
-    """What a call changes is held by one stage, and what it returns as it is by the last."""
-    several = [fqn for fqn in sorted(chain.changed_fqns) if len(plan.stages_of(fqn)) > 1]
-    if several:
-        raise PartitionError(
-            "This call changes in place what the plan keeps in several stages, whose copies would no longer be equal.",
-            observed=f"{several[0]} in stages {plan.stages_of(several[0])}",
-            expected="one stage that holds it",
-            todo="Make the plan from the training step: call fit before validate, or give the strategy a plan by `make_plan`.",
-        )
-    if plan.num_stages - 1 not in _allowed_stages(plan, chain.output_fqns):
-        raise PartitionError(
-            "This call returns parameters or buffers that the last stage does not hold.",
-            observed=", ".join(sorted(chain.output_fqns)),
-            expected="what the training step's call returns",
-            todo="Return a value computed from them, or call the model in this step as training does.",
-        )
-
-
-def _finite(num_bytes: int, obstacle: str | None) -> float:
-    return float("inf") if obstacle else float(num_bytes)
-
-
-def _allowed_stages(plan: PartitionPlan, fqns: Iterable[str]) -> list[int]:
-    allowed = set(range(plan.num_stages))
-    for fqn in fqns:
-        holders = plan.stages_of(fqn)
-        if holders:  # otherwise every rank keeps it
-            allowed &= set(holders)
-    return sorted(allowed)
-
-
-def _out_of_order(plan: PartitionPlan, chain: Chain, position: int) -> PartitionError:
-    unit = chain.units[position]
-    places: Mapping[str, tuple[int, ...]] = {fqn: plan.stages_of(fqn) for fqn in sorted(unit.tensor_fqns)}
-    return PartitionError(
-        "This call uses the model's parts in an order that the plan's stages cannot follow.",
-        where=f"{unit.path or 'the module itself'}, {unit.nodes[0].meta.get('source')}",
-        observed=f"it needs {', '.join(f'{fqn} (stage {where})' for fqn, where in places.items()) or 'a legal cut'}, "
-        "after a later stage was used or where no cut may fall",
-        expected="stages used in increasing order, as in the training step",
-        todo="Use fewer stages, or call the model in this step as training does.",
-    )

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement
 from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
+from lightning_fxpipe.following import follow_plan, trace_for_plan
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import Assignment, follow_plan
+from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.prelude import PreludeFacts, rehearsed
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.reads import ReadKey, changed_reads
@@ -27,7 +28,7 @@ from lightning_fxpipe.split import Stage, boundary_specs, build_stage, stages_wi
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import Traced, TraceLog, input_constants, input_names
 
 # A trace costs a fraction of a second to make, and little memory: its graph has tens of nodes.
@@ -256,8 +257,7 @@ class StageTraces:
         return assignment, attempt
 
     def _follow_plan(self, region: Recordable) -> Assignment:
-        traced = trace_region(self._root, region, opened=self._plan.opened, device=self._topology.device)
-        return follow_plan(self._plan, traced)
+        return follow_plan(self._plan, trace_for_plan(self._root, region, self._plan, device=self._topology.device))
 
 
 def replace_varying(region: Recordable, groups: DimGroups) -> Recordable:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat import StandIns, symbolic_expression
+from lightning_fxpipe.following import follow_plan
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.objects import lasting_objects
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import follow_plan
 from lightning_fxpipe.region import StepCall, find_region, replaced_region
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng

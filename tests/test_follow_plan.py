@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planning import Assignment, describe_plan, follow_plan, make_plan
+from lightning_fxpipe.following import divided_modules, follow_plan, trace_for_plan
+from lightning_fxpipe.planning import Assignment, describe_plan, make_plan, plan_region
 from lightning_fxpipe.trace import trace_region
 from tests.models import make_model, make_samples
 from tests.test_planning import BATCH, MODELS, STAGES, Distilled, call_of, fqns_of_stages, plan_of, plan_of_first_call
@@ -106,12 +107,60 @@ def test_stages_before_the_first_use_receive_nothing_and_those_after_the_last_re
     assert assignment.nodes(2) == []
 
 
+class Outer(nn.Module):
+    """Around the module that a plan is made from."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).softmax(-1)
+
+
+def nested() -> Outer:
+    towers = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)))
+    return Outer(Outer(towers))
+
+
+PATHS = ("", "inner", "inner.inner")
+
+
+@pytest.mark.parametrize("planned", PATHS)
+@pytest.mark.parametrize("called", PATHS)
+def test_cuts_are_found_again_in_a_call_around_or_inside_the_planned_one(planned: str, called: str) -> None:
+    model = nested()
+    x = torch.randn(BATCH, 6)
+    plan = plan_region(model, call_of(x, planned), num_stages=2)
+    traced = trace_for_plan(model, call_of(x, called), plan)
+    assert fqns_of_stages(follow_plan(plan, traced)) == [set(stage.fqns) for stage in plan.stages]
+    assert {node.target for node in traced.graph.nodes if node.op == "call_module"} == {f"inner.inner.{i}" for i in range(4)}
+
+
+def test_modules_are_opened_where_no_stage_has_all_their_tensors() -> None:
+    model = nested()
+    plan = plan_region(model, call_of(torch.randn(BATCH, 6)), num_stages=2)
+    assert divided_modules(plan, model) == {"", "inner", "inner.inner"}
+
+
+def test_divided_module_that_must_stay_whole_is_an_error_that_fits_a_screen() -> None:
+    model = nested()
+    x = torch.randn(BATCH, 6)
+    plan = plan_region(model, call_of(x, "inner.inner"), num_stages=2)
+    model.inner.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(PartitionError, match="divides among stages") as caught:
+        follow_plan(plan, trace_for_plan(model, call_of(x), plan))
+    assert "4 tensors of inner.inner such as inner.inner.0.0.bias, inner.inner.0.0.weight (stage 0)" in str(caught.value)
+    assert "hooks run around its forward" in str(caught.value)
+    assert len(str(caught.value)) < 800
+
+
 def test_use_of_the_stages_in_another_order_is_an_error_that_names_them() -> None:
     with pytest.raises(PartitionError, match="in an order that the plan's stages cannot follow") as caught:
         follow_in_order("acb")
     assert (caught.value.where or "").startswith("b, ")
     assert "tests/test_follow_plan.py" in (caught.value.where or "")
-    assert "b.bias (stage (1,)), b.weight (stage (1,))" in (caught.value.observed or "")
+    assert "b.bias, b.weight (stage 1)" in (caught.value.observed or "")
 
 
 def test_loop_back_to_an_earlier_stage_is_an_error() -> None:

@@ -75,6 +75,7 @@ ORDER = [
         "span",
         "survey",
         "planning",
+        "following",
     ),
     *(
         "split",

@@ -15,7 +15,8 @@ from torch.overrides import wrap_torch_function
 from lightning_fxpipe._compat import FakeWorld, TorchDispatchMode
 from lightning_fxpipe.cost import Chain
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planning import Assignment, follow_plan, make_plan
+from lightning_fxpipe.following import follow_plan
+from lightning_fxpipe.planning import Assignment, make_plan
 from lightning_fxpipe.recompute import TRAFFIC_PER_MESSAGE
 from lightning_fxpipe.split import build_stages
 from lightning_fxpipe.trace import trace_region

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import planning
 from lightning_fxpipe.cost import build_chain, canonical_fqns
+from lightning_fxpipe.following import follow_plan
 from lightning_fxpipe.partition import solve
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import Assignment, describe_plan, follow_plan, plan_region, stage_weights
+from lightning_fxpipe.planning import Assignment, describe_plan, plan_region, stage_weights
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage
 from lightning_fxpipe.structure import Template

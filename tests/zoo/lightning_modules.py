@@ -28,6 +28,7 @@ from tests.zoo import (
     steps_shapes,
     steps_skips,
     steps_state,
+    steps_wrapped,
 )
 from tests.zoo.steps_case import Case
 
@@ -42,6 +43,7 @@ CASES: dict[str, Case] = {
     **steps_models.CASES,
     **steps_shapes.CASES,
     **steps_skips.CASES,
+    **steps_wrapped.CASES,
 }
 
 

@@ -27,6 +27,7 @@ class Case:
         trainer: Options of the Trainer.
         strategy: Options of the strategy.
         callbacks: Make callbacks.
+        always: Whether it runs on every change, and not in the nightly run alone.
         traces: How often the training step is traced, where that is part of the case.
     """
 
@@ -38,6 +39,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     callbacks: tuple[Callable[[], L.Callback], ...] = ()
+    always: bool = False
     traces: int | None = None
 
 

@@ -79,7 +79,7 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong | Warned] = {
 
 # On every change a third of the cases run, with one number of microbatches, those with a verdict among them; the nightly run
 # has all cases and numbers.
-NIGHTLY = {name for index, name in enumerate(CASES) if index % 3 and name not in EXPECTED}
+NIGHTLY = {name for index, (name, case) in enumerate(CASES.items()) if index % 3 and name not in EXPECTED and not case.always}
 RUNS = [
     pytest.param(name, microbatches, marks=pytest.mark.slow if name in NIGHTLY or microbatches != case.microbatches[-1] else ())
     for name, case in CASES.items()
