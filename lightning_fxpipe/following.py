@@ -6,11 +6,12 @@ of their own; their cuts follow the plan: each unit goes to a stage that holds i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Collection, Iterable
 from os.path import commonprefix
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lightning_fxpipe.cost import Chain, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.errors import PartitionError
@@ -48,46 +49,87 @@ def divided_modules(plan: PartitionPlan, root: nn.Module) -> set[str]:
     return {path for path, common in holders.items() if not common}
 
 
-def follow_plan(plan: PartitionPlan, traced: TracedRegion) -> Assignment:
+def follow_plan_with_tail(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.Node]) -> Assignment:
+    """As :func:`follow_plan`, but with one more stage after the last, on the same rank, that runs once for the batch.
+
+    Args:
+        plan: Which stage holds what.
+        traced: The graph.
+        tail: The calls of the stage after the last, closed under what follows from them; there may be none.
+
+    Raises:
+        PartitionError: The tail needs what the last stage does not hold, or cannot run after all other calls.
+    """
+    _put_last(traced, tail)
+    assignment = follow_plan(plan, traced, tail)
+    chain = assignment.chain
+    num_units = sum(unit.nodes[0] not in tail for unit in chain.units)
+    for position, unit in enumerate(chain.units[num_units:], num_units):
+        if plan.num_stages - 1 not in _allowed_stages(plan, unit.tensor_fqns):
+            raise _unplaceable(plan, chain, position)
+    if tail and (obstacle := chain.site(num_units - 1).obstacle):
+        raise PartitionError("The results of microbatches cannot be joined.", observed=obstacle)
+    return dataclasses.replace(assignment, cuts=(*assignment.cuts, num_units - 1))
+
+
+def _put_last(traced: TracedRegion, tail: Collection[fx.Node]) -> None:
+    if not tail:
+        return
+    units = [unit.nodes for unit in build_chain(traced).units]
+    reorder(traced.graph, units, lambda position, before: max(int(units[position][0] in tail), before))
+    is_tail = [unit.nodes[0] in tail for unit in build_chain(traced, keep_order=True).units]
+    if is_tail != sorted(is_tail):
+        raise PartitionError("What must see the whole batch cannot run after all the rest.")
+
+
+def follow_plan(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.Node] = ()) -> Assignment:
     """Cuts a graph so that every unit lies in a stage that holds its parameters, with the fewest bytes crossing.
 
     A dynamic programme over (unit, stage), stages never decreasing; a jump of k stages sends what crosses there k times.
+
+    Args:
+        plan: Which stage holds what.
+        traced: The graph.
+        tail: Calls that come last, and belong to no stage.
 
     Raises:
         PartitionError: The graph uses the plan's stages in another order than the plan.
     """
     try:
-        return _follow(plan, build_chain(traced))
+        return _follow(plan, build_chain(traced, keep_order=bool(tail)), tail)
     except PartitionError:
         # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
         staged = {fqn for stage in plan.stages for fqn in stage.fqns}
-        chain = build_chain(traced, kept_apart=staged)
+        chain = build_chain(traced, kept_apart=staged, keep_order=bool(tail))
         try:
-            return _follow(plan, chain)
+            return _follow(plan, chain, tail)
         except PartitionError:
-            if not _put_in_order_of_stages(plan, chain):
+            if not _put_in_order_of_stages(plan, chain, tail):
                 raise
-            return _follow(plan, build_chain(traced, kept_apart=staged, keep_order=True))
+            return _follow(plan, build_chain(traced, kept_apart=staged, keep_order=True), tail)
 
 
-def _put_in_order_of_stages(plan: PartitionPlan, chain: Chain) -> bool:
+def _put_in_order_of_stages(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> bool:
     """Puts the calls of a graph, where they do not depend on each other, in the order of the stages that they belong to."""
 
     def rank_of(position: int, before: int) -> int:
+        if chain.units[position].nodes[0] in tail:
+            return plan.num_stages
         allowed = [stage for stage in _allowed_stages(plan, chain.units[position].tensor_fqns) if stage >= before]
         return min(allowed, default=max(before, 0))
 
     return reorder(chain.traced.graph, [unit.nodes for unit in chain.units], rank_of)
 
 
-def _follow(plan: PartitionPlan, chain: Chain) -> Assignment:
+def _follow(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> Assignment:
     num_stages = plan.num_stages
     _check_copies(plan, chain)
+    units = [unit for unit in chain.units if unit.nodes[0] not in tail]
     infinity = float("inf")
     # cost[s]: least bytes with the units so far placed and the last of them in stage s
     cost = [0.0] * num_stages
     came_from: list[list[int]] = []
-    for position, unit in enumerate(chain.units):
+    for position, unit in enumerate(units):
         allowed = _allowed_stages(plan, unit.tensor_fqns)
         site = chain.site(position - 1)
         step = infinity if site.obstacle else float(site.num_bytes)
@@ -101,7 +143,7 @@ def _follow(plan: PartitionPlan, chain: Chain) -> Assignment:
             raise _unplaceable(plan, chain, position)
         cost = following
         came_from.append(origin)
-    final = chain.site(len(chain.units) - 1)
+    final = chain.site(len(units) - 1)
     totals = [
         cost[stage] + (0.0 if stage == num_stages - 1 else _finite(final.num_bytes, final.obstacle) * (num_stages - 1 - stage))
         for stage in range(num_stages)

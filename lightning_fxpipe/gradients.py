@@ -1,50 +1,13 @@
-"""Gradients between the schedule and Lightning, and over the stages.
-
-Lightning's closure calls the step, then ``zero_grad``, then ``backward``; a schedule has run backward before the step
-returns. So the gradients are parked while ``zero_grad`` and its hooks run, and installed in ``Strategy.backward``: every hook
-sees the gradients that it sees on one device.
-"""
+"""Gradients over the stages: those of parameters that several hold, and the norm by which all are clipped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-
-class ParkedGradients:
-    """Holds one batch's gradients from the end of its schedule to ``Strategy.backward``."""
-
-    def __init__(self) -> None:
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-
-    @contextmanager
-    def collect(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Parks the gradients that the block computes; ``.grad`` is afterwards what it was before."""
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            yield
-            self._gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-
-    def install(self, factor: float = 1.0) -> None:
-        """Adds the parked gradients, times ``factor``, to ``.grad``, as a backward pass does."""
-        for parameter, gradient in self._gradients:
-            if factor != 1:
-                gradient.mul_(factor)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._gradients = []
-
-    def discard(self) -> None:
-        """Drops the parked gradients."""
-        self._gradients = []
 
 
 class SharedParameters:
@@ -81,8 +44,21 @@ class SharedParameters:
             dist.destroy_process_group(group)
         self._groups, self._mine = [], []
 
-    def sum_gradients(self) -> None:
-        """Sums the gradients over the copies. Called by every rank that holds one, after the schedule."""
+    @contextmanager
+    def summed_gradients(self) -> Iterator[None]:
+        """Sums, over the copies, the gradients that the block computes. Called by every rank that holds one."""
+        before = [(tensor, tensor.grad) for tensor, _ in self._mine if tensor.requires_grad]
+        for tensor, _ in before:
+            tensor.grad = None  # those of earlier batches have been summed
+        try:
+            yield
+            self._sum_gradients()
+        finally:
+            for tensor, earlier in before:
+                if earlier is not None:
+                    tensor.grad = earlier if tensor.grad is None else earlier.add_(tensor.grad)
+
+    def _sum_gradients(self) -> None:
         for group, parameters in self._trainable_by_group():
             # No copy may have one, as when the loss does not depend on it; then it must stay None, or AdamW would decay it.
             has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])

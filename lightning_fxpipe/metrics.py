@@ -1,6 +1,6 @@
-"""What a step logs, per microbatch on the last stage, becomes one ``self.log`` per step with the same value on every rank.
+"""What a step logs on the last stage is logged on every rank, with the same value.
 
-Every rank repeats the last stage's calls of ``self.log`` with the whole batch's value and size. So Lightning's own machinery
+Every rank repeats the last stage's calls of ``self.log``. So Lightning's own machinery
 (epoch means, progress bar, ``callback_metrics``, checkpoints that monitor a metric, plateau schedulers, early stopping) works
 and decides alike everywhere. The price is one broadcast of a few numbers per step. A torchmetrics object is logged as an object
 on every rank; its states travel beside (:mod:`lightning_fxpipe.metricstates`).
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +21,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat import patched_attributes, unwatched_torch
-from lightning_fxpipe.batchvalues import BatchValue, of_batch
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.joining import BatchLoss
-from lightning_fxpipe.loggercalls import LoggerCalls
-from lightning_fxpipe.metriccalls import MetricCalls
+from lightning_fxpipe.metriccalls import metrics_as_one_call
 
 # Values that travel with the first message; more need a second one.
 _INLINE_VALUES = 62
@@ -53,55 +50,27 @@ class LogEntry:
     is_double: bool = False
 
 
-@dataclass
-class _Series:
-    """Calls with one name (and, where the step logs a name repeatedly, one position) over the microbatches."""
-
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    metric: str | None = None
-    is_double: bool = False
-    values: list[Tensor] = field(default_factory=list)
-    weights: list[int] = field(default_factory=list)
-    has_weights: bool = False
-
-
 class StepLog:
-    """Collects the calls of ``self.log``, and of metrics, made during one step.
+    """Collects the calls of ``self.log`` made during one step.
 
     Args:
         metrics: The module's metrics, by name.
 
     Attributes:
-        calls: The calls of metrics.
-        written: The calls of loggers.
+        entries: The calls, in order.
     """
 
-    def __init__(self, metrics: Mapping[str, nn.Module] | None = None) -> None:
-        self.calls = MetricCalls(metrics or {})
-        self.written = LoggerCalls()
-        self._series: dict[tuple[str, int], _Series] = {}
-        self._size = 0
-        self._repeats: dict[str, int] = {}
-
-    def begin_microbatch(self, size: int) -> None:
-        """Later calls belong to a microbatch of ``size`` samples."""
-        self._size = size
-        self._repeats = {}
-        self.calls.begin_microbatch(size)
-        self.written.begin_microbatch(size)
-
-    def end_microbatch(self) -> None:
-        """Later calls are those of a trace, and count for nothing."""
-        self.calls.begin_microbatch(0)
-        self.written.begin_microbatch(0)
+    def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
+        self.entries: list[LogEntry] = []
+        self._metrics = metrics
+        self._names = {id(metric): name for name, metric in metrics.items()}
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
-        """During the block ``module.log`` collects instead of logging, ``log_dict`` calls it, and metrics note their calls."""
+        """During the block ``module.log`` collects instead of logging, and ``log_dict`` calls it."""
         original = getattr(module, "log", None)
         if original is None:
-            with self.calls.capture(), self.written.capture(module):
+            with metrics_as_one_call(self._metrics.values(), count=True):
                 yield
             return
         signature = inspect.signature(original)
@@ -114,26 +83,28 @@ class StepLog:
             with unwatched_torch():  # what we do with the value is no part of the step
                 self._add(arguments.pop("name"), arguments.pop("value"), arguments)
 
-        with patched_attributes((module, "log", log)), self.calls.capture(), self.written.capture(module):
+        with patched_attributes((module, "log", log)), metrics_as_one_call(self._metrics.values(), count=True):
             yield
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        explicit = options.pop("batch_size", None)
         # Every rank logs the same values, so there is nothing to synchronise.
         for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
             options.pop(about_ranks, None)
-        repeat = self._repeats.get(name, 0)
-        self._repeats[name] = repeat + 1
+        explicit = options.pop("batch_size", None)
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
-        series = self._series.setdefault((name, repeat), _Series(name=name, options=tuple(options.items()), metric=metric))
-        series.weights.append(self._size if explicit is None else int(explicit))
-        series.has_weights |= explicit is not None
-        if metric is None:
-            series.values.append(self._checked(name, value))
-            series.is_double = isinstance(value, Tensor) and value.dtype == torch.float64
+        self.entries.append(
+            LogEntry(
+                name=name,
+                value=0.0 if metric is not None else _checked(name, value),
+                options=tuple(options.items()),
+                num_samples=None if explicit is None else int(explicit),
+                metric=metric,
+                is_double=isinstance(value, Tensor) and value.dtype == torch.float64,
+            )
+        )
 
     def _name_of_metric(self, name: str, metric: Metric) -> str:
-        found = self.calls.names.get(id(metric))
+        found = self._names.get(id(metric))
         if found is None:
             raise UnsupportedError(
                 f"self.log({name!r}, ...) got a metric that the other ranks cannot find.",
@@ -143,74 +114,24 @@ class StepLog:
             )
         return found
 
-    def _checked(self, name: str, value: Any) -> Tensor:
-        """A copy of a logged number: the step may go on to change the tensor in place."""
-        if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise UnsupportedError(
-                f"self.log({name!r}, ...) got a value that cannot be combined over microbatches.",
-                observed=f"a {type(value).__name__}",
-                expected="a number, a tensor with one element, or a torchmetrics Metric",
-                todo="Log a number, or a metric.",
-            )
-        if isinstance(value, Tensor) and value.is_meta:
-            raise UnsupportedError(
-                f"self.log({name!r}, ...) got a value that the last stage cannot compute.",
-                observed="a tensor on the meta device: parameters of another stage went into it",
-                expected="a value computed from the model's result, the batch and what the last stage holds",
-                todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
-            )
-        if isinstance(value, BatchValue):
-            return value
-        if isinstance(value, float) and value in self.calls.taken:
-            return BatchValue.of(torch.tensor(value), self.calls.taken[value], {})
-        detached = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-        return detached.reshape(()).to(torch.float64, copy=True)
 
-    def entries(self, losses: Sequence[Tensor] = (), loss_weights: Sequence[float] = ()) -> list[LogEntry]:
-        """One entry for each name, in the order of the calls.
-
-        A value that was the loss in every microbatch is the batch's loss, and one that a metric gave is what it gives for the
-        batch; others are combined by their ``reduce_fx``.
-
-        Args:
-            losses: In training, the loss of each microbatch.
-            loss_weights: Their factors in the batch's loss.
-        """
-        loss = BatchLoss.of(losses, loss_weights)
-        return [
-            LogEntry(
-                name=series.name,
-                value=0.0 if series.metric is not None else _combine(series, loss),
-                options=series.options,
-                num_samples=sum(series.weights) if series.has_weights else None,
-                metric=series.metric,
-                is_double=series.is_double,
-            )
-            for series in self._series.values()
-        ]
-
-
-def _combine(series: _Series, loss: BatchLoss) -> float:
-    """The value for the whole batch: the loss by its weights, others by the rule that Lightning uses over batches."""
-    is_of_batch = isinstance(series.values[0], BatchValue)
-    stacked = torch.stack([of_batch(value).detach().reshape(()).to("cpu", torch.float64) for value in series.values])
-    reduce_fx = dict(series.options).get("reduce_fx", "mean")
-    rule = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if is_of_batch and bool((stacked == stacked[0]).all()):
-        return float(stacked[0])
-    if rule in ("mean", "avg") and not is_of_batch and (total := loss.total(stacked)) is not None:
-        return total
-    if rule in ("mean", "avg") or is_of_batch:
-        weight = torch.tensor(series.weights, dtype=torch.float64)
-        return float((stacked * weight).sum() / weight.sum())
-    rules: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.min, "max": torch.max}
-    if rule not in rules:
+def _checked(name: str, value: Any) -> float:
+    """The number that is logged."""
+    if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
         raise UnsupportedError(
-            f"self.log({series.name!r}, ...) has a reduce_fx that cannot be applied over microbatches.",
-            observed=repr(reduce_fx),
-            expected="mean, sum, min or max",
+            f"self.log({name!r}, ...) got a value that is no number.",
+            observed=f"a {type(value).__name__}",
+            expected="a number, a tensor with one element, or a torchmetrics Metric",
+            todo="Log a number, or a metric.",
         )
-    return float(rules[rule](stacked))
+    if isinstance(value, Tensor) and value.is_meta:
+        raise UnsupportedError(
+            f"self.log({name!r}, ...) got a value that the last stage cannot compute.",
+            observed="a tensor on the meta device: parameters of another stage went into it",
+            expected="a value computed from the model's result, the batch and what the last stage holds",
+            todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
+        )
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 class ResultChannel:

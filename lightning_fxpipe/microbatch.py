@@ -1,4 +1,4 @@
-"""Splitting a batch into microbatches, and putting the results of microbatches together again.
+"""Splitting a batch into microbatches.
 
 The first dimension of every tensor with at least one is the batch. Data for each sample may also be no tensor: a list or tuple
 without tensors (strings, numbers, lists of words) or a numpy array is cut along where its length is the batch size; of nested
@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lightning_fxpipe.batchvalues import BatchValue, of_batch
 from lightning_fxpipe.containers import leaves_with_path, opened
 from lightning_fxpipe.errors import BatchError
-from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.structure import Template, map_tensors
 
 
@@ -180,47 +177,3 @@ def _is_per_sample(value: Any, total: int) -> bool:
     if type(value) not in (list, tuple) or len(value) != total:
         return False
     return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))
-
-
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int = 0) -> Any:
-    """What the step would have returned for the whole batch.
-
-    Tensors are concatenated in the dimension that is the batch, arrays in the first; scalars are averaged with the sizes as
-    weights, lists with an entry for each sample joined; what a metric gave is what it gives for the batch; containers are
-    merged entry by entry. Anything else is taken from the last microbatch.
-    """
-    first = outputs[0]
-    if len(outputs) == 1 or first is None:
-        return of_batch(first)
-    if isinstance(first, BatchValue):
-        return of_batch(outputs[-1])
-    if isinstance(first, Tensor):
-        return _merge_tensors(outputs, sizes, batch_dim)
-    if isinstance(first, np.ndarray) and first.ndim > 0:
-        return np.concatenate(outputs)
-    if isinstance(first, (float, np.floating)) or (isinstance(first, np.ndarray) and first.dtype.kind == "f"):
-        return type(first)(sum(out * size for out, size in zip(outputs, sizes, strict=True)) / sum(sizes))
-    if any(type(out) is not type(first) for out in outputs):
-        return outputs[-1]
-    return _merge_containers(outputs, sizes, batch_dim)
-
-
-def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], batch_dim: int) -> Tensor:
-    detached = [out.detach() for out in outputs]
-    if all(out.dim() == 0 for out in detached):
-        if not detached[0].is_floating_point():
-            return detached[-1]
-        weights = torch.tensor(sizes, dtype=detached[0].dtype, device=detached[0].device)
-        return (torch.stack(detached) * weights).sum() / weights.sum()
-    return torch.cat(detached, dim=batch_dim_of(detached[0].shape, sizes[0], batch_dim) or 0)
-
-
-def _merge_containers(outputs: Sequence[Any], sizes: Sequence[int], batch_dim: int) -> Any:
-    if all(_is_per_sample(out, size) for out, size in zip(outputs, sizes, strict=True)):
-        return type(outputs[0])(item for out in outputs for item in out)
-    containers = [container for container in map(opened, outputs) if container is not None]
-    names = [[name for name, _ in container.entries] for container in containers]
-    if not containers or any(other != names[0] for other in names):
-        return outputs[-1]
-    columns = zip(*([entry for _, entry in container.entries] for container in containers), strict=True)
-    return containers[0].rebuilt([merge_outputs(column, sizes, batch_dim) for column in columns])

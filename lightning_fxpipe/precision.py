@@ -1,7 +1,6 @@
-"""The Trainer's precision plugin where the backward pass runs inside the step, and each rank has a part of the gradients.
+"""The Trainer's precision plugin where each rank has a part of the gradients.
 
-What the plugin does to the loss before the backward pass is done to it in the schedule, so that half-precision gradients
-overflow and underflow as on one device. A gradient scaler's finding that gradients are infinite, and the norm by which they are
+A gradient scaler's finding that gradients are infinite, and the norm by which they are
 clipped, are those of the whole model on every rank.
 """
 
@@ -13,14 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import MixedPrecision, Precision
-from torch import Tensor, autograd
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat import watch_unscaling
 from lightning_fxpipe.step import StepKind
-
-ScaleLoss = Callable[[Tensor], Tensor]
 
 
 class PipelinePrecision:
@@ -55,34 +51,6 @@ class PipelinePrecision:
         if self._end_watch is not None:
             self._end_watch()
             self._end_watch = None
-
-    @property
-    def scale_loss(self) -> ScaleLoss | None:
-        """What the schedule does to the loss before its backward pass."""
-        scaler = scaler_of(self._plugin)
-        scale: ScaleLoss | None = None if scaler is None else scaler.scale
-        return scale
-
-    def before_backward(self, loss: Tensor, module: Any) -> tuple[Tensor, float]:
-        """Runs the plugin's part before a backward pass.
-
-        Args:
-            loss: The batch's loss.
-            module: The LightningModule.
-
-        Returns:
-            What the plugin made of the loss, and the factor by which the gradients of the schedule must still be multiplied.
-        """
-        if type(self._plugin).pre_backward in (Precision.pre_backward, MixedPrecision.pre_backward):
-            return self._plugin.pre_backward(loss, module), 1.0
-        # A plugin of the user's: gradients are those of the loss times the derivative of what it does with it.
-        with torch.enable_grad():
-            leaf = loss.detach().requires_grad_()
-            made = self._plugin.pre_backward(leaf.clone(), module)
-            factor = autograd.grad(made, leaf)[0] if made.requires_grad else torch.ones(())
-            done = self.scale_loss or torch.clone
-            (already,) = autograd.grad(done(leaf), leaf)
-        return made.detach(), float(factor) / float(already)
 
     def _share_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """Every rank has the flags of all: a step is skipped by all stages or by none."""

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe._compat import patched_attributes, tree_map
 from lightning_fxpipe._compat_lightning import silenced_loggers
 from lightning_fxpipe.exchange import Attributes, kept_generators
-from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
+from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.silence import silenced
@@ -81,7 +81,7 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
             kept_generators(root),
             patched_attributes(*muted),
             silenced_loggers(root),
-            MetricCalls(held_metrics(root)).capture(),
+            metrics_as_one_call(held_metrics(root).values(), count=False),
             noted_reads(root, lambda: True) as reads,
             _Looks() as looks,
         ):

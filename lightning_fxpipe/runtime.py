@@ -1,95 +1,77 @@
-"""Runs batches through the pipeline: splits them, finds a trace for each step and keeps a schedule for each shape."""
+"""Runs batches: the user's step once, around the region, which is pipelined.
+
+Each rank calls the step with the whole batch. Up to the model's call (the *prelude*) it is ordinary Python, the same on every
+rank; there the batch's microbatches run through the stages (:mod:`lightning_fxpipe.regionpass`). A stage that is not the last
+leaves the step then; on the last stage the call returns what the stages computed, and the rest of the step is ordinary Python
+and autograd on the whole batch, as on one device.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
-from lightning_fxpipe.appended import AppendedEntries
-from lightning_fxpipe.assigned import AssignedKinds, AssignedValues
-from lightning_fxpipe.batchvalues import keep_batch_values
+from lightning_fxpipe.commands import Command, Commands
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError, UnsupportedError
-from lightning_fxpipe.evaluation import Evaluation
-from lightning_fxpipe.joining import BatchLoss
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
-from lightning_fxpipe.microbatch import Pass, batch_size, default_num_microbatches, plan_passes, split_batch
+from lightning_fxpipe.microbatch import batch_size, default_num_microbatches
+from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.randomness import BatchRandomness, generator_state
+from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.reads import current_reads
-from lightning_fxpipe.reduction import BatchCheck, LossCheck
-from lightning_fxpipe.region import NoModelCall, StepCall
-from lightning_fxpipe.replay import Replayer
-from lightning_fxpipe.schedule import Pipeline, ScheduleName
+from lightning_fxpipe.region import NoModelCall, StageExit, StepCall, no_model_called, replaced_region
+from lightning_fxpipe.regionpass import PassSetup, RegionPass
+from lightning_fxpipe.replay import Replayer, watched_step
+from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.shapes import Shapes
 from lightning_fxpipe.sparing import Sparing, without_values
-from lightning_fxpipe.split import TensorSpec, boundary_specs
+from lightning_fxpipe.split import boundary_specs
 from lightning_fxpipe.stagetraces import StageTrace, StageTraces, ValuesNeeded
-from lightning_fxpipe.step import BatchRun, StageSetup, Step, StepKind
+from lightning_fxpipe.step import Step, StepKind, loss_of
+from lightning_fxpipe.structure import describe
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
-from lightning_fxpipe.weighting import Finding, LossOptions, weighted_sum
 
-# A schedule keeps receive buffers for all its microbatches, and is made in milliseconds, so few are kept.
-_MAX_PIPELINES = 8
-_MAX_FOUND = 64
+_MAX_FOUND = 128
 
 _Found = tuple[StageTrace, Shapes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """A pass, what runs it, and the graph that it runs, for which shapes, and which stages compute with its inputs."""
-
-    part: Pass
-    pipeline: Pipeline
-    traced: TracedRegion
-    shapes: Shapes
-    stages_with_inputs: frozenset[int]
-
-
-@dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What a batch gave on this rank.
+    """What this rank's run of a step gave; all but ``num_microbatches`` is there on the last stage only.
 
     Attributes:
-        outputs: On the last stage, what the step returned for each microbatch; else empty.
-        sizes: Samples in each microbatch.
-        loss: On the last stage in training, the batch's loss.
-        entries: On the last stage, what the step logged.
-        rng: On the last stage, the generators' state where the other ranks must take it over.
-        finding: What a check of the loss has found; None where there was none.
-        own_draws: Functions that drew other random numbers than on one device.
+        num_microbatches: Microbatches of the batch; 0 where no model was called.
+        output: What the step returned.
+        loss: In training, the value of its loss; None where the step returned none, to skip the batch.
+        entries: What it logged.
+        rng: State of the generators, where the step drew numbers that the other ranks did not.
     """
 
-    outputs: list[Any]
-    sizes: list[int]
-    loss: float | None
-    entries: list[LogEntry]
-    rng: dict[str, Any] | None
-    finding: Finding | None
-    own_draws: frozenset[str] = frozenset()
+    num_microbatches: int
+    output: Any = None
+    loss: float | None = None
+    entries: list[LogEntry] = field(default_factory=list)
+    rng: dict[str, Any] | None = None
 
 
 class PipelineRuntime:
-    """Runs steps of a module whose stages follow a plan.
+    """Runs the batches of a module in stages. Made by every rank of the pipeline.
 
     Args:
         root: The LightningModule, with this rank's stage on its device.
         plan: Where each parameter lives.
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
-        schedule: Schedule for training.
-        loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
         sparing: Knows the ranks that get batches without values; None where all have them.
     """
@@ -101,8 +83,6 @@ class PipelineRuntime:
         topology: Topology,
         *,
         num_microbatches: int | None,
-        schedule: ScheduleName,
-        loss: LossOptions,
         trace_log: TraceLog,
         sparing: Sparing | None = None,
     ) -> None:
@@ -110,134 +90,187 @@ class PipelineRuntime:
         self._topology = topology
         self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
-        self._schedule: ScheduleName = schedule
-        self._loss = LossCheck(root, plan, loss, topology)
-        self._evaluation = Evaluation(plan)
         self._traces = StageTraces(root, plan, topology, trace_log)
+        self._setups = PassSetups(root, plan, topology, trace_log)
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
-        self._pipelines: LruCache[Hashable, Pipeline] = LruCache(_MAX_PIPELINES)
-        self._appended_to: set[tuple[Any, ...]] = set()
-        self._assigned_kinds = AssignedKinds()
         self._sparing = sparing
         self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
-        self._run: BatchRun | None = None
-        self._offset = 0  # of the running pass's first microbatch in the batch
+        self._commands = Commands(topology)
+        self._passes: list[RegionPass] = []  # of the running batch
+
+    # ------------------------------------------------------------------ a batch
 
     def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
-        """Runs one batch, in training forward and backward. Called by every rank of the pipeline.
+        """Runs the step on a batch, in training up to its loss. Called by every rank of the pipeline.
 
-        Gradients are added to ``.grad`` of this rank's parameters, weighted so that they are those of the batch's loss. Errors
-        of user code come out as they were raised.
+        Errors of user code come out as they were raised.
 
         Args:
             step: The step.
             batch: The batch.
-            metrics: The module's metrics, by name. They count on the last stage.
+            metrics: The module's metrics, by name.
         """
+        self._passes = []
         num_samples = batch_size(batch, self._batch_dim)
-        count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
-        passes = plan_passes(num_samples, count)
+        found, batch = self._find_trace(step, batch, num_samples)
+        if found is None and not self._topology.is_last:
+            return BatchResult(num_microbatches=0)
         log = StepLog(metrics)
-        self._run = run = BatchRun(
-            root=self._root,
-            step=step,
-            microbatches=split_batch(batch, passes, self._batch_dim),
-            sizes=[part.size for part in passes for _ in range(part.count)],
-            randomness=BatchRandomness(step.random_key, num_samples, self._batch_dim),
-            log=log,
-            device=self._topology.device,
-            appended=AppendedEntries(self._root, self._appended_to),
-            assigned=AssignedValues(self._root, step.function, self._assigned_kinds, batch_dim=self._batch_dim),
-        )
-        if step.is_training and self._topology.is_last:
-            run.weights = self._loss.weights(run.microbatches, run.sizes)
-        gathers = not step.is_training and self._topology.is_last and len(run.sizes) > 1
-        check: BatchCheck | None = None
+        draws = BatchDraws(num_samples, self._batch_dim)
+        call = None if found is None else self._region_call(step, batch, num_samples, found, draws)
+        around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
+        before = rng_state() if call is None else None
         try:
-            with self._evaluation.region_only(run) if gathers else log.capture(self._root):
-                try:
-                    prepared = self._prepare_all(step, run, passes, batch)
-                except NoModelCall:
-                    if self._topology.is_last and not gathers:
-                        run.run_without_model()
-                else:
-                    check = self._loss.begin(run, batch, prepared[0].traced)
-                    self._run_passes(prepared, check)
-            if gathers:
-                self._evaluation.run_step(run, batch)
-        finally:
-            self._run = None
-        finding = check.finish() if check is not None else None
-        if run.num_without_loss and run.losses:
-            raise _mixed(run)
-        if self._topology.is_last:
-            loss = BatchLoss.of(run.losses, run.weights)
-            run.log.calls.run(loss)
-            run.log.written.run(loss)
-            keep_batch_values(self._root)
-            run.appended.join(run.sizes, loss)
-            run.assigned.join(run.sizes, loss, run.log.calls.taken)
-        losses = torch.stack(run.losses).to("cpu", torch.float64).tolist() if run.losses else []
+            with log.capture(self._root), step.context(), around:
+                output = step.function(batch, *step.rest)
+        except StageExit:
+            assert call is not None
+            return BatchResult(num_microbatches=call.setup.num_microbatches)
+        if not self._topology.is_last:  # a step that skips its model skips it on every rank
+            return BatchResult(num_microbatches=0)
+        if call is not None:
+            before = call.rng_before_region
         return BatchResult(
-            outputs=run.outputs,
-            sizes=run.sizes,
-            loss=weighted_sum(losses, run.weights) if losses else None,
-            entries=run.log.entries(run.losses, run.weights) if self._topology.is_last else [],
-            rng=run.changed_rng() if self._topology.is_last else None,
-            finding=finding,
-            own_draws=frozenset(run.randomness.draws.own),
+            num_microbatches=0 if call is None else call.setup.num_microbatches,
+            output=output,
+            loss=self._loss_value(step, output) if step.is_training else None,
+            entries=log.entries,
+            rng=_changed_since(before),
         )
 
-    def _run_passes(self, prepared: Sequence[_Prepared], check: BatchCheck | None) -> None:
-        for one in prepared:
-            self._offset = one.part.first
-            one.pipeline.step()
-            if check is not None:
-                check.end_pass(one.part)
+    def _region_call(self, step: Step, batch: Any, num_samples: int, found: _Found, draws: BatchDraws) -> _RegionCall:
+        trace, shapes = found
+        traced = trace.traced
+        sizes = traced.bind_sizes(shapes)
+        assert sizes is not None
+        count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
+        setup = self._setups.get(
+            trace, sizes, num_samples, count, training=step.is_training, before=lambda: self._agree(step, batch)
+        )
+        return _RegionCall(self, step, traced, sizes, setup, draws)
+
+    def _agree(self, step: Step, batch: Any) -> None:
+        """The ranks have the same data; looked at where shapes are new."""
+        has_values = self._sparing is None or not self._sparing.is_spared(step.kind)
+        check_agreement(
+            self._topology.control_group,
+            digest(batch) if has_values else None,
+            BatchError(
+                "The ranks of the pipeline have different batches.",
+                expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
+                todo="Make the data the same in every process: call seed_everything before random data is made or split.",
+            ),
+        )
+
+    @contextmanager
+    def _without_model(self, step: Step, draws: BatchDraws) -> Iterator[None]:
+        with watched_step(self._root, draws), no_model_called(self._root):
+            yield
+
+    def _loss_value(self, step: Step, output: Any) -> float | None:
+        if output is None:
+            return None
+        loss = loss_of(output)
+        if loss is None:
+            found = output.get("loss") if isinstance(output, dict) else output
+            raise UnsupportedError(
+                "The training_step returned something that is no loss.",
+                observed=f"{type(found).__name__}" + (f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""),
+                expected="a tensor with one element, a dict with one under 'loss', or None to skip the batch",
+                todo="Return a loss.",
+            )
+        if not loss.requires_grad and not self._passes:
+            raise UnsupportedError(
+                f"The {step.kind.value} returned a loss without calling the model.",
+                observed="a loss that depends on no parameter",
+                expected="a loss of the model's result, or None to skip the batch",
+                todo="Return None for batches that train nothing.",
+            )
+        return float(loss.detach())
+
+    def start_pass(self, setup: PassSetup, values: list[Tensor | None], step: Step) -> RegionPass:
+        """A call of the region in the running batch."""
+        number = len(self._passes)
+        made = RegionPass(
+            setup,
+            values,
+            random_key=(*step.random_key, number) if number else step.random_key,
+            training=step.is_training,
+            announce=lambda one: self._commands.tell(Command.BACKWARD, number, int(one.retains)),
+        )
+        self._passes.append(made)
+        return made
+
+    # ------------------------------------------------------------------ backward
+
+    def lead_backward(self, run: Callable[[], None], *, retains: bool) -> None:
+        """Runs ``run``, which calls backward on the batch's loss. Called on the last stage, and :meth:`follow` on the others.
+
+        Args:
+            run: Calls backward.
+            retains: Whether what the stages saved is kept for another backward pass.
+        """
+        for one in self._passes:
+            one.retains = retains
+        run()
+        self._commands.tell(Command.DONE)
+
+    def follow(self) -> None:
+        """Runs the backward passes that the last stage asks for, until it asks for no more. Called on the other stages."""
+        while True:
+            command, number, retains = self._commands.hear()
+            if command is Command.DONE:
+                return
+            one = self._passes[number]
+            one.retains = bool(retains)
+            one.backward()
+
+    def end_batch(self) -> None:
+        """Drops what the batch's passes have kept."""
+        self._passes = []
 
     def forget(self) -> None:
         """Gives back what is kept for later batches: receive buffers and graphs."""
-        self._pipelines = LruCache(_MAX_PIPELINES)
+        self._setups.forget()
         self._found = LruCache(_MAX_FOUND)
+        self._passes = []
 
-    # ------------------------------------------------------------------ what runs a pass
+    # ------------------------------------------------------------------ the trace that a batch runs with
 
-    def _prepare_all(self, step: Step, run: BatchRun, passes: Sequence[Pass], batch: Any) -> list[_Prepared]:
-        """What runs a batch, which gets its values on all ranks where that needs them."""
+    def _find_trace(self, step: Step, batch: Any, size: int) -> tuple[_Found | None, Any]:
+        """The trace, and the batch, which gets its values on all ranks where that needs them."""
         spared = self._sparing.stages(step.kind) if self._sparing is not None else frozenset[int]()
         try:
-            prepared = [one for part in passes for one in self._prepare(step, run, part, has_values=not spared)]
-            needs_values = any(spared & one.stages_with_inputs for one in prepared)
+            found = self._lookup(step, batch, size, has_values=not spared)
+            needs_values = found is not None and bool(spared & found[0].stages_with_inputs)
         except ValuesNeeded:
             needs_values = True
         if needs_values:
             assert self._sparing is not None
-            run.microbatches = split_batch(self._sparing.with_values(step.kind, batch), passes, self._batch_dim)
-            prepared = [one for part in passes for one in self._prepare(step, run, part, has_values=True)]
-        self._learn_needs(step, run, prepared)
-        return prepared
+            batch = self._sparing.with_values(step.kind, batch)
+            found = self._lookup(step, batch, size, has_values=True)
+        if found is not None:
+            self._learn_needs(step, batch, size, found)
+        return found, batch
 
-    def _learn_needs(self, step: Step, run: BatchRun, prepared: Sequence[_Prepared]) -> None:
+    def _learn_needs(self, step: Step, batch: Any, size: int, found: _Found) -> None:
         if self._topology.num_stages < 3:
             return
-        reading = frozenset[int]().union(*(one.stages_with_inputs for one in prepared))
+        reading = found[0].stages_with_inputs
         if step.kind not in self._reading:
             # A step that looks at values is not even tried: on zeros a loop may have no end.
             looks = self._traces.looks_at_values(step.kind)
-            if looks or not self._is_found_without_values(step, run, prepared):
+            if looks or not self._is_found_without_values(step, batch, size, found):
                 reading = frozenset(range(self._topology.num_stages))
         self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
 
-    def _is_found_without_values(self, step: Step, run: BatchRun, prepared: Sequence[_Prepared]) -> bool:
+    def _is_found_without_values(self, step: Step, batch: Any, size: int, expected: _Found) -> bool:
         """Whether what comes before the model's call runs on zeros, too, and calls it in the same way."""
-        part = prepared[0].part
         try:
-            found = self._find(
-                step, without_values(run.microbatches[part.first], self._topology.device), part.size, has_values=False
-            )
+            found = self._find(step, without_values(batch, self._topology.device), size, has_values=False)
         except Exception:  # zeros may be what the step cannot do with, as a division by them
             return False
-        return found is not None and found[0].traced is prepared[0].traced and found[1] == prepared[0].shapes
+        return found is not None and found[0].traced is expected[0].traced and found[1] == expected[1]
 
     def free_stages(self, kind: StepKind) -> frozenset[int]:
         """The stages but for the last that a step's batches so far have shown to need no values of them."""
@@ -245,132 +278,121 @@ class PipelineRuntime:
             return frozenset()
         return frozenset(range(self._topology.num_stages - 1)) - self._reading[kind]
 
-    def _prepare(self, step: Step, run: BatchRun, part: Pass, *, has_values: bool) -> list[_Prepared]:
-        """What runs the microbatches of a pass: in one go, or in several where the model gets other shapes for some.
-
-        Raises:
-            NoModelCall: The step does not call the model for any of them.
-            ValuesNeeded: There are none, and they may decide.
-        """
-        microbatches = run.microbatches[part.first : part.first + part.count]
-        find = partial(self._find, step, size=part.size, has_values=has_values)
-        first = self._lookup(step, microbatches, part, find)
-        if self._traces.is_fixed(step.kind):
-            groups = [(part, first)]
-        else:
-            groups = self._grouped(part, [find(microbatch) for microbatch in microbatches], first)
-        return [self._prepared(step, run.microbatches[part.first], part, found) for part, found in groups]
-
-    def _grouped(self, part: Pass, found: Sequence[_Found | None], first: _Found) -> list[tuple[Pass, _Found]]:
-        """Passes of successive microbatches with the same shapes. One that skips the model goes with those before it."""
-        groups: list[tuple[Pass, _Found]] = []
-        for index, one in enumerate(found):
-            before = groups[-1] if groups else None
-            if before is not None and one in (None, before[1]):
-                groups[-1] = dataclasses.replace(before[0], count=before[0].count + 1), before[1]
-            else:
-                groups.append((Pass(first=part.first + index, count=1, size=part.size), one or first))
-        return groups
-
-    def _lookup(self, step: Step, microbatches: Sequence[Any], part: Pass, find_one: Callable[[Any], _Found | None]) -> _Found:
-        """The trace and shapes for the first microbatch that calls the model."""
-
-        def find() -> _Found:
-            for microbatch in microbatches:
-                found = find_one(microbatch)
-                if found is not None:
-                    return found
-            raise NoModelCall("The step calls the model for none of the microbatches.")
-
+    def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> _Found | None:
         # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those
         # cannot be compared, and where they are new, such as the names of the samples, the step tells.
-        constants = fingerprint((microbatches[0], step.rest[1:]))
+        constants = fingerprint((batch, step.rest[1:]))
         if constants is None or not self._traces.is_fixed(step.kind):
-            return find()
+            return self._find(step, batch, size, has_values=has_values)
         key = (
             step.kind,
-            part.size,
+            size,
             constants,
             tuple(module.training for module in self._root.modules()),
             tuple(parameter.requires_grad for parameter in self._root.parameters()),
+            tuple(current_reads(self._root, self._traces.read_keys).values()),
         )
-        reads = tuple(current_reads(self._root, self._traces.read_keys).values())
-        return self._found.get((key, reads), find)
 
-    def _find(self, step: Step, microbatch: Any, size: int, *, has_values: bool) -> _Found | None:
-        """None for a microbatch that skips the model."""
-        call = StepCall(function=step.function, args=(microbatch, *step.rest), kwargs={})
+        def find() -> _Found:
+            found = self._find(step, batch, size, has_values=has_values)
+            if found is None:
+                raise NoModelCall("The step calls no model for this batch.")
+            return found
+
+        try:
+            return self._found.get(key, find)
+        except NoModelCall:
+            return None
+
+    def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> _Found | None:
+        """None for a batch that skips the model."""
+        call = StepCall(function=step.function, args=(batch, *step.rest), kwargs={})
         try:
             with step.context():
                 return self._traces.find(step.kind, call, size, has_values=has_values)
         except NoModelCall:
             return None
 
-    def _prepared(self, step: Step, microbatch: Any, part: Pass, found: _Found) -> _Prepared:
-        is_alone = self._run is not None and len(self._run.sizes) == 1
-        pipeline = self._pipelines.get(
-            (*found, part.count, is_alone, step.is_training), lambda: self._make_pipeline(step, microbatch, part, *found)
+
+class _RegionCall:
+    """Runs the region in place of the step's calls of the model, for one batch."""
+
+    def __init__(
+        self,
+        runtime: PipelineRuntime,
+        step: Step,
+        traced: TracedRegion,
+        sizes: Mapping[Any, int],
+        setup: PassSetup,
+        draws: BatchDraws,
+    ) -> None:
+        self.setup = setup
+        self.rng_before_region: dict[str, Any] | None = None
+        self._runtime = runtime
+        self._step = step
+        self._traced = traced
+        self._sizes = sizes
+        self._draws = draws
+
+    @contextmanager
+    def in_place(self, batch: Any) -> Iterator[None]:
+        """In the block, the step on ``batch``, the region is pipelined.
+
+        Raises:
+            StageExit: The region has run, and this is not the last stage.
+        """
+        root, traced = self._runtime._root, self._traced
+        if traced.record is not None:
+            device_type = self._runtime._topology.device.type
+            replayer = Replayer(root, traced.record, self._sizes, device_type)
+            with replayer.lead((batch, self._step.rest[1:]), self._draws, self._run):
+                yield
+            return
+
+        def run_region(*args: Any, **kwargs: Any) -> Any:
+            inputs = traced.input_tensors(args, kwargs)
+            if inputs is None:
+                raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
+            with mode.in_stage():
+                outputs = self._run(list(inputs))
+            return traced.result(outputs)
+
+        path = traced.signature.path
+        assert path is not None
+        with watched_step(root, self._draws) as mode, replaced_region(root, path, run_region):
+            yield
+
+    def _run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The region's outputs on the last stage, from its inputs.
+
+        Raises:
+            StageExit: This is not the last stage.
+        """
+        traced, setup = self._traced, self.setup
+        expected = tuple(spec.shape for spec in boundary_specs(traced.input_nodes, self._sizes))
+        actual = tuple(tuple(tensor.shape) for tensor in inputs)
+        if actual != expected:
+            raise self._varying("inputs of other shapes", str(actual), str(expected))
+        # With one microbatch they are drawn where they stand.
+        is_cut = setup.num_microbatches > 1
+        ahead = [node.meta["draw"].make(self._draws, self._sizes) if is_cut else None for node in traced.draw_nodes]
+        self.rng_before_region = rng_state()
+        values: list[Tensor | None] = [*inputs, *ahead]
+        joined = self._runtime.start_pass(setup, values, self._step).forward()
+        if joined is None:
+            raise StageExit(())
+        assert setup.tail is not None
+        return list(setup.tail.module(*joined, *(values[i] for i in setup.tail.region_inputs)))
+
+    def _varying(self, what: str, observed: str, expected: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"The {self._step.kind.value} calls {self._traced.signature.label} with {what} than it was set up for.",
+            observed=observed,
+            expected=expected,
+            todo="Make the inputs' shapes and constants follow from the batch's shapes and plain attributes.",
         )
-        trace, shapes = found
-        return _Prepared(
-            part=part, pipeline=pipeline, traced=trace.traced, shapes=shapes, stages_with_inputs=trace.stages_with_inputs
-        )
-
-    def _make_pipeline(self, step: Step, microbatch: Any, part: Pass, stage_trace: StageTrace, shapes: Shapes) -> Pipeline:
-        has_values = self._sparing is None or not self._sparing.is_spared(step.kind)
-        check_agreement(
-            self._topology.control_group,
-            digest(microbatch) if has_values else None,
-            BatchError(
-                "The ranks of the pipeline have different batches.",
-                expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
-                todo="Make the data the same in every process: call seed_everything before random data is made or split.",
-            ),
-        )
-        traced, stage, device = stage_trace.traced, stage_trace.stage, self._topology.device
-        sizes = traced.bind_sizes(shapes)
-        assert sizes is not None
-        # With one microbatch the random numbers run through the stages as on one device.
-        carried = random_state_specs(self._topology.device) if self._run is not None and len(self._run.sizes) == 1 else ()
-        setup = StageSetup(
-            traced=traced,
-            stage=stage,
-            input_shapes=tuple(spec.shape for spec in boundary_specs(traced.input_nodes, sizes)),
-            received=boundary_specs(stage.boundary_in, sizes) + (carried if stage.index else ()),
-            sent=boundary_specs(stage.boundary_out, sizes) + (() if stage.is_last else carried),
-            replayer=None if traced.record is None else Replayer(self._root, traced.record, sizes, device.type),
-            draws=tuple(node.meta["draw"] for node in traced.draw_nodes),
-            sizes=sizes,
-            carries_random_state=bool(carried),
-        )
-        return Pipeline(
-            lambda index, received: self._run_microbatch(index, setup, received),
-            stage_index=self._topology.stage_index,
-            num_stages=self._topology.num_stages,
-            received=setup.received,
-            sent=None if stage.is_last else setup.sent,
-            num_microbatches=part.count,
-            schedule=self._schedule,
-            training=step.is_training,
-            device=self._topology.device,
-            group=self._topology.group,
-        )
-
-    def _run_microbatch(self, index: int, setup: StageSetup, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        assert self._run is not None
-        return self._run.run_microbatch(self._offset + index, setup, received)
 
 
-def _mixed(run: BatchRun) -> UnsupportedError:
-    return UnsupportedError(
-        f"The {run.step.kind.value} returned a loss for some microbatches of a batch, and None for others.",
-        observed=f"no loss for {run.num_without_loss} of {len(run.sizes)} microbatches",
-        expected="a loss for all of them, or None for all: one device decides once for the whole batch",
-        todo="Decide by the batch's index or size, return a loss of zero instead of None, or set num_microbatches=1.",
-    )
-
-
-def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
-    """What carries the state of a device's random numbers over a boundary."""
-    state = generator_state(device)
-    return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)
+def _changed_since(before: dict[str, Any] | None) -> dict[str, Any] | None:
+    now = rng_state()
+    return None if before is None or same_rng(before, now) else now

@@ -5,7 +5,8 @@ How the public classes are used (seen in torch 2.13 and 2.15; ``tests/distribute
 * Metadata is static: ``input_args`` and ``output_args`` are given, so no forward runs only to learn shapes.
 * Each microbatch's forward gets its own index (``mb``) and looks everything else up by it; ``step`` is called with
   ``mb=torch.arange(M)``, which torch cuts into M one-element tensors.
-* In training the last stage's forward returns the weighted loss; ``loss_fn`` hands it through, ``scale_grads=False``.
+* The backward pass of a region is a pipeline of its own, in the reverse order of the stages. Only 1F1B leaves it to torch:
+  there the last stage's forward returns the weighted loss; ``loss_fn`` hands it through, ``scale_grads=False``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.split import TensorSpec
 
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["auto", "gpipe", "1f1b"]
 
 RunMicrobatch = Callable[[int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]
 
@@ -34,79 +35,80 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 class _MicrobatchAdapter(nn.Module):
     """What torch calls for each microbatch: gives the received tensors and the microbatch's index to ``run``."""
 
-    def __init__(self, run: RunMicrobatch) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._run = run
+        self.run: RunMicrobatch | None = None
 
     def forward(self, *received: Tensor, mb: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return self._run(int(mb), received)
+        assert self.run is not None
+        return self.run(int(mb), received)
 
 
 class Pipeline:
-    """One rank's part of the schedule for microbatches of one shape.
+    """One rank's part of a pass of microbatches of one shape through all ranks.
 
     Args:
-        run: Computes one microbatch. Returns the stage's outputs; on the last stage a scalar, in training the weighted loss.
-        stage_index: The rank's stage.
-        num_stages: Stages of the pipeline, one a rank.
-        received: Specs of the tensors received from the previous stage; empty for the first.
-        sent: Specs of the tensors sent to the next stage; None for the last.
+        stage_index: The rank's place.
+        num_stages: Places, one a rank.
+        received: Specs of the tensors received from the previous place; empty for the first.
+        sent: Specs of the tensors sent to the next place; None for the last.
         num_microbatches: Microbatches in one call of :meth:`step`.
-        schedule: Schedule for training. 1F1B needs at least as many microbatches as stages and falls back to GPipe below that;
-            evaluation always fills and drains.
-        training: Whether a backward pass follows.
+        is_interleaved: Whether torch runs backward, too, one microbatch after another's forward pass (1F1B); the last place
+            then gives each microbatch's weighted loss. Needs at least as many microbatches as stages. Else all pass forward.
         device: Device of the received tensors.
-        group: Process group in which rank i holds stage i.
+        group: Process group in which rank i has place i.
     """
 
     def __init__(
         self,
-        run: RunMicrobatch,
         *,
         stage_index: int,
         num_stages: int,
         received: tuple[TensorSpec, ...],
         sent: tuple[TensorSpec, ...] | None,
         num_microbatches: int,
-        schedule: ScheduleName,
-        training: bool,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        is_interleaved: bool = False,
     ) -> None:
-        outputs = (torch.empty((), device="meta", requires_grad=training),) if sent is None else _examples(sent, training)
+        self._adapter = _MicrobatchAdapter()
+        scalar = torch.empty((), device="meta", requires_grad=is_interleaved)
         stage = PipelineStage(
-            _MicrobatchAdapter(run),
+            self._adapter,
             stage_index,
             num_stages,
             device,
-            input_args=_examples(received, training),
-            output_args=outputs,
+            input_args=_examples(received, is_interleaved),
+            output_args=(scalar,) if sent is None else _examples(sent, is_interleaved),
             group=group,
         )
-        self._is_last = sent is None
-        self._failed = False
-        self._training = training
         self._num_microbatches = num_microbatches
-        kind = Schedule1F1B if training and schedule == "1f1b" and num_microbatches >= num_stages else ScheduleGPipe
-        loss_fn = _pass_loss_through if training else None
-        self._schedule = kind(stage, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        self._has_losses = is_interleaved and sent is None
+        self._failed = False
+        kind = Schedule1F1B if is_interleaved else ScheduleGPipe
+        self._schedule = kind(
+            stage, num_microbatches, loss_fn=_pass_loss_through if is_interleaved else None, scale_grads=False
+        )
 
-    def step(self) -> None:
-        """Runs all microbatches, forward and, in training, backward. Called by every rank of the pipeline.
+    def step(self, run: RunMicrobatch) -> None:
+        """Runs all microbatches. Called by every rank of the pipeline.
+
+        Args:
+            run: Computes one microbatch, from its index and what was received. Returns what is sent; on the last rank a scalar.
 
         Raises:
             Exception: What ``run`` raised, without the wrapper that torch puts around it.
         """
-        count = self._num_microbatches
-        target = torch.zeros(count) if self._training and self._is_last else None
         if self._failed:
             # torch keeps the losses of the step that failed, and would run their backward instead of the new ones.
             raise UnsupportedError(
                 "The pipeline cannot go on after a step that failed.",
                 todo="Make a new Trainer and module, and resume from a checkpoint.",
             )
-        self._failed = True
+        count = self._num_microbatches
+        self._adapter.run, self._failed = run, True
         try:
+            target = torch.zeros(count) if self._has_losses else None
             self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
             self._failed = False
             return
@@ -115,6 +117,8 @@ class Pipeline:
             failure = error.__cause__
             if not isinstance(failure, Exception):
                 raise
+        finally:
+            self._adapter.run = None  # it holds the batch
         raise failure  # out here, where it keeps what led to it
 
 
@@ -122,9 +126,9 @@ def _pass_loss_through(loss: Tensor, target: Tensor) -> Tensor:
     return loss
 
 
-def _examples(specs: tuple[TensorSpec, ...], training: bool) -> tuple[Tensor, ...]:
+def _examples(specs: tuple[TensorSpec, ...], has_gradients: bool) -> tuple[Tensor, ...]:
     """Tensors of which torch reads shape, stride, dtype and ``requires_grad`` only."""
     return tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad and training)
+        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad and has_gradients)
         for spec in specs
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -20,26 +20,23 @@ from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
-from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
+from lightning_fxpipe.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
 from lightning_fxpipe.materialise import Constructions, Materials
 from lightning_fxpipe.messages import inform, told, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
-from lightning_fxpipe.microbatch import merge_outputs
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
-from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.sparing import Sparing, Watched
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import batch_norms, report_changed_buffers, report_draws, report_loss
+from lightning_fxpipe.support import batch_norms, report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
-from lightning_fxpipe.weighting import LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
 
 _STEPS: dict[RunningStage | None, StepKind] = {
@@ -59,8 +56,6 @@ class Session:
         plan: Which stage holds what.
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
-        schedule: Schedule for training.
-        loss: What the user says about the loss.
         sparing: Knows the ranks that do not load data.
         materials: Values for the tensors that have no data.
 
@@ -75,8 +70,6 @@ class Session:
         topology: Topology,
         *,
         num_microbatches: int | None,
-        schedule: ScheduleName,
-        loss: LossOptions,
         sparing: Sparing,
         materials: Materials | None = None,
     ) -> None:
@@ -91,9 +84,7 @@ class Session:
         belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
         self.hooks = Hooks(module, WholeModel(module, plan, topology), topology)
-        self._parked = ParkedGradients()
         self._knows_buffers = False
-        self._told_of: frozenset[str] = frozenset()
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
         self.trace_log = TraceLog(inform, warn, told=told)
         self._runtime = PipelineRuntime(
@@ -101,8 +92,6 @@ class Session:
             plan,
             topology,
             num_microbatches=num_microbatches,
-            schedule=schedule,
-            loss=loss,
             trace_log=self.trace_log,
             sparing=sparing,
         )
@@ -156,31 +145,39 @@ class Session:
                     BaseFinetuning.on_fit_start(callback, trainer, self.module)
 
     def train(self, step: Step, batch: Any) -> Any:
-        """Runs a training batch forward and backward and parks its gradients.
+        """Runs a training batch up to its loss. Called by every rank.
 
         Returns:
-            On every rank the batch's loss; on the last stage in a dict with whatever else the step returned. None if the step
-            returned None, which skips the batch.
+            What the step returned; on the other stages the value of its loss, in a dict with whatever else hooks are to see.
+            None if the step returned None, which skips the batch.
         """
-        mine = [parameter for parameter in self.module.parameters() if not parameter.is_meta]
         buffers = {} if self._knows_buffers else self._buffers_before()
-        with self._parked.collect(mine):
-            result, output = self._run(step, batch)
-            self._shared.sum_gradients()
-        if len(result.sizes) > 1 and not self._knows_buffers:
+        result, output = self._run(step, batch)
+        if result.num_microbatches > 1 and not self._knows_buffers:
             self._find_changed_buffers(buffers)
-        if result.finding is not None:
-            report_loss(result.finding)
         if result.loss is None:
-            self._parked.discard()
+            self._runtime.end_batch()
             return None
+        if self._topology.is_last:
+            return output
         with step.context():  # in which the default dtype is that of the precision plugin
-            loss = torch.tensor(result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
+            loss = torch.full((), result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def install_gradients(self, factor: float) -> None:
-        """Adds the parked gradients, times ``factor``, to ``.grad``."""
-        self._parked.install(factor)
+    def backward(self, run: Callable[[], None], *, retains: bool) -> None:
+        """The backward pass of the batch that has run. Called by every rank.
+
+        Args:
+            run: Calls backward on the loss; runs on the last stage.
+            retains: Whether another backward pass may follow.
+        """
+        with self._shared.summed_gradients():
+            if self._topology.is_last:
+                self._runtime.lead_backward(run, retains=retains)
+            else:
+                self._runtime.follow()
+        if not retains:
+            self._runtime.end_batch()
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
@@ -245,8 +242,8 @@ class Session:
         states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
         result = self._runtime.run(step, batch, metrics)
+        output = result.output
         changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
-        output = merge_outputs(result.outputs, result.sizes, self.plan.batch_dim) if result.outputs else None
         sent = self.hooks.sendable_output(step.kind.value, output)
         told = (result.rng, *changed, sent, trainer.should_stop)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
@@ -258,9 +255,6 @@ class Session:
             take_over(self.module, attributes, buffers, self._topology.device)
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
-        if new := result.own_draws - self._told_of:
-            self._told_of |= new
-            report_draws(new)
         replay(self.module, entries, metrics, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries), output
 

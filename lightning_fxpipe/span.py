@@ -24,7 +24,7 @@ from lightning_fxpipe._compat import patched_attributes, tree_flatten
 from lightning_fxpipe._compat_lightning import silenced_loggers
 from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.frames import user_source
-from lightning_fxpipe.metriccalls import MetricCalls, held_metrics
+from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.prelude import say_nothing
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX
@@ -277,7 +277,7 @@ def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., N
     """Runs a step on the fakes of its example. What it would log goes to ``log``; its metrics count nothing."""
     batch, further = example
     muted = [(root, name, log) for name in ("log", "log_dict") if hasattr(root, name)]
-    with patched_attributes(*muted), silenced_loggers(root), MetricCalls(held_metrics(root)).capture():
+    with patched_attributes(*muted), silenced_loggers(root), metrics_as_one_call(held_metrics(root).values(), count=False):
         return step.function(batch, *step.args[1:2], *further, **step.kwargs)
 
 

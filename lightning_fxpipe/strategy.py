@@ -326,8 +326,6 @@ class FxPipeStrategy(CheckpointStrategy):
                 plan,
                 self.topology,
                 num_microbatches=self._num_microbatches,
-                schedule=self._schedule,
-                loss=self._loss,
                 sparing=self._sparing,
                 materials=materials,
             )
@@ -380,12 +378,13 @@ class FxPipeStrategy(CheckpointStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # The schedule has run backward; what is left are the hooks around it and the gradients' appearance between them.
-        assert self._precision is not None
         with self.session.hooks.suspended():
-            closure_loss, factor = self._precision.before_backward(closure_loss, self.module)
-            self.session.install_gradients(factor)
-            return self.precision_plugin.post_backward(closure_loss, self.module)
+            plugin, module = self.precision_plugin, self.module
+            loss: Tensor = plugin.pre_backward(closure_loss, module)
+            self.session.backward(
+                lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains=bool(kwargs.get("retain_graph"))
+            )
+            return plugin.post_backward(loss, module)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -418,8 +417,6 @@ class FxPipeStrategy(CheckpointStrategy):
             rest=rest,
             context=partial(step_context, self.precision_plugin, kind),
             random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
-            num_accumulated=trainer.accumulate_grad_batches if kind is StepKind.TRAIN else 1,
-            scale_loss=self._precision.scale_loss if self._precision is not None else None,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import inform, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.weighting import Finding
 
 
 def check_torch(num_processes: int, version: str = torch.__version__) -> None:
@@ -180,26 +179,6 @@ def report_changed_buffers(names: Sequence[str]) -> None:
         f"{len(names)} buffers ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}) are changed by the model while it "
         "runs: once for each microbatch, as with accumulation. For those of one device, set FxPipeStrategy(num_microbatches=1)."
     )
-
-
-def report_draws(functions: Iterable[str]) -> None:
-    """Warns of random numbers that are not one device's."""
-    warn(
-        f"The step draws random numbers with {', '.join(sorted(functions))} for each microbatch by itself: not those that one "
-        "device draws for the batch, because their number is not that of the samples or they depend on each other. For one "
-        "device's, set FxPipeStrategy(num_microbatches=1)."
-    )
-
-
-def report_loss(finding: Finding) -> None:
-    """Tells what a check of the loss has found, where the user must know it."""
-    if finding.message:
-        (warn if finding.is_warning else inform)(finding.message)
-    if finding.attributes:
-        warn(
-            "The training_step changes attributes of the module from what they were, and with microbatches it changes them "
-            f"differently: {'; '.join(finding.attributes)}. Set num_microbatches=1, or change them in a hook."
-        )
 
 
 Fault = tuple[str, str]

@@ -25,6 +25,7 @@ class Topology:
         stage_index: This rank's stage.
         num_stages: Stages of the pipeline.
         device: This rank's device.
+        backward_group: Process group with the ranks of ``group`` in the reverse order.
     """
 
     group: dist.ProcessGroup | None
@@ -32,6 +33,7 @@ class Topology:
     stage_index: int
     num_stages: int
     device: torch.device
+    backward_group: dist.ProcessGroup | None = None
 
     @property
     def is_last(self) -> bool:
@@ -52,6 +54,7 @@ def make_topology(device: torch.device) -> Topology:
     control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", **order)
     return Topology(
         group=group,
+        backward_group=dist.new_group(),  # in the order of the ranks, against which the stages run
         control_group=control,
         stage_index=dist.get_rank(group),
         num_stages=num_stages,

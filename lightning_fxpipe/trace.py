@@ -27,7 +27,6 @@ from lightning_fxpipe._compat import (
     symbolic_expression,
     tracing_friendly_torch,
 )
-from lightning_fxpipe.batchvalues import unmarked
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
@@ -61,6 +60,7 @@ class TracedRegion:
     signature: Signature = field(repr=False)
     batch_size: int
     batch_dim: int
+    batch_symbols: frozenset[Any]  # that stand for the number of samples; usually one
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
     output_structure: Structure = field(repr=False)
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
@@ -99,14 +99,17 @@ class TracedRegion:
                         return None
                 elif sizes.setdefault(expression, size) != size:
                     return None
-        # A symbol that the trace found to be a constant, or equal to another, must be so again.
-        replaced = [sympy.Eq(symbol, value) for symbol, value in self.world.replacements().items()]
-        conditions = [*self.world.guards(), *replaced]
-        if any(not _holds(condition, sizes) for condition in conditions):
+        if not self.admits(sizes):
             return None
         if any(size < 2 for size in sizes.values()):
             return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
         return sizes
+
+    def admits(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether the guards hold at these values of the symbols."""
+        # A symbol that the trace found to be a constant, or equal to another, must be so again.
+        replaced = [sympy.Eq(symbol, value) for symbol, value in self.world.replacements().items()]
+        return all(_holds(condition, sizes) for condition in (*self.world.guards(), *replaced))
 
     @cached_property
     def _lasting(self) -> Mapping[int, Any]:
@@ -232,6 +235,7 @@ def _record(
         signature=signature,
         batch_size=call.batch_size,
         batch_dim=call.batch_dim,
+        batch_symbols=run.batch_symbols,
         input_shapes=run.input_shapes,
         output_structure=output.structure,
         wanted=chosen,
@@ -277,6 +281,7 @@ class FakeRun:
         example: The region's example with fakes for its tensors.
         lasting: By ``id``, objects that modules keep from one call to the next.
         input_shapes: Shapes of the fakes.
+        batch_symbols: Sizes of their dimensions that are the batch.
         attributes: What each module has, by path, before it runs.
         reads: Plain values that the recorded code has read from modules so far.
     """
@@ -286,6 +291,7 @@ class FakeRun:
     example: Any
     lasting: Mapping[int, Any]
     input_shapes: tuple[tuple[Any, ...], ...]
+    batch_symbols: frozenset[Any]
     attributes: dict[str, Attributes]
     reads: Mapping[ReadKey, Any]
 
@@ -304,7 +310,7 @@ def fake_run(
 
     def fake_of(tensor: Tensor, fqn: str) -> Tensor:
         # A step may have kept what a metric gave it for a microbatch, and the batch's rest is traced now.
-        fake = tensor if isinstance(tensor, FakeTensor) else world.static(unmarked(tensor), device)
+        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device)
         fqns[id(fake)] = fqn
         return fake
 
@@ -348,6 +354,11 @@ def fake_run(
                 example=template.fill(fakes),
                 lasting=lasting,
                 input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),
+                batch_symbols=frozenset(
+                    symbolic_expression(fake.shape[dim])
+                    for fake, tensor in zip(fakes, template.tensors, strict=True)
+                    for dim in _batch_dims(tensor, call)
+                ),
                 attributes=attributes,
                 reads=reads,
             )

@@ -19,7 +19,6 @@ from lightning_fxpipe.microbatch import (
     batch_size,
     default_num_microbatches,
     first_microbatch,
-    merge_outputs,
     plan_passes,
     split_batch,
 )
@@ -118,15 +117,14 @@ def test_default_prefers_equal_microbatches_to_exactly_four_for_each_stage(
 
 @given(st.integers(1, 40), st.integers(1, 12))
 @settings(deadline=None)
-def test_split_and_merged_tensors_are_the_batch(num_samples: int, num_microbatches: int) -> None:
+def test_the_parts_of_a_batch_together_are_the_batch(num_samples: int, num_microbatches: int) -> None:
     batch = {"x": samples(num_samples, 2, 3), "pair": (samples(num_samples), [samples(num_samples, 1).long()])}
     passes = plan_passes(num_samples, num_microbatches)
     parts = split_batch(batch, passes)
-    merged = merge_outputs(parts, [part.size for part in passes for _ in range(part.count)])
-    assert torch.equal(merged["x"], batch["x"])
-    assert torch.equal(merged["pair"][0], batch["pair"][0])
-    assert torch.equal(merged["pair"][1][0], batch["pair"][1][0])
-    assert merged["pair"][1][0].dtype == torch.int64
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert torch.equal(torch.cat([part["pair"][0] for part in parts]), batch["pair"][0])
+    assert torch.equal(torch.cat([part["pair"][1][0] for part in parts]), batch["pair"][1][0])
+    assert parts[0]["pair"][1][0].dtype == torch.int64
 
 
 def test_microbatches_are_views_of_the_batch() -> None:
@@ -276,119 +274,3 @@ def test_tensors_of_different_sizes_are_named() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- merging
-
-
-def test_scalars_are_averaged_with_the_sizes_as_weights() -> None:
-    merged = merge_outputs([torch.tensor(1.0), torch.tensor(2.0), torch.tensor(8.0)], [4, 4, 2])
-    assert merged == (4 * 1.0 + 4 * 2.0 + 2 * 8.0) / 10
-    assert merge_outputs([1.0, 8.0], [3, 1]) == (3 * 1.0 + 8.0) / 4
-
-
-def test_mean_of_equal_scalars_is_that_scalar() -> None:
-    assert merge_outputs([torch.tensor(0.5)] * 3, [2, 2, 1]) == 0.5
-
-
-def test_counts_and_other_values_are_those_of_the_last_microbatch() -> None:
-    # An integer cannot be averaged, and whether to sum it is the user's to know.
-    assert merge_outputs([torch.tensor(3), torch.tensor(4)], [2, 2]) == 4
-    assert merge_outputs([3, 4], [2, 2]) == 4
-    assert merge_outputs(["a", "b"], [2, 2]) == "b"
-    assert merge_outputs([True, False], [2, 2]) is False
-
-
-def test_tensors_are_concatenated_without_their_graph() -> None:
-    parts = [samples(2, 3).requires_grad_(), samples(1, 3).requires_grad_()]
-    merged = merge_outputs(parts, [2, 1])
-    assert torch.equal(merged, torch.cat((samples(2, 3), samples(1, 3))))
-    assert not merged.requires_grad
-
-
-def test_several_rows_for_each_sample_are_concatenated() -> None:
-    # Tokens flattened into the batch dimension: (batch * time, classes).
-    parts = [samples(6, 2), samples(3, 2) + 100]
-    assert torch.equal(merge_outputs(parts, [2, 1]), torch.cat(parts))
-
-
-def test_lists_with_an_entry_for_each_sample_are_joined() -> None:
-    assert merge_outputs([["a", "b"], ["c"]], [2, 1]) == ["a", "b", "c"]
-    assert merge_outputs([("a", "b"), ("c",)], [2, 1]) == ("a", "b", "c")
-
-
-def test_lists_of_tensors_are_merged_entry_by_entry_even_where_their_length_is_the_batch_size() -> None:
-    parts = [[samples(2, 3), samples(2)], [samples(2, 3) + 50, samples(2) + 50]]
-    merged = merge_outputs(parts, [2, 2])
-    assert isinstance(merged, list)
-    assert torch.equal(merged[0], torch.cat((parts[0][0], parts[1][0])))
-    assert torch.equal(merged[1], torch.cat((parts[0][1], parts[1][1])))
-
-
-def test_lists_of_other_lengths_are_those_of_the_last_microbatch() -> None:
-    assert merge_outputs([["a"], ["b", "c"]], [5, 5]) == ["b", "c"]
-
-
-def test_dicts_are_merged_key_by_key() -> None:
-    parts = [
-        {"loss": torch.tensor(1.0), "preds": samples(3), "more": {"names": ["a", "b", "c"], "none": None}},
-        {"loss": torch.tensor(5.0), "preds": samples(1) + 9, "more": {"names": ["d"], "none": None}},
-    ]
-    merged = merge_outputs(parts, [3, 1])
-    assert merged["loss"] == (3 * 1.0 + 5.0) / 4
-    assert torch.equal(merged["preds"], torch.tensor([0.0, 1.0, 2.0, 9.0]))
-    assert merged["more"] == {"names": ["a", "b", "c", "d"], "none": None}
-
-
-def test_dicts_of_different_keys_are_those_of_the_last_microbatch() -> None:
-    assert merge_outputs([{"a": 1.0}, {"b": 2.0}], [1, 1]) == {"b": 2.0}
-
-
-def test_ordered_dict_stays_one_whatever_its_keys() -> None:
-    merged = merge_outputs([OrderedDict([(1, 2.0), ("b", 4.0)]), OrderedDict([(1, 4.0), ("b", 8.0)])], [1, 1])
-    assert type(merged) is OrderedDict
-    assert merged == OrderedDict([(1, 3.0), ("b", 6.0)])
-
-
-def test_named_tuple_is_merged_field_by_field() -> None:
-    merged = merge_outputs([Pair(samples(2), torch.tensor(1.0)), Pair(samples(1), torch.tensor(4.0))], [2, 1])
-    assert type(merged) is Pair
-    assert torch.equal(merged.image, torch.tensor([0.0, 1.0, 0.0]))
-    assert merged.label == 2.0
-
-
-def test_named_tuple_has_fields_not_samples_even_where_the_numbers_agree() -> None:
-    # Two fields, microbatches of two samples.
-    assert merge_outputs([Pair(1.0, 10.0), Pair(3.0, 30.0)], [2, 2]) == Pair(2.0, 20.0)
-
-
-def test_dataclasses_and_mappings_are_merged_entry_by_entry() -> None:
-    merged = merge_outputs([Record(samples(2), ["a", "b"]), Record(samples(1), ["c"])], [2, 1])
-    assert type(merged) is Record
-    assert torch.equal(merged.image, torch.tensor([0.0, 1.0, 0.0]))
-    assert merged.names == ["a", "b", "c"]
-    encoding = merge_outputs([Encoding({"ids": samples(n)}, "fast", kind="bert") for n in (2, 1)], [2, 1])
-    assert torch.equal(encoding["ids"], torch.tensor([0.0, 1.0, 0.0]))
-
-
-def test_arrays_are_concatenated_and_their_scalars_averaged() -> None:
-    merged = merge_outputs([{"p": np.arange(2), "m": np.float32(1)}, {"p": np.arange(1), "m": np.float32(4)}], [2, 1])
-    assert merged["p"].tolist() == [0, 1, 0]
-    assert merged["m"] == 2
-    assert type(merged["m"]) is np.float32
-
-
-def test_single_microbatch_is_returned_as_it_is() -> None:
-    output = {"loss": torch.tensor(1.0, requires_grad=True)}
-    assert merge_outputs([output], [4]) is output
-
-
-def test_steps_that_return_nothing_merge_to_nothing() -> None:
-    assert merge_outputs([None, None], [2, 2]) is None
-
-
-def test_object_in_a_batch_is_split_too() -> None:
-    batch = {"encoded": UserDict(ids=torch.arange(6).reshape(6, 1), names="x"), "y": torch.arange(6)}
-    assert batch_size(batch) == 6
-    first, *_, last = split_batch(batch, plan_passes(6, 3))
-    assert type(last["encoded"]) is UserDict
-    assert last["encoded"]["ids"].flatten().tolist() == [4, 5]
-    assert first["encoded"]["names"] == "x"
-    assert len(batch["encoded"]["ids"]) == 6

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fxpipe import reduction, runtime, stagetraces
+from lightning_fxpipe import passsetup, runtime, stagetraces
 from lightning_fxpipe._compat import FakeWorld
 from lightning_fxpipe.cost import build_chain
 from lightning_fxpipe.errors import TraceError
@@ -29,7 +29,6 @@ from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
 from lightning_fxpipe.tracelog import MANY_TRACES, TraceLog
-from lightning_fxpipe.weighting import LossOptions
 from tests.staging import assert_stages_equal_whole, call_of
 
 WIDTH = 6
@@ -411,14 +410,13 @@ class FakePipeline:
         FakePipeline.alive.add(self)
         FakePipeline.num_made += 1
 
-    def step(self) -> None:
+    def step(self, run: Any) -> None:
         """Nothing."""
 
 
 @pytest.fixture
 def fake_pipelines(monkeypatch: pytest.MonkeyPatch) -> type[FakePipeline]:
-    monkeypatch.setattr(reduction.LossCheck, "begin", lambda *_: None)  # nothing has run that it could compare
-    monkeypatch.setattr(runtime, "Pipeline", FakePipeline)
+    monkeypatch.setattr(passsetup, "Pipeline", FakePipeline)
     monkeypatch.setattr(FakePipeline, "num_made", 0)
     return FakePipeline
 
@@ -431,9 +429,7 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
     messages, root = Messages(), Module(torch.tanh)
     plan = make_plan(root, batches[0], num_stages=2)
     topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
-    stages = runtime.PipelineRuntime(
-        root, plan, topology, num_microbatches=2, schedule="gpipe", loss=LossOptions(), trace_log=messages.log()
-    )
+    stages = runtime.PipelineRuntime(root, plan, topology, num_microbatches=2, trace_log=messages.log())
     for index, batch in enumerate(batches):
         step = Step(
             kind=StepKind.TRAIN, function=root.training_step, rest=(index,), context=nullcontext, random_key=("train", index)
@@ -446,20 +442,20 @@ def test_memory_does_not_grow_with_the_number_of_shapes(fake_pipelines: type[Fak
     sizes = [(2 * (2 + index % 4), 2 + index) for index in range(200)]
     messages = run_batches([x_of(*size) for size in sizes], lambda model, x: model(x).sum())
     gc.collect()
-    assert fake_pipelines.num_made == 200
-    assert len(fake_pipelines.alive) <= 8
+    assert fake_pipelines.num_made == 2 * 200  # forward and backward
+    assert len(fake_pipelines.alive) <= 2 * 8
     assert len(messages.details) == 1  # the second length; all later shapes go through its trace
 
 
 def test_names_of_samples_make_nothing_new(fake_pipelines: type[FakePipeline]) -> None:
     batches = [{"x": x_of(4, 7), "names": [f"{index}-{sample}" for sample in range(4)], "id": f"{index}"} for index in range(5)]
     messages = run_batches(batches, lambda model, batch: model(batch["x"]).sum())
-    assert fake_pipelines.num_made == 1
+    assert fake_pipelines.num_made == 2
     assert not messages.details
 
 
 def test_a_number_that_the_model_gets_is_not_overlooked(fake_pipelines: type[FakePipeline]) -> None:
     batches = [{"x": x_of(4, 7), "lengths": [length] * 4} for length in (7, 5, 7, 3, 5)]
     messages = run_batches(batches, lambda model, batch: model(batch["x"][:, : max(batch["lengths"])]).sum())
-    assert fake_pipelines.num_made == 3
+    assert fake_pipelines.num_made == 2 * 3
     assert len(messages.details) == 1

@@ -1,4 +1,4 @@
-"""Gradients between schedule and optimizer: parked and installed on one rank, summed and clipped over several."""
+"""Gradients over the stages: summed where several hold a parameter, and clipped by the norm of all."""
 
 from __future__ import annotations
 
@@ -11,87 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe.gradients import ParkedGradients, SharedParameters, clip_by_global_norm
+from lightning_fxpipe.gradients import SharedParameters, clip_by_global_norm
 from tests.distributed.pool import RankPool
-
-# ------------------------------------------------------------------ parked gradients, in one process
-
-
-def two_parameters() -> tuple[nn.Parameter, nn.Parameter]:
-    return nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor([3.0]))
-
-
-def equal(actual: Tensor | None, *expected: float) -> None:
-    assert actual is not None
-    torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=0)
-
-
-def test_gradients_appear_when_they_are_installed() -> None:
-    first, second = two_parameters()
-    parked = ParkedGradients()
-    with parked.collect([first, second]):
-        ((first * 5).sum() + second.sum() * 7).backward()
-    assert first.grad is None
-    assert second.grad is None
-    parked.install()
-    equal(first.grad, 5.0, 5.0)
-    equal(second.grad, 7.0)
-
-
-def test_what_was_there_is_neither_seen_nor_lost() -> None:
-    """Accumulation: the batches before have left gradients, and the block must compute this batch's alone."""
-    first, second = two_parameters()
-    earlier = first.grad = torch.tensor([10.0, 20.0])
-    parked = ParkedGradients()
-    with parked.collect([first, second]):
-        assert first.grad is None
-        (first * 5).sum().backward()
-    assert first.grad is earlier
-    equal(first.grad, 10.0, 20.0)
-    parked.install()
-    equal(first.grad, 15.0, 25.0)
-    assert second.grad is None
-
-
-def test_zero_grad_between_block_and_install_drops_only_what_was_before() -> None:
-    """Lightning's closure: step, zero_grad, backward."""
-    first, second = two_parameters()
-    optimizer = torch.optim.SGD([first, second], lr=1.0)
-    parked = ParkedGradients()
-    for _ in range(2):
-        with parked.collect([first, second]):
-            (first * 5).sum().backward()
-        optimizer.zero_grad()
-        parked.install()
-        equal(first.grad, 5.0, 5.0)
-
-
-def test_gradients_are_installed_once() -> None:
-    first, second = two_parameters()
-    parked = ParkedGradients()
-    with parked.collect([first, second]):
-        first.sum().backward()
-    parked.install()
-    parked.install()
-    equal(first.grad, 1.0, 1.0)
-
-
-def test_an_error_in_the_block_leaves_gradients_as_they_were_and_parks_none() -> None:
-    first, second = two_parameters()
-    first.grad = torch.tensor([10.0, 20.0])
-    parked = ParkedGradients()
-
-    def fail() -> None:
-        with parked.collect([first, second]):
-            (first.sum() + second.sum()).backward()
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    parked.install()
-    equal(first.grad, 10.0, 20.0)
-    assert second.grad is None
-
 
 # ------------------------------------------------------------------ shared parameters, over three ranks
 
@@ -125,10 +46,10 @@ def share(absent: tuple[tuple[int, int], ...] = (), frozen: tuple[int, ...] = ()
         if index in mine:
             mine[index].requires_grad_(False)
     shared = SharedParameters([(ranks, mine.get(index)) for index, ranks in enumerate(HOLDERS)])
-    for index, parameter in mine.items():
-        if (index, rank) not in absent:
-            parameter.grad = own_gradient(index, rank)
-    shared.sum_gradients()
+    with shared.summed_gradients():
+        for index, parameter in mine.items():
+            if (index, rank) not in absent:
+                parameter.grad = own_gradient(index, rank)
     return {
         index: {
             "value": parameter.detach().clone(),

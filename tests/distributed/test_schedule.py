@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe.schedule import Pipeline, ScheduleName, bubble_fraction
+from lightning_fxpipe.schedule import Pipeline, RunMicrobatch, bubble_fraction
 from lightning_fxpipe.split import TensorSpec
 from tests.distributed.pool import RankPool
 
@@ -155,7 +155,7 @@ class Rank:
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
 
-    def pipeline(self, num_microbatches: int, size: int, *, schedule: ScheduleName, training: bool) -> Pipeline:
+    def pipeline(self, num_microbatches: int, size: int, *, training: bool) -> tuple[Pipeline, RunMicrobatch]:
         between = boundaries(self.num_stages, size)
 
         def run(index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
@@ -176,44 +176,44 @@ class Rank:
             self.result.losses.append(loss.detach().clone())
             return loss
 
-        return Pipeline(
-            run,
+        made = Pipeline(
             stage_index=self.index,
             num_stages=self.num_stages,
             received=between[self.index - 1] if self.index else (),
             sent=None if self.is_last else between[self.index],
             num_microbatches=num_microbatches,
-            schedule=schedule,
-            training=training,
+            is_interleaved=training,
             device=CPU,
             group=self.group,
         )
+        return made, run
 
-    def step(self, pipeline: Pipeline, data: Data) -> Result:
+    def step(self, pipeline: tuple[Pipeline, RunMicrobatch], data: Data) -> Result:
         self.data, self.result = data, Result()
         self.stage.zero_grad()
-        pipeline.step()
+        made, run = pipeline
+        made.step(run)
         self.result.take_gradients(self.stage, self.index)
         return self.result
 
 
-def train_once(schedule: ScheduleName, data: Data) -> Result:
+def train_once(data: Data) -> Result:
     """Runs on every rank: one training step."""
     rank = Rank(make_group())
-    pipeline = rank.pipeline(*data.x.shape[:2], schedule=schedule, training=True)
+    pipeline = rank.pipeline(*data.x.shape[:2], training=True)
     return rank.step(pipeline, data)
 
 
-def run_plan(schedule: ScheduleName, plan: list[tuple[str, Data]]) -> list[Result]:
+def run_plan(plan: list[tuple[str, Data]]) -> list[Result]:
     """Runs on every rank: training and evaluation steps by turns, each kind and shape with one pipeline of its own."""
     rank = Rank(make_group())
-    pipelines: dict[Any, Pipeline] = {}
+    pipelines: dict[Any, tuple[Pipeline, RunMicrobatch]] = {}
     results = []
     for kind, data in plan:
         training = kind == "train"
         key = (kind, *data.x.shape[:2])
         if key not in pipelines:
-            pipelines[key] = rank.pipeline(*data.x.shape[:2], schedule=schedule, training=training)
+            pipelines[key] = rank.pipeline(*data.x.shape[:2], training=training)
         results.append(copy.deepcopy(rank.step(pipelines[key], data)))
     return results
 
@@ -229,45 +229,27 @@ def assert_exactly(results: list[Result], expected: Result) -> None:
     torch.testing.assert_close(last.outputs, expected.outputs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("num_microbatches", [2, 5])
-def test_training_is_exactly_that_of_one_process(
-    ranks: Callable[[int], RankPool], schedule: ScheduleName, num_microbatches: int
-) -> None:
+def test_training_is_exactly_that_of_one_process(ranks: Callable[[int], RankPool], num_microbatches: int) -> None:
     data = Data.make(num_microbatches, 3, seed=num_microbatches)
-    assert_exactly(ranks(2).run(train_once, schedule, data), in_one_process(2, data))
+    assert_exactly(ranks(2).run(train_once, data), in_one_process(2, data))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_relays_with_and_without_gradient_pass_a_stage_that_does_not_use_them(
-    ranks: Callable[[int], RankPool], schedule: ScheduleName
-) -> None:
+def test_relays_with_and_without_gradient_pass_a_stage_that_does_not_use_them(ranks: Callable[[int], RankPool]) -> None:
     data = Data.make(4, 3, seed=9)
-    assert_exactly(ranks(3).run(train_once, schedule, data), in_one_process(3, data))
+    assert_exactly(ranks(3).run(train_once, data), in_one_process(3, data))
 
 
 def test_received_tensors_require_a_gradient_where_the_sent_ones_do(ranks: Callable[[int], RankPool]) -> None:
     """A gradient for a mask would be computed and sent for nothing; none for a skip connection would be a wrong result."""
-    last, middle, first = ranks(3).run(train_once, "gpipe", Data.make(2, 3, seed=9))
-    assert first.received == [()] * 2
-    assert middle.received == [(True, False, False)] * 2
-    assert last.received == [(True, False, False, True)] * 2
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_fewer_microbatches_than_stages_fall_back_to_gpipe(ranks: Callable[[int], RankPool], schedule: ScheduleName) -> None:
-    """torch's 1F1B refuses them; the last batch of an epoch may well be one sample."""
-    data = Data.make(1, 3, seed=1)
-    assert_exactly(ranks(2).run(train_once, schedule, data), in_one_process(2, data))
-
-
-def test_gpipe_runs_all_forwards_before_the_first_backward(ranks: Callable[[int], RankPool]) -> None:
-    for result in ranks(2).run(train_once, "gpipe", Data.make(4, 3, seed=0)):
-        assert result.order == [f"forward {i}" for i in range(4)] + [f"backward {i}" for i in range(4)]
+    last, middle, first = ranks(3).run(train_once, Data.make(3, 3, seed=9))
+    assert first.received == [()] * 3
+    assert middle.received == [(True, False, False)] * 3
+    assert last.received == [(True, False, False, True)] * 3
 
 
 def test_1f1b_keeps_no_more_microbatches_alive_than_there_are_stages(ranks: Callable[[int], RankPool]) -> None:
-    for result in ranks(2).run(train_once, "1f1b", Data.make(6, 3, seed=0)):
+    for result in ranks(2).run(train_once, Data.make(6, 3, seed=0)):
         alive, most = 0, 0
         for event in result.order:
             alive += 1 if event.startswith("forward") else -1
@@ -277,26 +259,25 @@ def test_1f1b_keeps_no_more_microbatches_alive_than_there_are_stages(ranks: Call
         assert [event for event in result.order if event.startswith("backward")] == [f"backward {i}" for i in range(6)]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_training_and_evaluation_alternate(ranks: Callable[[int], RankPool], schedule: ScheduleName) -> None:
+def test_training_and_evaluation_alternate(ranks: Callable[[int], RankPool]) -> None:
     """Each kind keeps its buffers; a step must see nothing of the one before."""
     plan = [(kind, Data.make(3, 2, seed)) for seed, kind in enumerate(("train", "evaluate", "train", "evaluate", "train"))]
-    results = ranks(2).run(run_plan, schedule, plan)
+    results = ranks(2).run(run_plan, plan)
     for step, (kind, data) in enumerate(plan):
         assert_exactly([result[step] for result in results], in_one_process(2, data, training=kind == "train"))
 
 
 def test_a_remainder_is_a_pass_of_its_own(ranks: Callable[[int], RankPool]) -> None:
     """Another size and number of microbatches, in another pipeline, between two steps of the first."""
-    plan = [("train", Data.make(3, 4, 0)), ("train", Data.make(1, 2, 1)), ("train", Data.make(3, 4, 2))]
-    results = ranks(2).run(run_plan, "1f1b", plan)
+    plan = [("train", Data.make(3, 4, 0)), ("train", Data.make(2, 2, 1)), ("train", Data.make(3, 4, 2))]
+    results = ranks(2).run(run_plan, plan)
     for step, (_, data) in enumerate(plan):
         assert_exactly([result[step] for result in results], in_one_process(2, data))
 
 
 def test_evaluation_keeps_no_gradients(ranks: Callable[[int], RankPool]) -> None:
     plan = [("evaluate", Data.make(3, 2, 0))]
-    for (result,) in ranks(2).run(run_plan, "1f1b", plan):
+    for (result,) in ranks(2).run(run_plan, plan):
         assert result.order == ["forward 0", "forward 1", "forward 2"]
         assert result.gradients == {}
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe.schedule import Pipeline, ScheduleName
+from lightning_fxpipe.schedule import Pipeline
 from tests.distributed.pool import RankPool
 from tests.distributed.test_schedule import CPU, Data, LastStage, Rank, make_group
 
@@ -52,7 +52,7 @@ def fail_in_evaluation() -> dict[str, Any] | None:
             return LastStage.forward(rank.stage, *args)
 
         rank.stage.forward = failing
-    pipeline = rank.pipeline(2, 3, schedule="gpipe", training=False)
+    pipeline = rank.pipeline(2, 3, training=False)
     try:
         rank.step(pipeline, data)
     except Exception as error:
@@ -73,22 +73,20 @@ def alone() -> dist.ProcessGroup:
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
-def single_stage(run: Callable[[int, tuple[Tensor, ...]], Tensor], schedule: ScheduleName) -> Pipeline:
+def single_stage() -> Pipeline:
     return Pipeline(
-        run,
         stage_index=0,
         num_stages=1,
         received=(),
         sent=None,
         num_microbatches=2,
-        schedule=schedule,
-        training=True,
+        is_interleaved=True,
         device=CPU,
         group=alone(),
     )
 
 
-def fail_in_training(schedule: ScheduleName, where: str, cause: Exception | None) -> dict[str, Any] | None:
+def fail_in_training(where: str, cause: Exception | None) -> dict[str, Any] | None:
     """Runs on every rank: an error in the forward or the backward of the second microbatch."""
     weight = nn.Parameter(torch.ones(()))
 
@@ -104,25 +102,22 @@ def fail_in_training(schedule: ScheduleName, where: str, cause: Exception | None
         return loss
 
     try:
-        single_stage(run, schedule).step()
+        single_stage().step(run)
     except Exception as error:
         return described(error)
     return None
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_in_training_comes_out_as_it_was_raised(
-    ranks: Callable[[int], RankPool], schedule: ScheduleName, where: str
-) -> None:
-    for result in ranks(2).run(fail_in_training, schedule, where, None):
+def test_an_error_in_training_comes_out_as_it_was_raised(ranks: Callable[[int], RankPool], where: str) -> None:
+    for result in ranks(2).run(fail_in_training, where, None):
         assert_as_raised(result)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_led_to_the_users_error_is_kept(ranks: Callable[[int], RankPool], where: str) -> None:
     """``raise ... from ...`` in the user's code: half of what the traceback tells."""
-    for result in ranks(2).run(fail_in_training, "gpipe", where, KeyError("what led to it")):
+    for result in ranks(2).run(fail_in_training, where, KeyError("what led to it")):
         assert result is not None
         assert result["cause"] == "KeyError('what led to it')"
 
@@ -134,7 +129,7 @@ def fail_with_runtime_error() -> dict[str, Any]:
         raise RuntimeError("shape mismatch in the user's code")
 
     try:
-        single_stage(run, "gpipe").step()
+        single_stage().step(run)
     except RuntimeError as error:
         return described(error)
     raise AssertionError("nothing was raised")
@@ -155,13 +150,13 @@ def gradient_after_error() -> float | str:
             fail_with()
         return weight * (index + 2)
 
-    pipeline = single_stage(run, "gpipe")
+    pipeline = single_stage()
     try:
-        pipeline.step()
+        pipeline.step(run)
     except UserError:
         weight.grad = None
     try:
-        pipeline.step()
+        pipeline.step(run)
     except Exception as error:
         return type(error).__name__
     assert weight.grad is not None

@@ -1,0 +1,279 @@
+"""Which part of a region may run on microbatches, and which must see the whole batch.
+
+Most of a model treats samples one by one: its tensors carry the batch as a dimension, and what it gives for a microbatch is a
+part of what it gives for the batch. What does not (a loss that the model computes, similarities of all samples with each other,
+a mean over the batch) is called *mixing*. Mixing calls that only later code needs form the *tail* of the region: they run once,
+on the last stage, on the joined results of the microbatches. A region whose stages need a mixing value cannot be divided; its
+batch is then one microbatch.
+
+What a call mixes is read from the symbolic shapes of the trace, in which the size of the batch is a symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_fxpipe._compat import storage_key, symbolic_expression
+from lightning_fxpipe.cost import grouped, node_fqns
+from lightning_fxpipe.examples import draws
+from lightning_fxpipe.trace import TracedRegion
+
+# Their result depends on the place of each entry, though on no tensor.
+_NUMBERING = frozenset({"arange", "linspace", "logspace", "range", "tril_indices", "triu_indices", "randperm"})
+
+
+class NotDivisible(Exception):
+    """The region runs on the whole batch only; the message says why, for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a region runs on microbatches.
+
+    Attributes:
+        symbol: Stands for the number of samples in the graph's sizes.
+        unit: Size of the dimension that is cut, as an expression of ``symbol``: the symbol, or a multiple of it.
+        input_dims: For each of the graph's inputs, draws included, the dimension that is cut; None: every microbatch gets all.
+        tail: The calls that run once, on what the microbatches gave.
+    """
+
+    symbol: Any
+    unit: Any
+    input_dims: tuple[int | None, ...]
+    tail: frozenset[fx.Node]
+
+    def rows(self, num_samples: int) -> int:
+        """Size of the cut dimension for so many samples."""
+        return int(self.unit.subs({self.symbol: num_samples}))
+
+
+def divide(traced: TracedRegion) -> Division:
+    """Finds out how a region can be divided; may give nodes of the graph that the tail and the stages both use twins.
+
+    Raises:
+        NotDivisible: It cannot.
+    """
+    symbol = _symbol_of_batch(traced)
+    placeholders = (*traced.input_nodes, *traced.draw_nodes)
+    unit = _unit(traced, placeholders, symbol)
+    dims = tuple(_joined_dim(node.meta["val"], symbol, unit, traced) for node in placeholders)
+    return Division(symbol=symbol, unit=unit, input_dims=dims, tail=_Tail(traced, symbol, unit, placeholders).find())
+
+
+def joined_dim(node: fx.Node, traced: TracedRegion, division: Division) -> int | None:
+    """The dimension along which a node's results for microbatches are joined; None: each microbatch has the same."""
+    return _joined_dim(node.meta["val"], division.symbol, division.unit, traced)
+
+
+def _symbol_of_batch(traced: TracedRegion) -> Any:
+    found = {_settled(symbol, traced) for symbol in traced.batch_symbols}
+    if not found:
+        raise NotDivisible("no tensor that the model gets has the batch as a dimension")
+    symbol = found.pop()
+    if found or not getattr(symbol, "is_Symbol", False):
+        raise NotDivisible("the model's code holds for one batch size only")
+    return symbol
+
+
+def _unit(traced: TracedRegion, placeholders: Iterable[fx.Node], symbol: Any) -> Any:
+    units = {
+        size
+        for node in placeholders
+        for size in _sizes(node.meta["val"], traced)
+        if symbol in getattr(size, "free_symbols", ())
+    }
+    if len(units) != 1:
+        raise NotDivisible(
+            f"its inputs have different numbers of rows for each sample: {', '.join(sorted(map(str, units)))}"
+            if units
+            else "none of its inputs has the batch as a dimension"
+        )
+    (unit,) = units
+    if unit != symbol and not (unit / symbol).is_Integer:
+        raise NotDivisible("an input's rows are no multiple of the samples")
+    return unit
+
+
+def _settled(expression: Any, traced: TracedRegion) -> Any:
+    """An expression with what the trace found out about its symbols."""
+    return expression if isinstance(expression, int) else expression.xreplace(traced.world.replacements())
+
+
+def _sizes(value: Tensor, traced: TracedRegion) -> list[Any]:
+    return [_settled(symbolic_expression(size), traced) for size in value.shape]
+
+
+def _carrying(value: Tensor, symbol: Any, traced: TracedRegion) -> list[int]:
+    """The dimensions of a tensor whose sizes follow from the number of samples."""
+    return [dim for dim, size in enumerate(_sizes(value, traced)) if symbol in getattr(size, "free_symbols", ())]
+
+
+def _joined_dim(value: Tensor, symbol: Any, unit: Any, traced: TracedRegion) -> int | None:
+    dims = _carrying(value, symbol, traced)
+    if not dims:
+        return None
+    if len(dims) > 1 or _sizes(value, traced)[dims[0]] != unit:
+        raise NotDivisible("a tensor has the batch in a way that microbatches cannot be joined in")
+    return dims[0]
+
+
+class _Tail:
+    """Finds the calls that must see the whole batch."""
+
+    def __init__(self, traced: TracedRegion, symbol: Any, unit: Any, placeholders: Collection[fx.Node]) -> None:
+        self._traced = traced
+        self._symbol = symbol
+        self._unit = unit
+        groups, self._position_of = grouped(traced.graph)
+        self._groups = [tuple(group) for group in groups]
+        self._parameters = {fqn for fqn, _ in traced.root.named_parameters(remove_duplicate=False)}
+        # Values that follow from those of the batch; sizes are no values.
+        self._following = {node for node in placeholders if _carrying(node.meta["val"], symbol, traced)}
+        self._mixing: dict[int, str] = {}  # positions of groups, and why
+
+    def find(self) -> frozenset[fx.Node]:
+        """The calls.
+
+        Raises:
+            NotDivisible: A stage would need one of them.
+        """
+        for position, group in enumerate(self._groups):
+            reason = self._why_mixing(group)
+            if any(operand in self._following for node in group for operand in node.all_input_nodes):
+                self._following.update(group)
+            if reason is not None:
+                self._mixing[position] = reason
+        self._take_in_what_cannot_be_joined()
+        self._check_effects()
+        return frozenset(node for position in self._mixing for node in self._groups[position])
+
+    # ------------------------------------------------------------------ what mixes
+
+    def _why_mixing(self, group: tuple[fx.Node, ...]) -> str | None:
+        for node in group:
+            for operand in node.all_input_nodes:
+                before = self._position_of.get(operand)
+                if before is not None and before in self._mixing and before != self._position_of[node]:
+                    return self._mixing[before]
+        follows = any(operand in self._following for node in group for operand in node.all_input_nodes)
+        for node in group:
+            # A tuple's entries have nodes of their own, as far as they are used.
+            values = [node.meta["val"]] if isinstance(node.meta.get("val"), Tensor) else []
+            for value in values:
+                dims = _carrying(value, self._symbol, self._traced)
+                if len(dims) > 1 or (follows and not dims):
+                    return self._described(node)
+                if dims and not follows and _is_numbering(node):
+                    return self._described(node)
+        return None
+
+    def _described(self, node: fx.Node) -> str:
+        what = str(node.target) if node.op == "call_module" else getattr(node.target, "__name__", str(node.target))
+        source = node.meta.get("source")
+        path = node.meta.get("module_path")
+        return f"{what}" + (f" in {path}" if path else "") + (f", {source}" if source else "")
+
+    # ------------------------------------------------------------------ what else belongs to the tail
+
+    def _take_in_what_cannot_be_joined(self) -> None:
+        """A value that the tail or later code takes from the stages, and that cannot be joined, is computed in the tail."""
+        graph = self._traced.graph
+        waiting = list(graph.output_node().all_input_nodes)
+        waiting += [operand for position in self._mixing for node in self._groups[position] for operand in node.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            position = self._position_of.get(node)
+            if position is None or position in self._mixing or self._can_be_joined(node):
+                continue
+            group = self._groups[position]
+            if any(use not in group and self._is_of_stages(use) for member in group for use in member.users):
+                group = self._twin(group)
+                position = len(self._groups)
+                self._groups.append(group)
+                self._position_of |= dict.fromkeys(group, position)
+            self._check_movable(group)
+            self._mixing[position] = self._described(group[0])
+            waiting += [operand for member in group for operand in member.all_input_nodes]
+
+    def _is_of_stages(self, user: fx.Node) -> bool:
+        position = self._position_of.get(user)
+        return position is not None and position not in self._mixing
+
+    def _can_be_joined(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return False
+        try:
+            dim = _joined_dim(value, self._symbol, self._unit, self._traced)
+        except NotDivisible:
+            return False
+        return dim is not None or node not in self._following
+
+    def _check_movable(self, group: tuple[fx.Node, ...]) -> None:
+        for node in group:
+            if draws(node) or not self._parameters.isdisjoint(node_fqns(node, self._traced.root)):
+                raise NotDivisible(f"{self._described(node)} gives values in which the samples cannot be told apart")
+
+    def _twin(self, group: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+        """A second call for the tail, where the stages need the first."""
+        if any(node.meta.get("mutated_storages") for node in group):
+            raise NotDivisible(f"{self._described(group[0])} changes memory that the stages use, too")
+        copies: dict[fx.Node, fx.Node] = {}
+        graph, place = self._traced.graph, group[-1]
+        for node in group:
+            with graph.inserting_after(place):
+                copy = place = graph.node_copy(node, lambda operand: copies.get(operand, operand))
+            copy.meta = dict(node.meta)
+            if node.meta.get("part_of") in copies:
+                copy.meta["part_of"] = copies[node.meta["part_of"]]
+            copies[node] = copy
+            if node in self._following:
+                self._following.add(copy)
+        for node, copy in copies.items():
+            for user in list(node.users):
+                if user not in copies and user not in copies.values() and not self._is_of_stages(user):
+                    user.replace_input_with(node, copy)
+        return tuple(copies.values())
+
+    # ------------------------------------------------------------------ whether the stages can do without it
+
+    def _check_effects(self) -> None:
+        """A call in the tail that changes memory must not be one that the stages read."""
+        tail = {node for position in self._mixing for node in self._groups[position]}
+        changed = {key for node in tail for key in node.meta.get("mutated_storages", ())}
+        for node in self._traced.graph.nodes:
+            value = node.meta.get("val")
+            if node in tail or node.op in ("output", "placeholder") or not isinstance(value, Tensor) or node.op == "get_attr":
+                continue
+            if storage_key(value) in changed:
+                raise NotDivisible(f"{self._described(node)} shares memory with what is changed for the whole batch")
+
+
+def _is_numbering(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") in _NUMBERING
+
+
+def cut(tensor: Tensor, dim: int | None, start: int, rows: int) -> Tensor:
+    """The rows of a microbatch.
+
+    Args:
+        tensor: For the whole batch.
+        dim: Its dimension that is cut; None: it belongs to every microbatch as it is.
+        start: First row.
+        rows: How many.
+    """
+    if dim is None:
+        return tensor
+    # `.data` gives each microbatch a version counter of its own: a call that changes its input in place would otherwise
+    # invalidate what the microbatches before it saved for backward.
+    return (tensor if tensor.requires_grad else tensor.data).narrow(dim, start, rows)
+
+
+def join(parts: list[Tensor], dim: int | None) -> Tensor:
+    """What microbatches gave, for the batch."""
+    return parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)

@@ -1,0 +1,227 @@
+"""Stages, microbatches and pipelines for the calls of a region, kept for all batches of the same shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fxpipe.agreement import check_agreement
+from lightning_fxpipe.division import Division, NotDivisible, divide, joined_dim
+from lightning_fxpipe.errors import PartitionError, TraceError
+from lightning_fxpipe.following import follow_plan_with_tail
+from lightning_fxpipe.lru import LruCache
+from lightning_fxpipe.microbatch import Pass, plan_passes
+from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.planning import Assignment
+from lightning_fxpipe.randomness import generator_state
+from lightning_fxpipe.regionpass import Leg, PassSetup, gradient_specs
+from lightning_fxpipe.schedule import Pipeline
+from lightning_fxpipe.split import Stage, TensorSpec, boundary_specs, build_stage
+from lightning_fxpipe.stagetraces import MAX_TRACES, StageTrace
+from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.trace import TracedRegion
+from lightning_fxpipe.tracelog import TraceLog
+
+# Each holds receive buffers.
+_MAX_SETUPS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Stages:
+    """This rank's part of a trace.
+
+    Attributes:
+        stage: The rank's stage.
+        tail: On the last stage, what runs once for the batch.
+        division: How the batch is cut; None where it is not.
+    """
+
+    stage: Stage
+    tail: Stage | None
+    division: Division | None
+
+
+class PassSetups:
+    """Makes and keeps them. Made by every rank.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        log: Is told of batches that cannot be cut.
+    """
+
+    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
+        self._root = root
+        self._plan = plan
+        self._topology = topology
+        self._log = log
+        self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
+        self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
+        self._setups: LruCache[Hashable, PassSetup] = LruCache(_MAX_SETUPS)
+        self._told_of: set[str] = set()
+
+    def forget(self) -> None:
+        """Gives back what is kept."""
+        self._setups = LruCache(_MAX_SETUPS)
+
+    def get(
+        self,
+        trace: StageTrace,
+        sizes: Mapping[Any, int],
+        num_samples: int,
+        count: int,
+        *,
+        training: bool,
+        before: Callable[[], None],
+    ) -> PassSetup:
+        """The setup for a batch. Called by every rank.
+
+        Args:
+            trace: The trace that covers the batch.
+            sizes: Values of its symbols for the batch.
+            num_samples: Samples in the batch.
+            count: Microbatches that are asked for.
+            training: Whether a backward pass follows.
+            before: Called before a new one is made.
+        """
+
+        def make() -> PassSetup:
+            before()
+            return self._make(trace, sizes, num_samples, count, training)
+
+        key = (trace, tuple(sorted((str(symbol), size) for symbol, size in sizes.items())), count, training)
+        return self._setups.get(key, make)
+
+    def _make(self, trace: StageTrace, sizes: Mapping[Any, int], num_samples: int, count: int, training: bool) -> PassSetup:
+        passes = plan_passes(num_samples, count)
+        if passes[0].count > 1 or len(passes) > 1:
+            divided = self._divided.get(trace, lambda: self._divide(trace))
+            if isinstance(divided, _Stages):
+                try:
+                    return self._setup(trace.traced, divided, passes, sizes, training)
+                except NotDivisible as reason:
+                    divided = str(reason)
+            self._tell(trace, divided)
+        whole = self._whole.get(trace, lambda: self._stages(follow_plan_with_tail(self._plan, trace.traced, ()), None))
+        return self._setup(trace.traced, whole, plan_passes(num_samples, 1), sizes, training)
+
+    def _tell(self, trace: StageTrace, reason: str) -> None:
+        if reason not in self._told_of:
+            self._told_of.add(reason)
+            self._log.warn(
+                f"The {trace.kind.value} runs each batch as one microbatch, so that stages wait for each other: {reason}. "
+                "Only samples that the model treats one by one can be pipelined."
+            )
+
+    def _divide(self, trace: StageTrace) -> _Stages | str:
+        """The stages for microbatches, or why there are none."""
+        try:
+            division = divide(trace.traced)
+        except NotDivisible as reason:
+            return str(reason)
+        try:
+            assignment = follow_plan_with_tail(self._plan, trace.traced, division.tail)
+        except PartitionError as error:
+            return f"{_mixing(division)} must see the whole batch, and earlier stages need it ({error.observed})"
+        return self._stages(assignment, division)
+
+    def _stages(self, assignment: Assignment, division: Division | None) -> _Stages:
+        topology = self._topology
+        check_agreement(
+            topology.control_group,
+            [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)],
+            TraceError(
+                "The ranks recorded different graphs of the same step.",
+                expected="the same tensors across each cut on every rank",
+                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+            ),
+        )
+        return _Stages(
+            stage=build_stage(assignment, topology.stage_index),
+            tail=build_stage(assignment, topology.num_stages) if topology.is_last else None,
+            division=division,
+        )
+
+    def _setup(
+        self, traced: TracedRegion, stages: _Stages, passes: tuple[Pass, ...], sizes: Mapping[Any, int], training: bool
+    ) -> PassSetup:
+        division, stage, topology = stages.division, stages.stage, self._topology
+        num_values = len(traced.input_nodes) + len(traced.draw_nodes)
+        joined: tuple[int | None, ...] = (None,) * len(stage.boundary_out)
+        if division is not None and topology.is_last:
+            joined = tuple(joined_dim(node, traced, division) for node in stage.boundary_out)
+        # With one microbatch the random numbers run through the stages as on one device.
+        carried = random_state_specs(topology.device) if division is None else ()
+        legs = []
+        for part in passes:
+            sizes_of_part = dict(sizes) if division is None else {**sizes, division.symbol: part.size}
+            if not traced.admits(sizes_of_part):
+                raise NotDivisible(f"the model's code takes another path for {part.size} samples than for {passes[0].size}")
+            legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training))
+        return PassSetup(
+            stage=stage,
+            tail=stages.tail,
+            num_stages=topology.num_stages,
+            legs=tuple(legs),
+            input_dims=(None,) * num_values if division is None else division.input_dims,
+            joined_dims=joined,
+            carries_random_state=bool(carried),
+            device=topology.device,
+        )
+
+    def _leg(
+        self,
+        stages: _Stages,
+        part: Pass,
+        full_size: int,
+        sizes: Mapping[Any, int],
+        carried: tuple[TensorSpec, ...],
+        training: bool,
+    ) -> Leg:
+        stage, division, topology = stages.stage, stages.division, self._topology
+        received, sent = boundary_specs(stage.boundary_in, sizes), boundary_specs(stage.boundary_out, sizes)
+        is_first, is_last = stage.index == 0, topology.is_last
+        place, num_places = stage.index, topology.num_stages
+        forward = Pipeline(
+            stage_index=place,
+            num_stages=num_places,
+            received=received + (() if is_first else carried),
+            sent=None if is_last else sent + carried,
+            num_microbatches=part.count,
+            device=topology.device,
+            group=topology.group,
+        )
+        backward = Pipeline(
+            stage_index=num_places - 1 - place,
+            num_stages=num_places,
+            received=() if is_last else gradient_specs(sent),
+            sent=None if is_first else gradient_specs(received),
+            num_microbatches=part.count,
+            device=topology.device,
+            group=topology.backward_group,
+        )
+        return Leg(
+            part=part,
+            start=0 if division is None else division.rows(part.first * full_size),
+            rows=0 if division is None else division.rows(part.size),
+            received=received,
+            sent=sent,
+            forward=forward,
+            backward=backward if training else None,
+        )
+
+
+def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
+    """What carries the state of a device's random numbers over a boundary."""
+    state = generator_state(device)
+    return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)
+
+
+def _mixing(division: Division) -> str:
+    node = next(iter(sorted(division.tail, key=str)), None)
+    return "a call" if node is None else f"{node.name}, {node.meta.get('source') or 'source unknown'},"
