@@ -15,6 +15,7 @@ class Command(IntEnum):
 
     DONE = 0
     BACKWARD = 1
+    INSTALL = 2  # the gradients of a batch that has run forward and backward
 
 
 class Commands:
@@ -28,15 +29,15 @@ class Commands:
         self._group = topology.control_group if topology.num_stages > 1 else None
         self._source = topology.rank_of(topology.num_stages - 1)
 
-    def tell(self, command: Command, number: int = 0, option: int = 0) -> None:
+    def tell(self, command: Command, number: int = 0, option: float = 0) -> None:
         """Called on the last stage; every other rank calls :meth:`hear`."""
         if self._group is not None:
-            dist.broadcast(torch.tensor([command, number, option]), src=self._source, group=self._group)
+            dist.broadcast(torch.tensor([command, number, option], dtype=torch.float64), src=self._source, group=self._group)
 
-    def hear(self) -> tuple[Command, int, int]:
+    def hear(self) -> tuple[Command, int, float]:
         """The next command."""
         assert self._group is not None
-        message = torch.zeros(3, dtype=torch.int64)
+        message = torch.zeros(3, dtype=torch.float64)
         dist.broadcast(message, src=self._source, group=self._group)
         command, number, option = message.tolist()
-        return Command(command), number, option
+        return Command(int(command)), int(number), float(option)

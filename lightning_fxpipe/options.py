@@ -45,5 +45,5 @@ def check_options(*, num_stages: Any, num_microbatches: Any, schedule: Any, batc
             raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
     if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
         raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
-    if schedule not in ("gpipe", "1f1b"):
-        raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'gpipe' or '1f1b'")
+    if schedule not in ("auto", "gpipe", "1f1b"):
+        raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'auto', 'gpipe' or '1f1b'")

@@ -53,9 +53,11 @@ class PassSetups:
         plan: Where each parameter lives.
         topology: This rank's place.
         log: Is told of batches that cannot be cut.
+        interleaves: Whether batches may run forward and backward at once.
     """
 
-    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
+    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, *, interleaves: bool) -> None:
+        self._interleaves = interleaves
         self._root = root
         self._plan = plan
         self._topology = topology
@@ -205,14 +207,26 @@ class PassSetups:
             device=topology.device,
             group=topology.backward_group,
         )
+        interleaved = Pipeline(
+            stage_index=place,
+            num_stages=num_places,
+            received=received,
+            sent=None if is_last else sent,
+            num_microbatches=part.count,
+            device=topology.device,
+            group=topology.group,
+            is_interleaved=True,
+        )
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
             rows=0 if division is None else division.rows(part.size),
             received=received,
             sent=sent,
+            sizes=sizes,
             forward=forward,
             backward=backward if training else None,
+            interleaved=interleaved if training and division is not None and self._interleaves else None,
         )
 
 

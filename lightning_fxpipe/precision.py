@@ -52,6 +52,12 @@ class PipelinePrecision:
             self._end_watch()
             self._end_watch = None
 
+    @property
+    def scale(self) -> float:
+        """By which the plugin multiplies a loss."""
+        scaler = scaler_of(self._plugin)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
     def _share_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """Every rank has the flags of all: a step is skipped by all stages or by none."""
         flag = torch.stack([flag.detach().cpu().reshape(()) for flag in found.values()]).amax()

@@ -11,7 +11,7 @@ GPipe (Huang et al. 2019, section 2.3) has the same order of work: all forward p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,9 @@ class Leg:
         rows: Rows of each.
         received: Specs of the tensors from the previous stage.
         sent: Specs of the tensors to the next stage; on the last stage those that are joined.
+        sizes: Values of the graph's symbols for one of them.
         forward, backward: The pipelines; the latter only in training.
+        interleaved: The pipeline that does both at once; None where that is not asked for.
     """
 
     part: Pass
@@ -50,8 +52,10 @@ class Leg:
     rows: int
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
+    sizes: Mapping[Any, int]
     forward: Pipeline
     backward: Pipeline | None
+    interleaved: Pipeline | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,64 @@ class PassSetup:
         """Microbatches of a batch."""
         return sum(leg.part.count for leg in self.legs)
 
+    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What the last stage gave for all microbatches, in order, as results for the batch."""
+        return tuple(join([part[k] for part in parts], dim) for k, dim in enumerate(self.joined_dims))
+
+
+class StageRun:
+    """This rank's stage on the microbatches of one call of the region.
+
+    Args:
+        setup: The stage and the microbatches.
+        values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
+        random_key: Identifies the batch within the run, for the random numbers of stages.
+    """
+
+    def __init__(self, setup: PassSetup, values: Sequence[Tensor | None], random_key: tuple[int | str, ...]) -> None:
+        self._setup = setup
+        self._values = values
+        self._random_key = random_key
+
+    def compute(
+        self, leg: Leg, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What the stage gives for one microbatch.
+
+        Args:
+            leg: The microbatches of its size.
+            index: Its number among them.
+            received: What the previous stage sent.
+            state: State of the random numbers, where it goes from stage to stage.
+            training: Whether a backward pass follows.
+
+        Returns:
+            The outputs, and the state of the random numbers after them.
+
+        Raises:
+            UnsupportedError: The next stage expects another tensor.
+        """
+        setup = self._setup
+        key = (*self._random_key, leg.part.first + index, setup.stage.index)
+        numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
+        with numbers:
+            outputs = setup.stage.module(*received, *self._inputs(leg, index))
+            after = generator_state(setup.device) if setup.carries_random_state else None
+        for output, spec, node in zip(outputs, leg.sent[: len(outputs)], setup.stage.boundary_out, strict=True):
+            # A transport does not compare shapes or dtypes.
+            loses_gradient = training and output.requires_grad and not spec.requires_grad
+            if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
+                raise _unexpected(setup.stage, node, output, spec)
+        return outputs, after
+
+    def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
+        start = leg.start + index * leg.rows
+        inputs = []
+        for i in self._setup.stage.region_inputs:
+            value = self._values[i]
+            inputs.append(None if value is None else cut(value, self._setup.input_dims[i], start, leg.rows))
+        return inputs
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
@@ -123,8 +185,7 @@ class RegionPass:
         self.setup = setup
         self.announce = announce
         self.retains = False
-        self._values = values
-        self._random_key = random_key
+        self._run = StageRun(setup, values, random_key)
         self._training = training
         self._kept: dict[int, _Kept] = {}  # by number of the microbatch
         self._parts: dict[int, tuple[Tensor, ...]] = {}
@@ -146,9 +207,9 @@ class RegionPass:
             return None
         parts = [self._parts[index] for index in sorted(self._parts)]
         self._parts = {}
-        joined = [join([part[k] for part in parts], dim) for k, dim in enumerate(self.setup.joined_dims)]
+        joined = self.setup.joined(parts)
         if not self._training or not torch.is_grad_enabled() or not self._trains():
-            return tuple(joined)
+            return joined
         results = _Pipelined.apply(torch.zeros((), requires_grad=True), self, *joined)  # type: ignore[no-untyped-call]
         return tuple(results)
 
@@ -175,12 +236,7 @@ class RegionPass:
                 tensor.clone().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
                 for tensor, spec in zip(received, specs, strict=False)
             )
-        key = (*self._random_key, number, setup.stage.index)
-        numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
-        with numbers:
-            outputs = setup.stage.module(*received, *self._inputs(leg, index))
-            state = generator_state(setup.device) if setup.carries_random_state else None
-        outputs = self._checked(outputs, leg)
+        outputs, state = self._run.compute(leg, index, received, state=state, training=self._training)
         if self._training and torch.is_grad_enabled():
             self._kept[number] = _Kept(received=received, outputs=outputs)
         detached = tuple(output.detach() for output in outputs)
@@ -189,25 +245,8 @@ class RegionPass:
             return contiguous if state is None else (*contiguous, state)
         if state is not None:
             set_generator_state(state)
-        self._parts[number] = _safe(detached, received if not self._training else ())
+        self._parts[number] = safe(detached, received if not self._training else ())
         return (torch.zeros((), device=setup.device),)
-
-    def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
-        start = leg.start + index * leg.rows
-        inputs = []
-        for i in self.setup.stage.region_inputs:
-            value = self._values[i]
-            inputs.append(None if value is None else cut(value, self.setup.input_dims[i], start, leg.rows))
-        return inputs
-
-    def _checked(self, outputs: tuple[Tensor, ...], leg: Leg) -> tuple[Tensor, ...]:
-        """What the stage gives, if it is what the next one expects: a transport does not compare shapes or dtypes."""
-        specs = leg.sent[: len(outputs)]
-        for output, spec, node in zip(outputs, specs, self.setup.stage.boundary_out, strict=True):
-            loses_gradient = self._training and output.requires_grad and not spec.requires_grad
-            if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
-                raise _unexpected(self.setup.stage, node, output, spec)
-        return outputs
 
     # ------------------------------------------------------------------ backward
 
@@ -324,7 +363,7 @@ def _spread(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], received: Se
     return [next(waiting) if spec.requires_grad else None for _, spec in zip(outputs, specs, strict=False)]
 
 
-def _safe(outputs: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def safe(outputs: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Outputs that the next receives do not overwrite."""
     buffers = {tensor.untyped_storage().data_ptr() for tensor in received}
     return tuple(output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs)

@@ -13,15 +13,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
 from lightning_fxpipe.commands import Command, Commands
 from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError, UnsupportedError
+from lightning_fxpipe.interleaved import InterleavedPass, Interleaving, ParkedLoss, StepTail
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
-from lightning_fxpipe.microbatch import batch_size, default_num_microbatches
+from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, split_batch
 from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchDraws
@@ -30,6 +32,7 @@ from lightning_fxpipe.region import NoModelCall, StageExit, StepCall, no_model_c
 from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shapes import Shapes
 from lightning_fxpipe.sparing import Sparing, without_values
 from lightning_fxpipe.split import boundary_specs
@@ -39,6 +42,7 @@ from lightning_fxpipe.structure import describe
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
+from lightning_fxpipe.weighting import Finding, LossOptions
 
 _MAX_FOUND = 128
 
@@ -53,6 +57,7 @@ class BatchResult:
         num_microbatches: Microbatches of the batch; 0 where no model was called.
         output: What the step returned.
         loss: In training, the value of its loss; None where the step returned none, to skip the batch.
+        finding: What it showed of the loss, where it was looked at.
         entries: What it logged.
         rng: State of the generators, where the step drew numbers that the other ranks did not.
     """
@@ -60,6 +65,7 @@ class BatchResult:
     num_microbatches: int
     output: Any = None
     loss: float | None = None
+    finding: Finding | None = None
     entries: list[LogEntry] = field(default_factory=list)
     rng: dict[str, Any] | None = None
 
@@ -72,6 +78,8 @@ class PipelineRuntime:
         plan: Where each parameter lives.
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        schedule: Schedule for training.
+        loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
         sparing: Knows the ranks that get batches without values; None where all have them.
     """
@@ -84,6 +92,8 @@ class PipelineRuntime:
         *,
         num_microbatches: int | None,
         trace_log: TraceLog,
+        schedule: ScheduleName = "auto",
+        loss: LossOptions | None = None,
         sparing: Sparing | None = None,
     ) -> None:
         self._root = root
@@ -91,12 +101,14 @@ class PipelineRuntime:
         self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
         self._traces = StageTraces(root, plan, topology, trace_log)
-        self._setups = PassSetups(root, plan, topology, trace_log)
+        self._interleaving = Interleaving(options=loss or LossOptions(), is_asked_for=schedule == "1f1b")
+        self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule == "1f1b")
         self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._sparing = sparing
         self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
         self._commands = Commands(topology)
         self._passes: list[RegionPass] = []  # of the running batch
+        self._interleaved: InterleavedPass | None = None
 
     # ------------------------------------------------------------------ a batch
 
@@ -110,7 +122,7 @@ class PipelineRuntime:
             batch: The batch.
             metrics: The module's metrics, by name.
         """
-        self._passes = []
+        self.end_batch()
         num_samples = batch_size(batch, self._batch_dim)
         found, batch = self._find_trace(step, batch, num_samples)
         if found is None and not self._topology.is_last:
@@ -130,12 +142,17 @@ class PipelineRuntime:
             return BatchResult(num_microbatches=0)
         if call is not None:
             before = call.rng_before_region
+        rng = _changed_since(before)
+        loss = self._loss_value(step, output) if step.is_training else None
+        if loss is not None and call is not None:
+            output = self._with_parked_loss(step, output, call)
         return BatchResult(
             num_microbatches=0 if call is None else call.setup.num_microbatches,
             output=output,
-            loss=self._loss_value(step, output) if step.is_training else None,
+            loss=loss,
+            finding=self._interleaving.finding,
             entries=log.entries,
-            rng=_changed_since(before),
+            rng=rng,
         )
 
     def _region_call(self, step: Step, batch: Any, num_samples: int, found: _Found, draws: BatchDraws) -> _RegionCall:
@@ -147,7 +164,7 @@ class PipelineRuntime:
         setup = self._setups.get(
             trace, sizes, num_samples, count, training=step.is_training, before=lambda: self._agree(step, batch)
         )
-        return _RegionCall(self, step, traced, sizes, setup, draws)
+        return _RegionCall(self, step, batch, traced, sizes, setup, draws)
 
     def _agree(self, step: Step, batch: Any) -> None:
         """The ranks have the same data; looked at where shapes are new."""
@@ -179,7 +196,7 @@ class PipelineRuntime:
                 expected="a tensor with one element, a dict with one under 'loss', or None to skip the batch",
                 todo="Return a loss.",
             )
-        if not loss.requires_grad and not self._passes:
+        if not loss.requires_grad and not self._passes and self._interleaved is None:
             raise UnsupportedError(
                 f"The {step.kind.value} returned a loss without calling the model.",
                 observed="a loss that depends on no parameter",
@@ -187,6 +204,52 @@ class PipelineRuntime:
                 todo="Return None for batches that train nothing.",
             )
         return float(loss.detach())
+
+    def _with_parked_loss(self, step: Step, output: Any, call: _RegionCall) -> Any:
+        """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients."""
+        loss = loss_of(output)
+        assert loss is not None
+        interleaved = self._interleaved
+        if interleaved is None:
+            if self._interleaving.is_open and call.tail is not None:
+                self._interleaving.try_out(call.tail, call.joined, loss)
+            return output
+        interleaved.checked(loss, step)
+
+        def install(factor: float) -> None:
+            self._commands.tell(Command.INSTALL, option=factor / step.scale)
+            interleaved.install(factor / step.scale)
+
+        anchor = torch.zeros((), requires_grad=True)
+        parked: Tensor = ParkedLoss.apply(anchor, loss.detach(), install)  # type: ignore[no-untyped-call]
+        return {**output, "loss": parked} if isinstance(output, dict) else parked
+
+    def learn(self, finding: Finding | None) -> None:
+        """Takes over what the last stage has found out of the loss."""
+        self._interleaving.finding = finding
+
+    def runs_interleaved(self, step: Step, setup: PassSetup) -> bool:
+        """Whether a batch runs forward and backward at once; the same on every rank."""
+        return step.is_training and self._interleaving.is_on and all(leg.interleaved is not None for leg in setup.legs)
+
+    def may_interleave(self, step: Step) -> bool:
+        """Whether a batch may run so, or show whether later ones can."""
+        return step.is_training and self._interleaving.is_asked_for
+
+    def run_interleaved(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, tail: StepTail | None
+    ) -> tuple[Tensor, ...] | None:
+        """The region's call in the running batch, forward and backward. Called by every rank."""
+        self._interleaved = InterleavedPass(
+            setup,
+            values,
+            random_key=step.random_key,
+            parameters=[parameter for parameter in self._root.parameters() if not parameter.is_meta],
+            tail=tail,
+            weights=() if tail is None else self._interleaving.weights(tail),
+            scale=step.scale,
+        )
+        return self._interleaved.run()
 
     def start_pass(self, setup: PassSetup, values: list[Tensor | None], step: Step) -> RegionPass:
         """A call of the region in the running batch."""
@@ -218,22 +281,27 @@ class PipelineRuntime:
     def follow(self) -> None:
         """Runs the backward passes that the last stage asks for, until it asks for no more. Called on the other stages."""
         while True:
-            command, number, retains = self._commands.hear()
+            command, number, option = self._commands.hear()
             if command is Command.DONE:
                 return
+            if command is Command.INSTALL:
+                assert self._interleaved is not None
+                self._interleaved.install(option)
+                continue
             one = self._passes[number]
-            one.retains = bool(retains)
+            one.retains = bool(option)
             one.backward()
 
     def end_batch(self) -> None:
         """Drops what the batch's passes have kept."""
         self._passes = []
+        self._interleaved = None
 
     def forget(self) -> None:
         """Gives back what is kept for later batches: receive buffers and graphs."""
         self._setups.forget()
         self._found = LruCache(_MAX_FOUND)
-        self._passes = []
+        self.end_batch()
 
     # ------------------------------------------------------------------ the trace that a batch runs with
 
@@ -321,6 +389,7 @@ class _RegionCall:
         self,
         runtime: PipelineRuntime,
         step: Step,
+        batch: Any,
         traced: TracedRegion,
         sizes: Mapping[Any, int],
         setup: PassSetup,
@@ -328,6 +397,10 @@ class _RegionCall:
     ) -> None:
         self.setup = setup
         self.rng_before_region: dict[str, Any] | None = None
+        self.tail: StepTail | None = None
+        self.joined: tuple[Tensor, ...] = ()
+        self._batch = batch
+        self._rng_at_start = rng_state() if runtime.may_interleave(step) else None
         self._runtime = runtime
         self._step = step
         self._traced = traced
@@ -378,11 +451,32 @@ class _RegionCall:
         ahead = [node.meta["draw"].make(self._draws, self._sizes) if is_cut else None for node in traced.draw_nodes]
         self.rng_before_region = rng_state()
         values: list[Tensor | None] = [*inputs, *ahead]
-        joined = self._runtime.start_pass(setup, values, self._step).forward()
+        if self._rng_at_start is not None and setup.is_last and is_cut:
+            self.tail = self._step_tail(values, self._rng_at_start, self.rng_before_region)
+        if self._runtime.runs_interleaved(self._step, setup):
+            joined = self._runtime.run_interleaved(setup, values, self._step, self.tail)
+        else:
+            joined = self._runtime.start_pass(setup, values, self._step).forward()
         if joined is None:
             raise StageExit(())
         assert setup.tail is not None
+        self.joined = joined
         return list(setup.tail.module(*joined, *(values[i] for i in setup.tail.region_inputs)))
+
+    def _step_tail(self, values: list[Tensor | None], at_start: dict[str, Any], after_prelude: dict[str, Any]) -> StepTail:
+        runtime = self._runtime
+        passes = [leg.part for leg in self.setup.legs]
+        return StepTail(
+            root=runtime._root,
+            step=self._step,
+            microbatches=split_batch(self._batch, passes, runtime._batch_dim),
+            traced=self._traced,
+            setup=self.setup,
+            values=values,
+            rng_at_start=at_start,
+            rng_after_prelude=after_prelude,
+            draws=BatchDraws(sum(part.count * part.size for part in passes), runtime._batch_dim),
+        )
 
     def _varying(self, what: str, observed: str, expected: str) -> UnsupportedError:
         return UnsupportedError(

@@ -54,7 +54,8 @@ class Pipeline:
         sent: Specs of the tensors sent to the next place; None for the last.
         num_microbatches: Microbatches in one call of :meth:`step`.
         is_interleaved: Whether torch runs backward, too, one microbatch after another's forward pass (1F1B); the last place
-            then gives each microbatch's weighted loss. Needs at least as many microbatches as stages. Else all pass forward.
+            then gives each microbatch's weighted loss. With fewer microbatches than stages all forward passes come first.
+            Else there are forward passes only.
         device: Device of the received tensors.
         group: Process group in which rank i has place i.
     """
@@ -85,7 +86,7 @@ class Pipeline:
         self._num_microbatches = num_microbatches
         self._has_losses = is_interleaved and sent is None
         self._failed = False
-        kind = Schedule1F1B if is_interleaved else ScheduleGPipe
+        kind = Schedule1F1B if is_interleaved and num_microbatches >= num_stages else ScheduleGPipe
         self._schedule = kind(
             stage, num_microbatches, loss_fn=_pass_loss_through if is_interleaved else None, scale_grads=False
         )

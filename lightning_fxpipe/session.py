@@ -31,12 +31,14 @@ from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
+from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.sparing import Sparing, Watched
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import batch_norms, report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
+from lightning_fxpipe.weighting import Finding, LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
 
 _STEPS: dict[RunningStage | None, StepKind] = {
@@ -56,6 +58,8 @@ class Session:
         plan: Which stage holds what.
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        schedule: Schedule for training.
+        loss: What the user says about the loss.
         sparing: Knows the ranks that do not load data.
         materials: Values for the tensors that have no data.
 
@@ -70,6 +74,8 @@ class Session:
         topology: Topology,
         *,
         num_microbatches: int | None,
+        schedule: ScheduleName,
+        loss: LossOptions,
         sparing: Sparing,
         materials: Materials | None = None,
     ) -> None:
@@ -85,6 +91,7 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self.hooks = Hooks(module, WholeModel(module, plan, topology), topology)
         self._knows_buffers = False
+        self._finding: Finding | None = None
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
         self.trace_log = TraceLog(inform, warn, told=told)
         self._runtime = PipelineRuntime(
@@ -92,6 +99,8 @@ class Session:
             plan,
             topology,
             num_microbatches=num_microbatches,
+            schedule=schedule,
+            loss=loss,
             trace_log=self.trace_log,
             sparing=sparing,
         )
@@ -245,11 +254,15 @@ class Session:
         output = result.output
         changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
         sent = self.hooks.sendable_output(step.kind.value, output)
-        told = (result.rng, *changed, sent, trainer.should_stop)
+        finding = None if result.finding is self._finding else result.finding
+        self._finding = result.finding
+        told = (result.rng, *changed, sent, trainer.should_stop, finding)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
         loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and not is_last:
-            rng, attributes, buffers, counted, sent, trainer.should_stop = news
+            rng, attributes, buffers, counted, sent, trainer.should_stop, finding = news
+            if finding is not None:
+                self._runtime.learn(finding)
             if rng is not None:
                 set_rng_state(rng)
             take_over(self.module, attributes, buffers, self._topology.device)

@@ -35,6 +35,7 @@ class Step:
         rest: Its arguments after the batch.
         context: Makes the precision plugin's context for it.
         random_key: Identifies the batch within the run, for the stages' random numbers.
+        scale: By which the loss is probably multiplied before its backward pass.
     """
 
     kind: StepKind
@@ -42,6 +43,7 @@ class Step:
     rest: tuple[Any, ...]
     context: Callable[[], AbstractContextManager[Any]]
     random_key: tuple[int | str, ...]
+    scale: float = 1.0
 
     @property
     def is_training(self) -> bool:

@@ -64,15 +64,16 @@ class FxPipeStrategy(CheckpointStrategy):
         num_stages: Number of stages, one for each device. ``"auto"``: as many as the Trainer has devices.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
             for each stage where the batch allows it.
-        schedule: Order of forward and backward passes in training. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive
-            on a stage, and runs as ``"gpipe"`` for a batch with fewer microbatches than stages; ``"gpipe"`` keeps all alive.
+        schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
+            step once on the whole batch, and then all backward: any loss is exact. ``"1f1b"`` keeps at most ``num_stages``
+            microbatches alive on a stage; the rest of the step runs for each microbatch, too, and the loss must be a sum over
+            microbatches, which is checked. ``"auto"`` is ``"gpipe"``.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
-        loss_reduction: What the loss is over the samples of a batch: ``"mean"``, ``"sum"``, or ``"auto"`` to find out on the
-            first training batch. There is a warning where it is another one.
-        loss_weight: A function, or its import path, that gives the weight of a batch in a mean over something else than
-            samples, such as its number of tokens that are not padding. Called with each microbatch; the loss is then the mean
-            of the microbatches' losses with these weights.
+        loss_reduction: For ``"1f1b"``: what the loss is over the samples of a batch, ``"mean"``, ``"sum"``, or ``"auto"`` to
+            find out on the first training batch.
+        loss_weight: For ``"1f1b"``: a function, or its import path, that gives the weight of a batch in a mean over something
+            else than samples, such as its number of tokens that are not padding.
         batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
         timeout_seconds: Seconds after which a rank that waits for another gives up.
@@ -94,7 +95,7 @@ class FxPipeStrategy(CheckpointStrategy):
         self,
         num_stages: PositiveInt | Literal["auto"] = "auto",
         num_microbatches: PositiveInt | Literal["auto"] = "auto",
-        schedule: ScheduleName = "1f1b",
+        schedule: ScheduleName = "auto",
         plan: PlanFile | PartitionPlan | None = None,
         loss_reduction: LossReductionName = "auto",
         loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
@@ -326,6 +327,8 @@ class FxPipeStrategy(CheckpointStrategy):
                 plan,
                 self.topology,
                 num_microbatches=self._num_microbatches,
+                schedule=self._schedule,
+                loss=self._loss,
                 sparing=self._sparing,
                 materials=materials,
             )
@@ -417,6 +420,9 @@ class FxPipeStrategy(CheckpointStrategy):
             rest=rest,
             context=partial(step_context, self.precision_plugin, kind),
             random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
+            scale=self._precision.scale / trainer.accumulate_grad_batches
+            if kind is StepKind.TRAIN and self._precision
+            else 1.0,
         )
 
 

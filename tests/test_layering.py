@@ -87,6 +87,7 @@ ORDER = [
         "loading",
         "stagetraces",
         "passsetup",
+        "interleaved",
         "runtime",
         "gradients",
         "drawing",

@@ -1,0 +1,330 @@
+"""One forward, one backward: each stage holds the activations of a few microbatches, not of all.
+
+A microbatch can go back through the stages before the others have come forward only where the batch's loss is a sum over
+microbatches. Then the step's code after the region (the *tail* of the step) runs once for each microbatch, for its gradient
+only: it is a dry run, which leaves nothing behind, and draws its part of what the whole batch draws. What the step logs, counts
+and returns comes from its one run on the whole batch, which goes on, without gradient, when the schedule is done. Its loss is
+compared with that of the microbatches every time.
+
+Whether the loss is such a sum is found out on the first batch, which runs as any other (:mod:`lightning_fxpipe.regionpass`).
+
+The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no batch half-way and needs no second weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.division import cut
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.prelude import rehearsed
+from lightning_fxpipe.randomness import BatchDraws
+from lightning_fxpipe.region import replaced_region
+from lightning_fxpipe.regionpass import Leg, PassSetup, StageRun, safe
+from lightning_fxpipe.replay import Replayer, watched_step
+from lightning_fxpipe.rng import set_rng_state
+from lightning_fxpipe.step import Step, loss_of
+from lightning_fxpipe.trace import TracedRegion
+from lightning_fxpipe.weighting import (
+    Finding,
+    LossOptions,
+    LossReduction,
+    Verdict,
+    compare,
+    tolerance,
+    weighted_sum,
+    without_gradient,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTail:
+    """Runs the step on single microbatches, whose region has run. Used on the last stage.
+
+    Attributes:
+        root: The LightningModule.
+        step: The step.
+        microbatches: The batch, split.
+        traced: The region.
+        setup: How it is cut.
+        values: Its inputs and draws for the whole batch.
+        rng_at_start: State of the generators when the step began.
+        rng_after_prelude: And when it came to the region.
+        draws: Makes what the step draws.
+    """
+
+    root: nn.Module
+    step: Step
+    microbatches: Sequence[Any]
+    traced: TracedRegion
+    setup: PassSetup
+    values: Sequence[Tensor | None]
+    rng_at_start: dict[str, Any]
+    rng_after_prelude: dict[str, Any]
+    draws: BatchDraws
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples in each microbatch."""
+        return [leg.part.size for leg in self.setup.legs for _ in range(leg.part.count)]
+
+    def loss(self, number: int, results: Sequence[Tensor]) -> Tensor | None:
+        """The microbatch's loss; None where the step returns none.
+
+        Args:
+            number: Of the microbatch in the batch.
+            results: What the last stage gave for it.
+        """
+        leg, index = next(
+            (leg, number - leg.part.first)
+            for leg in self.setup.legs
+            if leg.part.first <= number < leg.part.first + leg.part.count
+        )
+        batch, size = self.microbatches[number], leg.part.size
+        start = sum(self.sizes[:number])
+
+        def region(_: Sequence[Tensor]) -> list[Tensor]:
+            if number == 0:
+                set_rng_state(self.rng_after_prelude)
+            tail = self.setup.tail
+            assert tail is not None
+            row = leg.start + index * leg.rows
+            own = [
+                v if v is None else cut(v, dim, row, leg.rows)
+                for v, dim in zip(self.values, self.setup.input_dims, strict=True)
+            ]
+            return list(tail.module(*results, *(own[i] for i in tail.region_inputs)))
+
+        function = self.step.function
+        with rehearsed(self.root, function, (batch, *self.step.rest), {}) as again:
+            set_rng_state(self.rng_at_start)
+            self.draws.begin_microbatch(start, size)
+            with self.step.context(), self._in_place(leg, again.args, region):
+                result = function(*again.args)
+        return None if result is None else loss_of(result)
+
+    def _in_place(
+        self, leg: Leg, args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> AbstractContextManager[Any]:
+        """In the block the region gives what it has given."""
+        traced = self.traced
+        if traced.record is not None:
+            replayer = Replayer(self.root, traced.record, leg.sizes, self.setup.device.type)
+            return replayer.lead((args[0], args[2:]), self.draws, region)
+        return self._single_call(region)
+
+    @contextmanager
+    def _single_call(self, region: Callable[[Sequence[Tensor]], list[Tensor]]) -> Iterator[None]:
+        path = self.traced.signature.path
+        assert path is not None
+
+        def run_region(*args: Any, **kwargs: Any) -> Any:
+            with mode.in_stage():
+                outputs = region(())
+            return self.traced.result(outputs)
+
+        with watched_step(self.root, self.draws) as mode, replaced_region(self.root, path, run_region):
+            yield
+
+
+class InterleavedPass:
+    """The region's one call in a training batch, forward and backward at once. Made by every rank.
+
+    Gradients of this rank's parameters are parked until :meth:`install`: Lightning sets ``.grad`` to zero in between.
+
+    Args:
+        setup: The stage and the microbatches.
+        values: The region's inputs and draws for the whole batch.
+        random_key: Identifies the batch within the run.
+        parameters: This rank's.
+        tail: On the last stage, the rest of the step.
+        weights: On the last stage, the factor of each microbatch's loss in the batch's loss.
+        scale: On the last stage, by which the loss is multiplied for its backward pass.
+    """
+
+    def __init__(
+        self,
+        setup: PassSetup,
+        values: Sequence[Tensor | None],
+        *,
+        random_key: tuple[int | str, ...],
+        parameters: Sequence[nn.Parameter],
+        tail: StepTail | None,
+        weights: Sequence[float],
+        scale: float,
+    ) -> None:
+        self.losses: dict[int, float] = {}
+        self.weights = weights
+        self._scale = scale
+        self._run = StageRun(setup, values, random_key)
+        self._setup = setup
+        self._parameters = parameters
+        self._tail = tail
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+
+    def run(self) -> tuple[Tensor, ...] | None:
+        """Runs all microbatches. Called by every rank of the pipeline.
+
+        Returns:
+            On the last stage the joined results, without gradient.
+        """
+        parts: dict[int, tuple[Tensor, ...]] = {}
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            for leg in self._setup.legs:
+                assert leg.interleaved is not None
+                leg.interleaved.step(partial(self._one, leg, parts))
+            self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        finally:
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
+        if not self._setup.is_last:
+            return None
+        return self._setup.joined([parts[number] for number in sorted(parts)])
+
+    def _one(
+        self, leg: Leg, parts: dict[int, tuple[Tensor, ...]], index: int, received: tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        outputs, _ = self._run.compute(leg, index, received, state=None, training=True)
+        if not self._setup.is_last:
+            return tuple(output.contiguous() for output in outputs)
+        number = leg.part.first + index
+        parts[number] = safe(tuple(output.detach() for output in outputs), received)
+        assert self._tail is not None
+        loss = self._tail.loss(number, outputs)
+        trained = [output for output in outputs if output.requires_grad]
+        nothing = without_gradient(trained) if trained else torch.zeros((), device=self._setup.device, requires_grad=True)
+        if loss is None:
+            self.losses[number] = float("nan")
+            return nothing
+        self.losses[number] = float(loss.detach())
+        weight = self.weights[number]
+        return loss.reshape(()) * (weight * self._scale) + nothing if weight else nothing
+
+    def install(self, factor: float) -> None:
+        """Adds the parked gradients to ``.grad``, as a backward pass does.
+
+        Args:
+            factor: Derivative of what is differentiated by the batch's loss, over the scale.
+        """
+        for parameter, gradient in self._gradients:
+            if factor != 1:
+                gradient.mul_(factor)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._gradients = []
+
+    def checked(self, whole: Tensor, step: Step) -> None:
+        """Compares the whole batch's loss with that of its microbatches. Called on the last stage.
+
+        Raises:
+            UnsupportedError: They differ.
+        """
+        value = float(whole.detach())
+        losses = [self.losses[number] for number in sorted(self.losses)]
+        total = weighted_sum(losses, self.weights)
+        scale = max(abs(value), abs(total), max(map(abs, losses), default=0.0), 1e-6)
+        if abs(total - value) <= tolerance(whole.dtype) * scale or (total != total and value != value):
+            return
+        raise UnsupportedError(
+            "The loss of this batch is not that of its microbatches, as it was on the first batch.",
+            where=getattr(step.function, "__qualname__", step.kind.value),
+            observed=f"{value:.7g} for the whole batch, {total:.7g} from its {len(losses)} microbatches",
+            expected="a mean or a sum over samples, which 1F1B can train",
+            todo='Set FxPipeStrategy(schedule="gpipe"), which trains any loss.',
+        )
+
+
+class ParkedLoss(torch.autograd.Function):
+    """The batch's loss, whose backward pass has been: it tells by which factor the gradients count."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, install: Callable[[float], None]) -> Tensor:
+        """The loss.
+
+        Args:
+            ctx: Of autograd.
+            anchor: Requires a gradient, so that the loss does.
+            loss: Its value.
+            install: Gets the factor.
+        """
+        ctx.install = install
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Installs the gradients."""
+        ctx.install(float(gradient))
+        return None, None, None
+
+
+@dataclass(kw_only=True)
+class Interleaving:
+    """What is known of whether training batches can run interleaved.
+
+    Attributes:
+        options: What the user says about the loss.
+        is_asked_for: Whether the user wants it.
+        finding: What the first batch has shown; None before.
+    """
+
+    options: LossOptions
+    is_asked_for: bool
+    finding: Finding | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a batch is to show it."""
+        return self.is_asked_for and (self.finding is None or self.finding.verdict is Verdict.UNCLEAR)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether batches run interleaved."""
+        return self.is_asked_for and self.finding is not None and self.finding.verdict is Verdict.FITS
+
+    def weights(self, tail: StepTail) -> tuple[float, ...]:
+        """Factor of each microbatch's loss in the batch's."""
+        reduction = self.options.reduction or (self.finding.reduction if self.finding else None) or LossReduction.MEAN
+        return self.options.weights(reduction, tail.microbatches, tail.sizes)
+
+    def try_out(self, tail: StepTail, joined: Sequence[Tensor], whole: Tensor) -> None:
+        """Finds out whether a batch's loss is a sum over its microbatches. Called on the last stage, after the step.
+
+        Args:
+            tail: The rest of the step.
+            joined: What the region gave for the batch.
+            whole: The batch's loss.
+
+        Raises:
+            UnsupportedError: It is none.
+        """
+        losses = []
+        with torch.no_grad():
+            for leg in tail.setup.legs:
+                for index in range(leg.part.count):
+                    row = leg.start + index * leg.rows
+                    results = [
+                        cut(tensor.detach(), dim, row, leg.rows)
+                        for tensor, dim in zip(joined, tail.setup.joined_dims, strict=True)
+                    ]
+                    losses.append(tail.loss(leg.part.first + index, results))
+        values = [float("nan") if loss is None else float(loss) for loss in losses]
+        self.finding = compare(float(whole.detach()), values, tail.sizes, self.options, self.weights(tail), whole.dtype)
+        if self.finding.verdict in (Verdict.DIFFERS, Verdict.IMPOSSIBLE):
+            total = weighted_sum(values, self.weights(tail))
+            raise UnsupportedError(
+                "1F1B cannot train this loss: it is not made of those of the microbatches.",
+                where=getattr(tail.step.function, "__qualname__", tail.step.kind.value),
+                observed=f"{float(whole.detach()):.7g} for the whole batch, {total:.7g} from its {len(values)} microbatches",
+                expected="a mean or a sum over samples, or a mean with the weights that loss_weight gives",
+                todo='Set FxPipeStrategy(schedule="gpipe"), which trains any loss; for a mean over something else than '
+                "samples, such as tokens, loss_weight may say over what.",
+            )
