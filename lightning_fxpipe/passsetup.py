@@ -189,34 +189,38 @@ class PassSetups:
         received, sent = boundary_specs(stage.boundary_in, sizes), boundary_specs(stage.boundary_out, sizes)
         is_first, is_last = stage.index == 0, topology.is_last
         place, num_places = stage.index, topology.num_stages
+        count, device = part.count, topology.device
         forward = Pipeline(
             stage_index=place,
             num_stages=num_places,
             received=received + (() if is_first else carried),
             sent=None if is_last else sent + carried,
-            num_microbatches=part.count,
-            device=topology.device,
+            num_microbatches=count,
+            device=device,
             group=topology.group,
         )
-        backward = Pipeline(
-            stage_index=num_places - 1 - place,
-            num_stages=num_places,
-            received=() if is_last else gradient_specs(sent),
-            sent=None if is_first else gradient_specs(received),
-            num_microbatches=part.count,
-            device=topology.device,
-            group=topology.backward_group,
-        )
-        interleaved = Pipeline(
-            stage_index=place,
-            num_stages=num_places,
-            received=received,
-            sent=None if is_last else sent,
-            num_microbatches=part.count,
-            device=topology.device,
-            group=topology.group,
-            is_interleaved=True,
-        )
+        backward = interleaved = None
+        if training:
+            backward = Pipeline(
+                stage_index=num_places - 1 - place,
+                num_stages=num_places,
+                received=() if is_last else gradient_specs(sent),
+                sent=None if is_first else gradient_specs(received),
+                num_microbatches=count,
+                device=device,
+                group=topology.backward_group,
+            )
+        if training and division is not None and self._interleaves:
+            interleaved = Pipeline(
+                stage_index=place,
+                num_stages=num_places,
+                received=received,
+                sent=None if is_last else sent,
+                num_microbatches=count,
+                device=device,
+                group=topology.group,
+                is_interleaved=True,
+            )
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
@@ -225,8 +229,8 @@ class PassSetups:
             sent=sent,
             sizes=sizes,
             forward=forward,
-            backward=backward if training else None,
-            interleaved=interleaved if training and division is not None and self._interleaves else None,
+            backward=backward,
+            interleaved=interleaved,
         )
 
 

@@ -8,7 +8,7 @@ and autograd on the whole batch, as on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,36 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
+from lightning_fxpipe.batchtraces import BatchTraces, Found
 from lightning_fxpipe.commands import Command, Commands
-from lightning_fxpipe.containers import fingerprint
 from lightning_fxpipe.errors import BatchError, UnsupportedError
 from lightning_fxpipe.interleaved import InterleavedPass, Interleaving, ParkedLoss, StepTail
-from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, split_batch
 from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchDraws
-from lightning_fxpipe.reads import current_reads
-from lightning_fxpipe.region import NoModelCall, StageExit, StepCall, no_model_called, replaced_region
+from lightning_fxpipe.region import StageExit, no_model_called, replaced_region
 from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.schedule import ScheduleName
-from lightning_fxpipe.shapes import Shapes
-from lightning_fxpipe.sparing import Sparing, without_values
+from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.split import boundary_specs
-from lightning_fxpipe.stagetraces import StageTrace, StageTraces, ValuesNeeded
 from lightning_fxpipe.step import Step, StepKind, loss_of
 from lightning_fxpipe.structure import describe
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import Finding, LossOptions
-
-_MAX_FOUND = 128
-
-_Found = tuple[StageTrace, Shapes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +92,10 @@ class PipelineRuntime:
         self._topology = topology
         self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
-        self._traces = StageTraces(root, plan, topology, trace_log)
+        self._traces = BatchTraces(root, plan, topology, trace_log, sparing)
         self._interleaving = Interleaving(options=loss or LossOptions(), is_asked_for=schedule == "1f1b")
         self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule == "1f1b")
-        self._found: LruCache[Hashable, _Found] = LruCache(_MAX_FOUND)
         self._sparing = sparing
-        self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
         self._commands = Commands(topology)
         self._passes: list[RegionPass] = []  # of the running batch
         self._interleaved: InterleavedPass | None = None
@@ -124,7 +114,7 @@ class PipelineRuntime:
         """
         self.end_batch()
         num_samples = batch_size(batch, self._batch_dim)
-        found, batch = self._find_trace(step, batch, num_samples)
+        found, batch = self._traces.find(step, batch, num_samples)
         if found is None and not self._topology.is_last:
             return BatchResult(num_microbatches=0)
         log = StepLog(metrics)
@@ -155,7 +145,7 @@ class PipelineRuntime:
             rng=rng,
         )
 
-    def _region_call(self, step: Step, batch: Any, num_samples: int, found: _Found, draws: BatchDraws) -> _RegionCall:
+    def _region_call(self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws) -> _RegionCall:
         trace, shapes = found
         traced = trace.traced
         sizes = traced.bind_sizes(shapes)
@@ -264,6 +254,10 @@ class PipelineRuntime:
         self._passes.append(made)
         return made
 
+    def free_stages(self, kind: StepKind) -> frozenset[int]:
+        """The stages but for the last that a step's batches so far have shown to need no values of them."""
+        return self._traces.free_stages(kind)
+
     # ------------------------------------------------------------------ backward
 
     def lead_backward(self, run: Callable[[], None], *, retains: bool) -> None:
@@ -300,86 +294,8 @@ class PipelineRuntime:
     def forget(self) -> None:
         """Gives back what is kept for later batches: receive buffers and graphs."""
         self._setups.forget()
-        self._found = LruCache(_MAX_FOUND)
+        self._traces.forget()
         self.end_batch()
-
-    # ------------------------------------------------------------------ the trace that a batch runs with
-
-    def _find_trace(self, step: Step, batch: Any, size: int) -> tuple[_Found | None, Any]:
-        """The trace, and the batch, which gets its values on all ranks where that needs them."""
-        spared = self._sparing.stages(step.kind) if self._sparing is not None else frozenset[int]()
-        try:
-            found = self._lookup(step, batch, size, has_values=not spared)
-            needs_values = found is not None and bool(spared & found[0].stages_with_inputs)
-        except ValuesNeeded:
-            needs_values = True
-        if needs_values:
-            assert self._sparing is not None
-            batch = self._sparing.with_values(step.kind, batch)
-            found = self._lookup(step, batch, size, has_values=True)
-        if found is not None:
-            self._learn_needs(step, batch, size, found)
-        return found, batch
-
-    def _learn_needs(self, step: Step, batch: Any, size: int, found: _Found) -> None:
-        if self._topology.num_stages < 3:
-            return
-        reading = found[0].stages_with_inputs
-        if step.kind not in self._reading:
-            # A step that looks at values is not even tried: on zeros a loop may have no end.
-            looks = self._traces.looks_at_values(step.kind)
-            if looks or not self._is_found_without_values(step, batch, size, found):
-                reading = frozenset(range(self._topology.num_stages))
-        self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
-
-    def _is_found_without_values(self, step: Step, batch: Any, size: int, expected: _Found) -> bool:
-        """Whether what comes before the model's call runs on zeros, too, and calls it in the same way."""
-        try:
-            found = self._find(step, without_values(batch, self._topology.device), size, has_values=False)
-        except Exception:  # zeros may be what the step cannot do with, as a division by them
-            return False
-        return found is not None and found[0].traced is expected[0].traced and found[1] == expected[1]
-
-    def free_stages(self, kind: StepKind) -> frozenset[int]:
-        """The stages but for the last that a step's batches so far have shown to need no values of them."""
-        if kind not in self._reading or self._traces.looks_at_values(kind):
-            return frozenset()
-        return frozenset(range(self._topology.num_stages - 1)) - self._reading[kind]
-
-    def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> _Found | None:
-        # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those
-        # cannot be compared, and where they are new, such as the names of the samples, the step tells.
-        constants = fingerprint((batch, step.rest[1:]))
-        if constants is None or not self._traces.is_fixed(step.kind):
-            return self._find(step, batch, size, has_values=has_values)
-        key = (
-            step.kind,
-            size,
-            constants,
-            tuple(module.training for module in self._root.modules()),
-            tuple(parameter.requires_grad for parameter in self._root.parameters()),
-            tuple(current_reads(self._root, self._traces.read_keys).values()),
-        )
-
-        def find() -> _Found:
-            found = self._find(step, batch, size, has_values=has_values)
-            if found is None:
-                raise NoModelCall("The step calls no model for this batch.")
-            return found
-
-        try:
-            return self._found.get(key, find)
-        except NoModelCall:
-            return None
-
-    def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> _Found | None:
-        """None for a batch that skips the model."""
-        call = StepCall(function=step.function, args=(batch, *step.rest), kwargs={})
-        try:
-            with step.context():
-                return self._traces.find(step.kind, call, size, has_values=has_values)
-        except NoModelCall:
-            return None
 
 
 class _RegionCall:

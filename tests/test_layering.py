@@ -87,6 +87,7 @@ ORDER = [
         "loading",
         "stagetraces",
         "passsetup",
+        "batchtraces",
         "interleaved",
         "runtime",
         "gradients",
