@@ -70,6 +70,18 @@ def joined_dim(node: fx.Node, traced: TracedRegion, division: Division) -> int |
     return _joined_dim(node.meta["val"], division.symbol, division.unit, traced)
 
 
+def sample_dims(traced: TracedRegion, division: Division) -> dict[str, int]:
+    """Of the nodes whose results have one dimension that is cut, that dimension, by the node's name."""
+    found = {}
+    for node in traced.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            dims = _carrying(value, division.symbol, traced)
+            if len(dims) == 1 and _sizes(value, traced)[dims[0]] == division.unit:
+                found[node.name] = dims[0]
+    return found
+
+
 def _symbol_of_batch(traced: TracedRegion) -> Any:
     found = {_settled(symbol, traced) for symbol in traced.batch_symbols}
     if not found:

@@ -28,3 +28,8 @@ class LruCache(Generic[Key, Value]):
                 self._values.popitem(last=False)
         self._values.move_to_end(key)
         return self._values[key]
+
+    def put(self, key: Key, value: Value) -> None:
+        """Exchanges the value of a key."""
+        self._values.pop(key, None)
+        self.get(key, lambda: value)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from lightning_fxpipe.agreement import check_agreement
-from lightning_fxpipe.division import Division, NotDivisible, divide, joined_dim
+from lightning_fxpipe.agreement import check_agreement, gathered
+from lightning_fxpipe.division import Division, NotDivisible, divide, joined_dim, sample_dims
 from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.following import follow_plan_with_tail
 from lightning_fxpipe.lru import LruCache
@@ -65,6 +66,7 @@ class PassSetups:
         self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
         self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
         self._setups: LruCache[Hashable, PassSetup] = LruCache(_MAX_SETUPS)
+        self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
 
     def forget(self) -> None:
@@ -98,6 +100,27 @@ class PassSetups:
 
         key = (trace, tuple(sorted((str(symbol), size) for symbol, size in sizes.items())), count, training)
         return self._setups.get(key, make)
+
+    def is_proven(self, trace: StageTrace, setup: PassSetup) -> bool:
+        """Whether the stages of a trace have been seen to treat samples one by one, or need not."""
+        return setup.num_microbatches == 1 or trace.traced in self._proven
+
+    def prove(self, trace: StageTrace, mixing: str | None) -> bool:
+        """Takes in what a try of this rank's stage has shown. Called by every rank.
+
+        Args:
+            trace: The trace.
+            mixing: A call in which samples notice each other.
+
+        Returns:
+            Whether all ranks' stages treat samples one by one; if not, the trace's batches are not cut any more.
+        """
+        found = [call for call in gathered(self._topology.control_group, mixing) if call is not None]
+        if found:
+            self._divided.put(trace, f"in {found[0]}, samples of the batch notice each other")
+            self._setups = LruCache(_MAX_SETUPS)
+        self._proven.add(trace.traced)
+        return not found
 
     def _make(self, trace: StageTrace, sizes: Mapping[Any, int], num_samples: int, count: int, training: bool) -> PassSetup:
         passes = plan_passes(num_samples, count)
@@ -172,6 +195,7 @@ class PassSetups:
             legs=tuple(legs),
             input_dims=(None,) * num_values if division is None else division.input_dims,
             joined_dims=joined,
+            sample_dims={} if division is None else sample_dims(traced, division),
             carries_random_state=bool(carried),
             device=topology.device,
         )

@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from lightning_fxpipe.division import cut, join
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.independence import mixing_call
 from lightning_fxpipe.microbatch import Pass
 from lightning_fxpipe.randomness import (
     continued_random_numbers,
@@ -69,6 +70,7 @@ class PassSetup:
         legs: The microbatches.
         input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
+        sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has.
         carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
         device: This rank's device.
     """
@@ -79,6 +81,7 @@ class PassSetup:
     legs: tuple[Leg, ...]
     input_dims: tuple[int | None, ...]
     joined_dims: tuple[int | None, ...]
+    sample_dims: Mapping[str, int]
     carries_random_state: bool
     device: torch.device
 
@@ -142,6 +145,14 @@ class StageRun:
                 raise _unexpected(setup.stage, node, output, spec)
         return outputs, after
 
+    def mixing_call(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> str | None:
+        """The call of the stage in which the samples of a microbatch notice each other, found by trial; None for none."""
+        setup = self._setup
+        dims = [setup.sample_dims.get(node.name) for node in setup.stage.boundary_in]
+        dims += [setup.input_dims[i] for i in setup.stage.region_inputs]
+        inputs = [*received[: len(setup.stage.boundary_in)], *self._inputs(leg, index)]
+        return mixing_call(setup.stage.module, inputs, dims, setup.sample_dims.get, leg.rows)
+
     def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
         start = leg.start + index * leg.rows
         inputs = []
@@ -168,8 +179,10 @@ class RegionPass:
         random_key: Identifies the batch within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
         announce: Tells the other ranks that the backward pass begins. Called on the last stage.
+        tries: Whether the first microbatch is to show that the stage treats samples one by one.
 
     Attributes:
+        mixing: A call of this rank's stage in which they notice each other, after a try.
         retains: Whether what the stages saved is kept for one more backward pass.
     """
 
@@ -181,9 +194,12 @@ class RegionPass:
         random_key: tuple[int | str, ...],
         training: bool,
         announce: Callable[[RegionPass], None],
+        tries: bool = False,
     ) -> None:
         self.setup = setup
         self.announce = announce
+        self.mixing: str | None = None
+        self._tries = tries
         self.retains = False
         self._run = StageRun(setup, values, random_key)
         self._training = training
@@ -236,6 +252,8 @@ class RegionPass:
                 tensor.clone().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
                 for tensor, spec in zip(received, specs, strict=False)
             )
+        if self._tries and number == 0:
+            self.mixing = self._run.mixing_call(leg, index, received)
         outputs, state = self._run.compute(leg, index, received, state=state, training=self._training)
         if self._training and torch.is_grad_enabled():
             self._kept[number] = _Kept(received=received, outputs=outputs)

@@ -29,14 +29,14 @@ from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.region import StageExit, no_model_called, replaced_region
 from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.replay import Replayer, watched_step
-from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.split import boundary_specs
+from lightning_fxpipe.stagetraces import StageTrace
 from lightning_fxpipe.step import Step, StepKind, loss_of
 from lightning_fxpipe.structure import describe
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import Finding, LossOptions
 
@@ -151,10 +151,13 @@ class PipelineRuntime:
         sizes = traced.bind_sizes(shapes)
         assert sizes is not None
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
-        setup = self._setups.get(
-            trace, sizes, num_samples, count, training=step.is_training, before=lambda: self._agree(step, batch)
-        )
-        return _RegionCall(self, step, batch, traced, sizes, setup, draws)
+
+        def setup() -> PassSetup:
+            return self._setups.get(
+                trace, sizes, num_samples, count, training=step.is_training, before=lambda: self._agree(step, batch)
+            )
+
+        return _RegionCall(self, step, batch, trace, sizes, setup, draws)
 
     def _agree(self, step: Step, batch: Any) -> None:
         """The ranks have the same data; looked at where shapes are new."""
@@ -241,8 +244,27 @@ class PipelineRuntime:
         )
         return self._interleaved.run()
 
-    def start_pass(self, setup: PassSetup, values: list[Tensor | None], step: Step) -> RegionPass:
-        """A call of the region in the running batch."""
+    def run_pass(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace
+    ) -> tuple[bool, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch, forward. Called by every rank.
+
+        Returns:
+            Whether it counts, and the joined results. It does not where a first try shows that samples notice each other.
+        """
+        tries = not self._setups.is_proven(trace, setup)
+        buffers = [(b, b.clone()) for b in self._root.buffers() if not b.is_meta] if tries else []
+        one = self._started(setup, values, step, tries=tries)
+        joined = one.forward()
+        if tries and not self._setups.prove(trace, one.mixing):
+            self._passes.remove(one)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            return False, None
+        return True, joined
+
+    def _started(self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool) -> RegionPass:
         number = len(self._passes)
         made = RegionPass(
             setup,
@@ -250,6 +272,7 @@ class PipelineRuntime:
             random_key=(*step.random_key, number) if number else step.random_key,
             training=step.is_training,
             announce=lambda one: self._commands.tell(Command.BACKWARD, number, int(one.retains)),
+            tries=tries,
         )
         self._passes.append(made)
         return made
@@ -306,12 +329,12 @@ class _RegionCall:
         runtime: PipelineRuntime,
         step: Step,
         batch: Any,
-        traced: TracedRegion,
+        trace: StageTrace,
         sizes: Mapping[Any, int],
-        setup: PassSetup,
+        make_setup: Callable[[], PassSetup],
         draws: BatchDraws,
     ) -> None:
-        self.setup = setup
+        self.setup = make_setup()
         self.rng_before_region: dict[str, Any] | None = None
         self.tail: StepTail | None = None
         self.joined: tuple[Tensor, ...] = ()
@@ -319,7 +342,9 @@ class _RegionCall:
         self._rng_at_start = rng_state() if runtime.may_interleave(step) else None
         self._runtime = runtime
         self._step = step
-        self._traced = traced
+        self._trace = trace
+        self._traced = trace.traced
+        self._make_setup = make_setup
         self._sizes = sizes
         self._draws = draws
 
@@ -362,22 +387,34 @@ class _RegionCall:
         actual = tuple(tuple(tensor.shape) for tensor in inputs)
         if actual != expected:
             raise self._varying("inputs of other shapes", str(actual), str(expected))
-        # With one microbatch they are drawn where they stand.
-        is_cut = setup.num_microbatches > 1
-        ahead = [node.meta["draw"].make(self._draws, self._sizes) if is_cut else None for node in traced.draw_nodes]
-        self.rng_before_region = rng_state()
-        values: list[Tensor | None] = [*inputs, *ahead]
-        if self._rng_at_start is not None and setup.is_last and is_cut:
-            self.tail = self._step_tail(values, self._rng_at_start, self.rng_before_region)
+        before_draws = rng_state()
+        values = self._values(inputs)
         if self._runtime.runs_interleaved(self._step, setup):
             joined = self._runtime.run_interleaved(setup, values, self._step, self.tail)
         else:
-            joined = self._runtime.start_pass(setup, values, self._step).forward()
+            counts, joined = self._runtime.run_pass(setup, values, self._step, self._trace)
+            if not counts:
+                self.setup = setup = self._make_setup()
+                set_rng_state(before_draws)
+                values = self._values(inputs)
+                _, joined = self._runtime.run_pass(setup, values, self._step, self._trace)
         if joined is None:
             raise StageExit(())
         assert setup.tail is not None
         self.joined = joined
         return list(setup.tail.module(*joined, *(values[i] for i in setup.tail.region_inputs)))
+
+    def _values(self, inputs: list[Tensor]) -> list[Tensor | None]:
+        """The region's inputs and draws for the whole batch; with one microbatch these are drawn where they stand."""
+        setup = self.setup
+        is_cut = setup.num_microbatches > 1
+        ahead = [node.meta["draw"].make(self._draws, self._sizes) if is_cut else None for node in self._traced.draw_nodes]
+        self.rng_before_region = rng_state()
+        values: list[Tensor | None] = [*inputs, *ahead]
+        self.tail = None
+        if self._rng_at_start is not None and setup.is_last and is_cut:
+            self.tail = self._step_tail(values, self._rng_at_start, self.rng_before_region)
+        return values
 
     def _step_tail(self, values: list[Tensor | None], at_start: dict[str, Any], after_prelude: dict[str, Any]) -> StepTail:
         runtime = self._runtime

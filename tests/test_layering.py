@@ -76,6 +76,7 @@ ORDER = [
         "division",
         "split",
         "schedule",
+        "independence",
         "regionpass",
         "replay",
         "metrics",
