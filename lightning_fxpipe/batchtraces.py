@@ -4,6 +4,7 @@ model's call; and which stages need the values of a step's batches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from typing import Any
 
@@ -20,6 +21,8 @@ from lightning_fxpipe.stagetraces import StageTrace, StageTraces, ValuesNeeded
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 _MAX_FOUND = 128
 
@@ -84,6 +87,7 @@ class BatchTraces:
         try:
             found = self._find(step, without_values(batch, self._topology.device), size, has_values=False)
         except Exception:  # zeros may be what the step cannot do with, as a division by them
+            _logger.debug("Every rank loads the batches of the %s: it does not run on zeros", step.kind.words, exc_info=True)
             return False
         return found is not None and found[0].traced is expected[0].traced and found[1] == expected[1]
 

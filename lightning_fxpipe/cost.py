@@ -20,6 +20,7 @@ from lightning_fxpipe.recompute import Recomputation, find_recomputed
 from lightning_fxpipe.reorder import bring_repeated_calls_together
 from lightning_fxpipe.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.trace import TracedRegion
+from lightning_fxpipe.wording import node_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,7 @@ def _cut_sites(
             # It arrives contiguous: `view` may refuse that, and `contiguous` no longer copies, so in-place calls reach it.
             spread = [node for node in nodes if not traced.world.is_contiguous(node.meta["val"])]
             relied_on = [node for node in spread if position < last_change or _is_viewed(node, traced)]
-            obstacle = f"{relied_on[0].name} is not contiguous, and later calls may rely on that" if relied_on else None
+            obstacle = f"{node_words(relied_on[0])} is not contiguous, and later calls may rely on that" if relied_on else None
         num_bytes = 0 if obstacle else sum(tensor_bytes(node.meta["val"]) for node in nodes)
         sites.append(CutSite(position=position, crossing=tuple(nodes), num_bytes=num_bytes, obstacle=obstacle))
     return tuple(sites)
@@ -225,7 +226,7 @@ def _add_size_obstacles(traced: TracedRegion, position_of: Mapping[fx.Node, int]
     for node, position in position_of.items():
         for symbol in size_symbols((node.args, node.kwargs)) - known:
             for site in range(made_at.get(symbol, position), position):
-                obstacles[site] = f"{node.name} uses a size that depends on data"
+                obstacles[site] = f"{node_words(node)} uses a size that depends on data"
         value = node.meta.get("val")
         for size in value.shape if isinstance(value, Tensor) else ():
             for symbol in getattr(symbolic_expression(size), "free_symbols", ()):
@@ -235,13 +236,13 @@ def _add_size_obstacles(traced: TracedRegion, position_of: Mapping[fx.Node, int]
 def _cannot_cross(node: fx.Node) -> str | None:
     value: Any = node.meta.get("val")
     if not isinstance(value, Tensor):
-        return f"{node.name} is not a tensor"
+        return f"{node_words(node)} is not a tensor"
     if value.layout is not torch.strided:
-        return f"{node.name} is a {value.layout} tensor"
+        return f"{node_words(node)} is a {value.layout} tensor"
     try:
         tensor_bytes(value)
     except ValueError:
-        return f"the size of {node.name} depends on data"
+        return f"the size of {node_words(node)} depends on data"
     return None
 
 
@@ -278,10 +279,10 @@ def _aliasing_obstacles(
             uses = [*fixed.get(key, ()), *(last_use[node] for node in aliases)]
             for site in range(num_units):
                 if key in inputs and changed_at <= site:
-                    obstacles[site] = f"{changer.name} changes an input in place, which the step may use after the call"
+                    obstacles[site] = f"{node_words(changer)} changes an input in place, which the step may use after the call"
                 if key in fixed and min(*uses, changed_at) <= site < max(*uses, changed_at):
-                    obstacles[site] = f"{changer.name} changes in place what both sides use"
+                    obstacles[site] = f"{node_words(changer)} changes in place what both sides use"
                 alive = [node for node in aliases if position_of[node] <= site < last_use[node]]
                 if site < changed_at and len(alive) > 1:
-                    obstacles[site] = f"{changer.name} changes {alive[0].name} and {alive[1].name} in place together"
+                    obstacles[site] = f"{node_words(changer)} changes two tensors in place that share their memory"
     return obstacles

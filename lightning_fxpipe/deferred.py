@@ -11,6 +11,7 @@ drawn only if it is wanted in the end.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import TorchDispatchMode, arguments_of, num_results_of, storage_key, tree_map, version_of
 from lightning_fxpipe.remake import Recording, is_empty_memory, is_random, on_device, tensors_in
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 # Tensors up to this size that are no random numbers are made at once: tables, masks, states of metrics.
 _SMALL = 64 * 1024
@@ -118,6 +121,7 @@ class Construction:
             try:
                 result = _without_data(function, args, kwargs)
             except Exception:
+                _logger.debug("%s runs with data: it does not without", function, exc_info=True)
                 result = None
             else:
                 if changed or tensors_in(result):

@@ -16,6 +16,7 @@ from lightning_fxpipe._compat import outside_fakes, storage_key
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.sizes import SymbolicSize, as_number
 from lightning_fxpipe.torchcalls import CallContext
+from lightning_fxpipe.wording import error_words, node_words
 
 _DRAWS = ("rand", "drawn", "dropout", "bernoulli", "normal", "multinomial")
 _NUM_DRAWS = 8
@@ -62,7 +63,7 @@ class Examples:
             NoExample: It follows from weights or random numbers, goes through a module, or was changed in place.
         """
         if any(draws(other) for other in cone(node)):
-            raise NoExample(f"{node.name} is drawn at random")
+            raise NoExample(f"{node_words(node)} is drawn at random")
         return self._computed(node, self._values)
 
     def outcomes(self, node: fx.Node) -> set[bool]:
@@ -81,7 +82,7 @@ class Examples:
         storages = {storage_key(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
         for other in node.graph.nodes:
             if storages & other.meta.get("mutated_storages", set()):
-                raise NoExample(f"{other.name} changes something in place")
+                raise NoExample(f"{node_words(other)} changes something in place")
         order = {other: index for index, other in enumerate(node.graph.nodes)}
         with outside_fakes(), torch.no_grad(), isolated_rng():
             torch.seed()  # so that several draws differ
@@ -94,13 +95,13 @@ class Examples:
         if "draw" in node.meta:
             return None  # nothing is drawn ahead here
         if node.op == "placeholder" and str(node.target) not in self._inputs:
-            raise NoExample(f"{node.name} was computed before")
+            raise NoExample(f"{node_words(node)} was computed before")
         if node.op == "placeholder":
             return self._inputs[str(node.target)].detach().clone()
         if node.op == "get_attr" and str(node.target) in self._constants:
             return self._constants[str(node.target)]
         if node.op not in ("call_function", "call_method"):
-            raise NoExample(f"{node.name} is a weight or a module's result")
+            raise NoExample(f"{node_words(node)} is a weight or a module's result")
         args, kwargs = self._real((node.args, node.kwargs), known)
         context: CallContext | None = node.meta.get("context")
         try:
@@ -109,7 +110,7 @@ class Examples:
                     return _call(node, args, kwargs)
             return _call(node, args, kwargs)
         except Exception as error:
-            raise NoExample(f"{node.name} fails: {error}") from error
+            raise NoExample(f"{node_words(node)} fails: {error_words(error)}") from error
 
     def _real(self, value: Any, known: Mapping[fx.Node, Any]) -> Any:
         if isinstance(value, fx.Node):
@@ -117,7 +118,7 @@ class Examples:
         if isinstance(value, SymbolicSize):
             result = value.expression.subs(dict(self._sizes))
             if result.free_symbols:
-                raise NoExample(f"{value.expression} depends on data")
+                raise NoExample("a size depends on data")
             return as_number(result)
         if isinstance(value, (tuple, list)):
             return type(value)([self._real(item, known) for item in value])

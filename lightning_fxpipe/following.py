@@ -7,6 +7,7 @@ of their own; their cuts follow the plan: each unit goes to a stage that holds i
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Iterable
 from os.path import commonprefix
 
@@ -20,6 +21,8 @@ from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.reorder import reorder
 from lightning_fxpipe.trace import TracedRegion, trace_region
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 
 def trace_for_plan(
@@ -98,6 +101,7 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.N
     try:
         return _follow(plan, build_chain(traced, keep_order=bool(tail)), tail)
     except PartitionError:
+        _logger.debug("The stages do not fit the recorded order; others are tried", exc_info=True)
         # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
         staged = {fqn for stage in plan.stages for fqn in stage.fqns}
         chain = build_chain(traced, kept_apart=staged, keep_order=bool(tail))

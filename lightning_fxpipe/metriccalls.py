@@ -5,6 +5,7 @@ A call of a metric is one call of the step, whatever it does inside. In a dry ru
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from lightning_fxpipe._compat import has_function_mode, patched_attributes, tree
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.rng import isolated_rng
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 METRICS = (Metric, MetricCollection, MetricTracker)
 
@@ -140,6 +143,7 @@ def _uncounted(
         try:
             return function(*args, **kwargs)
         except Exception:
+            _logger.debug("%s.%s does not run without data", type(metric).__name__, method, exc_info=True)
             return torch.zeros(()) if method in ("forward", "compute") else None
 
 

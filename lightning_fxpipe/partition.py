@@ -35,9 +35,11 @@ def solve(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: i
     if num_stages < 1 or num_stages - 1 > len(legal):
         raise PartitionError(
             f"Cannot form {num_stages} stages.",
-            observed=f"{len(legal)} legal cuts, so at most {len(legal) + 1} stages",
-            expected=f"at least {max(num_stages - 1, 0)} legal cuts",
-            todo=f"Set num_stages to a number from 1 to {len(legal) + 1}.",
+            observed=f"{_places(len(legal))}, so at most {len(legal) + 1} stage{'s' if legal else ''}",
+            expected=f"at least {_places(max(num_stages - 1, 0))}",
+            todo=f"Use at most {len(legal) + 1} devices: each has a stage."
+            if legal
+            else "Train on one device, or let the model call its layers in modules whose code does not look at tensor values.",
         )
     if num_stages == 1:
         return ()
@@ -112,3 +114,7 @@ def _cheapest_cuts(
     for parent in reversed(parents):
         cuts.append(parent[cuts[-1]])
     return tuple(legal[i] for i in reversed(cuts))
+
+
+def _places(count: int) -> str:
+    return f"{count} place{'' if count == 1 else 's'} for a cut"

@@ -7,7 +7,8 @@ graph of another batch shape differ in their nodes, yet all must agree on where 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ class PartitionPlan:
         recomputed: What would cross a cut if each stage that uses it did not compute it for itself.
         batch_dim: Dimension of the batch's tensors along which it is cut into microbatches.
         without_batch: Tensors in the batch that have none, and go whole to each microbatch.
+        outside_reason: Why parameters are outside, if not because the step uses them after the region or not at all.
         schema_version: Version of the JSON layout.
     """
 
@@ -130,6 +132,7 @@ class PartitionPlan:
     recomputed: tuple[RecomputedTensor, ...] = ()
     batch_dim: int = 0
     without_batch: tuple[str, ...] = ()
+    outside_reason: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -189,6 +192,7 @@ class PartitionPlan:
                 recomputed=tuple(RecomputedTensor(**{**of, "stages": tuple(of["stages"])}) for of in data["recomputed"]),
                 batch_dim=data["batch_dim"],
                 without_batch=tuple(data["without_batch"]),
+                outside_reason=data.get("outside_reason", ""),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
@@ -220,8 +224,22 @@ def _stage_from_dict(data: Mapping[str, Any]) -> StageSpec:
     return StageSpec(**{**data, "fqns": tuple(data["fqns"]), "outputs": outputs})
 
 
-def _shortened(names: tuple[str, ...], shown: int = 4) -> str:
+def _shortened(names: Sequence[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _num(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _parts(fqns: Collection[str], others: Collection[str]) -> list[str]:
+    """The modules that have all of their parameters among ``fqns``, and the parameters of which that cannot be said."""
+    parts: dict[str, None] = {}
+    for fqn in fqns:
+        steps = fqn.split(".")
+        paths = [".".join(steps[:end]) for end in range(1, len(steps))]
+        parts[next((path for path in paths if not any(other.startswith(f"{path}.") for other in others)), fqn)] = None
+    return list(parts)
 
 
 def _plan_table(plan: PartitionPlan) -> str:
@@ -229,39 +247,55 @@ def _plan_table(plan: PartitionPlan) -> str:
     total = max(plan.num_parameters, 1)
     rows = []
     for stage in plan.stages:
+        first, last = stage.first_module or "(root)", stage.last_module or "(root)"
         rows.append(
             (
                 str(stage.index),
-                stage.first_module or "(root)",
-                stage.last_module or "(root)",
+                first if first == last else f"{first}\n{last}",
                 human_count(stage.num_parameters),
                 f"{100 * stage.num_parameters / total:.1f} %",
-                str(len(stage.outputs)) if stage.outputs else "-",
-                human_bytes(stage.adjacent_bytes) if stage.outputs else "-",
-                human_bytes(stage.relayed_bytes) if stage.outputs else "-",
+                human_bytes(stage.output_bytes) if stage.outputs else "-",
             )
         )
-    caption = f"{human_count(plan.num_parameters)} parameters in {plan.num_stages} stages"
-    caption += f"; bytes are for one microbatch of {plan.microbatch_size}"
-    caption += "\nAdjacent: bytes that the next stage uses; relayed: bytes that it passes on to later ones"
-    caption += f"\nThe batch is dimension {plan.batch_dim} of its tensors"
-    if plan.without_batch:
-        caption += f"; whole in each microbatch: {_shortened(plan.without_batch)}"
-    if plan.opened:
-        caption += f"\nOpened: {', '.join(path or '(root)' for path in plan.opened)}"
-    if plan.kept_whole:
-        caption += "\nKept whole: " + ", ".join(f"{path} ({reason})" for path, reason in plan.kept_whole.items())
-    if plan.recomputed:
-        names = tuple(f"{tensor.name} of {tensor.module or '(root)'}" for tensor in plan.recomputed)
-        caption += f"\nComputed by each stage that uses it, not sent: {_shortened(names)}"
-    if plan.outside_fqns:
-        caption += f"\nOutside the pipelined call, with the last stage: {_shortened(plan.outside_fqns)}"
-    if plan.prelude_fqns:
-        caption += f"\nUsed before the pipelined call, kept by every rank: {_shortened(plan.prelude_fqns)}"
     return render_table(
         f"Pipeline of {plan.region or 'the module'}",
-        ("Stage", "First module", "Last module", "Parameters", "Share", "Tensors out", "Adjacent", "Relayed"),
+        ("Stage", "First and last module", "Parameters", "Share", "Sends"),
         rows,
-        right_aligned=("Stage", "Parameters", "Share", "Tensors out", "Adjacent", "Relayed"),
-        caption=caption,
+        right_aligned=("Stage", "Parameters", "Share", "Sends"),
+        caption="\n".join(_caption(plan)),
     )
+
+
+def _caption(plan: PartitionPlan) -> Iterator[str]:
+    """What the table's rows do not say."""
+    yield (
+        f"{human_count(plan.num_parameters)} parameters in {_num(plan.num_stages, 'stage')}; bytes are for one "
+        f"microbatch of {_num(plan.microbatch_size, 'sample')}"
+    )
+    relayed = [f"{human_bytes(stage.relayed_bytes)} of stage {stage.index}" for stage in plan.stages if stage.relayed_bytes]
+    if relayed:
+        yield f"Sent on unused by the stage after: {_shortened(relayed)}"
+    whole = f"; whole in each microbatch: {_shortened(plan.without_batch)}" if plan.without_batch else ""
+    yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
+    if plan.opened:
+        yield f"Cut inside of: {_shortened([path or '(root)' for path in plan.opened], shown=12)}"
+    if plan.kept_whole:
+        yield "Kept whole: " + _shortened([f"{path} ({reason})" for path, reason in plan.kept_whole.items()], shown=12)
+    if plan.recomputed:
+        modules = dict.fromkeys(tensor.module or "(root)" for tensor in plan.recomputed)
+        yield f"Computed by each stage that uses it, not sent: values of {_shortened(list(modules))}"
+    staged = {fqn for stage in plan.stages for fqn in stage.fqns}
+    if plan.outside_fqns:
+        parts = _parts(plan.outside_fqns, {*plan.parameter_shapes} - {*plan.outside_fqns} | staged)
+        why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
+        share = _share(plan, plan.outside_fqns)
+        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shortened(parts)}; {share}: {why}"
+    if plan.prelude_fqns:
+        parts = _parts(plan.prelude_fqns, {*plan.parameter_shapes} - {*plan.prelude_fqns} | staged)
+        yield f"Before the pipeline, whole on every rank: {_shortened(parts)}; {_share(plan, plan.prelude_fqns)}"
+
+
+def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:
+    sizes = {fqn: math.prod(shape) for fqn, shape in plan.parameter_shapes.items()}
+    count = sum(sizes.get(fqn, 0) for fqn in fqns)
+    return f"{human_count(count)} parameters, {100 * count / max(sum(sizes.values()), 1):.1f} % of the model"

@@ -127,9 +127,9 @@ def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignm
         return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
     except PartitionError as error:
         obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
-        if not obstacles:
-            raise
-        observed = f"{error.observed}; {len(obstacles)} more places where none may fall, such as: {obstacles[0]}"
+        whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()][:4]
+        more = [f"{len(obstacles)} more where none may fall, such as: {obstacles[0]}"] if obstacles else []
+        observed = "; ".join([str(error.observed), *more, *([f"kept whole: {', '.join(whole)}"] if whole else [])])
         raise PartitionError(error.what, observed=observed, expected=error.expected, todo=error.todo) from None
 
 
@@ -264,6 +264,7 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
         microbatch_size=chain.traced.batch_size,
         parameter_shapes={fqn: tuple(parameter.shape) for fqn, parameter in root.named_parameters()},
         outside_fqns=outside,
+        outside_reason=call.ends_because if outside else "",
         prelude_fqns=tuple(fqn for fqn in prelude if fqn in _outside(chain)),
         opened=chain.traced.opened,
         kept_whole=chain.traced.kept_whole,

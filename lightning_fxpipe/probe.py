@@ -9,6 +9,7 @@ along.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbol_hints, symbolic_expression, unknown_size
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.structure import Structure, Template
+from lightning_fxpipe.wording import error_words
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 Call = Callable[..., Any]
 Example = Callable[[Tensor], Tensor | None]
@@ -60,12 +64,13 @@ class Probe:
             except Exception as error:
                 failure = error
         else:
-            raise ProbeFailed(f"on made-up data: {type(failure).__name__}: {str(failure).splitlines()[:1]}") from failure
+            raise ProbeFailed(f"on made-up data ({error_words(failure)})") from failure
         again = self._run({}, seed=2, filler=filler)
         try:
             other = self._run({}, seed=2, filler=filler, altered=True)
-        except Exception:
-            other = again  # it accepts the example's integers only
+        except Exception:  # it accepts the example's integers only
+            _logger.debug("%s was tried with the example's integers only", type(self.module).__name__, exc_info=True)
+            other = again
         if any(run.structure != first.structure for run in (again, other)):
             raise ProbeFailed("what it returns depends on data")
         runs = [first, again, other]

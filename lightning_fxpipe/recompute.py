@@ -10,6 +10,7 @@ have the same graph, so all decide alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,9 @@ from lightning_fxpipe.exchange import Attributes, exchanged_tensors
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols, tensor_bytes
 from lightning_fxpipe.trace import TracedRegion
+from lightning_fxpipe.wording import node_words
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 # Bytes of memory that may be read or written to save sending one byte. A core of the CPUs that this was measured on moves 9
 # (comparisons) to 30 (sums) GB/s, gloo between two of its processes 3.9 GB/s, so there 2 to 8; between machines or GPUs it is
@@ -205,8 +209,8 @@ class _Rehearsal:
                 elif node.op != "output" and self._may_run(node):
                     try:
                         self._rehearse(node)
-                    except Exception:
-                        continue  # whatever it is that it cannot do without data, it stays where it is
+                    except Exception as error:  # whatever it is that it cannot do without data, it stays where it is
+                        _logger.debug("Not computed by each stage that uses it: %s (%s)", node_words(node), error)
 
     def _is_source(self, node: fx.Node) -> bool:
         """Whether every stage can have the same tensor: nothing changes it, and nothing trains it."""

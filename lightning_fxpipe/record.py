@@ -37,7 +37,7 @@ from lightning_fxpipe.calls import classes_with_own_call
 from lightning_fxpipe.checkpointing import Checkpoint
 from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.exchange import Attributes, assigned_tensors
-from lightning_fxpipe.frames import first_line, raising_source, user_source
+from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import GraphWriter
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
 from lightning_fxpipe.probe import Probe, ProbeFailed
@@ -48,6 +48,7 @@ from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.structure import graft
 from lightning_fxpipe.torchcalls import NORMALISATIONS, CallContext, is_query, running_statistics, target_of, watch_mutation
+from lightning_fxpipe.wording import error_words
 
 DRAW_PREFIX = "region_draw_"
 
@@ -216,7 +217,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         except RecordError as error:
             raise MustStayWhole(path, error.reason, error.source) from error
         except Exception as error:
-            raise MustStayWhole(path, f"{type(error).__name__}: {first_line(error)}", raising_source(error)) from error
+            raise MustStayWhole(path, error_words(error), raising_source(error)) from error
         finally:
             self._module_stack.pop()
             self._in_own_call.pop()
@@ -290,8 +291,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                     setattr(module.get_submodule(inner), name, tensor)
                 return result, sides
             except ProbeFailed as failure:
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise RecordError(f"{path} cannot run without data ({reason}), nor {failure}") from error
+                raise RecordError(f"{path} cannot run without data ({error_words(error)}), nor {failure}") from error
 
     def _example(self, tensor: Tensor) -> Tensor | None:
         """The tensor's value in the traced call, where it follows from the inputs."""

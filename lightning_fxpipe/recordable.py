@@ -52,6 +52,7 @@ class RegionCall:
         varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
         wanted: Which of the tensors in the result the step uses; None where that is not known.
         prelude: What the arguments depend on besides the batch's shapes and constants; see :mod:`lightning_fxpipe.prelude`.
+        ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
     """
 
     path: str
@@ -64,6 +65,7 @@ class RegionCall:
     varying: DimGroups = ()
     wanted: WantedResults | None = None
     prelude: PreludeFacts | None = None
+    ends_because: str = ""
 
     @property
     def label(self) -> str:
@@ -156,6 +158,11 @@ class Recordable(Protocol):
     @property
     def opened_path(self) -> str | None:
         """Module whose own forward is recorded, if there is one."""
+        ...
+
+    @property
+    def ends_because(self) -> str:
+        """Why the step's later calls of the model, if there are any, are not pipelined."""
         ...
 
     def example(self) -> Any:

@@ -8,7 +8,7 @@ sequence of calls that differs from the recorded one is an error. After the regi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import CallContext, is_query
+from lightning_fxpipe.wording import argument_words
 
 # The outputs of a region for its inputs; None where it does not run, and its calls return tensors without data.
 RunRegion = Callable[[list[Tensor]], "list[Tensor] | None"]
@@ -246,12 +247,14 @@ class _Replay(StepMode):
         same = name == call.name and structure == call.structure
         same = same and all(self._is_same(a, b) for a, b in zip(call.arguments, leaves, strict=True))
         if not same:
+            recorded = [self._replayer.constant(argument) for argument in call.arguments]
+            expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
+            observed = _call_words(name, [argument_words(leaf) for leaf in leaves])
             raise UnsupportedError(
                 "The step takes another path between its calls of the model than it took when it was recorded.",
                 where=user_source(),
-                observed=f"{name}({', '.join(_described(leaf) for leaf in leaves)})",
-                expected=f"{call.name} with the arguments of {call.source}: "
-                + ", ".join(str(self._replayer.constant(argument)) for argument in call.arguments),
+                observed=observed + (", with other tensors" if observed == expected else ""),
+                expected=f"{expected}, as at {call.source or 'the same place'}",
                 todo="Move what changes from batch to batch before the first call of the model or after the last, or into "
                 "a module's forward.",
             )
@@ -277,5 +280,5 @@ class _Replay(StepMode):
             )
 
 
-def _described(leaf: Any) -> str:
-    return f"tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+def _call_words(name: str, arguments: Sequence[str]) -> str:
+    return f"a call {name}({', '.join(arguments)})"

@@ -66,6 +66,7 @@ class StepRegion:
     opened_path: str | None = None
     context: CallContext | None = None
     varying: DimGroups = ()
+    ends_because: str = ""
 
     @property
     def label(self) -> str:

@@ -15,6 +15,7 @@ the other ranks are. A batch for which one of the three does not hold is sent by
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from lightning_fxpipe.agreement import gathered
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.topology import Topology
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,5 +196,6 @@ def _can_be_sent(batch: Any) -> bool:
     try:
         pickle.loads(described(batch))
     except Exception:
+        _logger.debug("Every rank loads the batches: a %s cannot be sent", type(batch).__name__, exc_info=True)
         return False
     return True

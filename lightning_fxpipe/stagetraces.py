@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +31,8 @@ from lightning_fxpipe.survey import locate_region
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import Traced, TraceLog, input_constants, input_names
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 # A trace costs a fraction of a second to make, and little memory: its graph has tens of nodes.
 MAX_TRACES = 32
@@ -164,6 +167,7 @@ class StageTraces:
             try:
                 region = find_region(self._root, call, batch_size=size, batch_dim=self._batch_dim, is_region=self._is_staged)
             except FxPipeError:
+                _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
                 return
             self._note_prelude(kind, region.prelude)
             yield False, region
@@ -246,8 +250,9 @@ class StageTraces:
             if attempt:
                 try:
                     assignment = self._follow_plan(replace_varying(region, attempt))
-                except FxPipeError:
-                    continue  # some code cannot do without knowing a size
+                except FxPipeError:  # some code cannot do without knowing a size
+                    _logger.debug("A trace for all sizes of %s cannot be made", attempt, exc_info=True)
+                    continue
                 break
         else:
             attempt, assignment = (), self._follow_plan(region)

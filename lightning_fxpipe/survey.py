@@ -5,6 +5,7 @@ The run tells which of the step's calls use parameters and what of their results
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_leaves
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.inputgradient import InputGradient, functions_before, input_gradient
 from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes
 from lightning_fxpipe.record import RecorderSettings
@@ -29,7 +31,9 @@ from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import LOOKS
 from lightning_fxpipe.trace import fake_run
+from lightning_fxpipe.wording import error_words
 
+_logger = logging.getLogger("lightning_fxpipe")
 _CONTAINERS = (list, tuple, dict)
 # A step that calls the model for none of so many batches is taken to have none.
 _MAX_SKIPPED = 3
@@ -65,17 +69,22 @@ def locate_region(
             the step changes them.
     """
     survey = _survey(root, _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
-    if survey is None or not survey.users:
-        return find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=fallback)
+    because = survey.ends_because()
+    if because:
+        _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
+    if not survey.users:
+        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=fallback)
+        return replace(region, ends_because=because)
     if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
         region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=holds_any)
-        return replace(region, wanted=survey.wanted_of_call(survey.users[0]))
+        return replace(region, wanted=survey.wanted_of_call(survey.users[0]), ends_because=because)
     first, last = survey.users[0], survey.users[-1]
     return StepRegion(
         step=step,
         span=Span(first=first, last=last, wanted=survey.used_after(first, last)),
         batch_size=batch_size,
         batch_dim=batch_dim,
+        ends_because=because,
     )
 
 
@@ -96,8 +105,8 @@ def locate_first_region(root: nn.Module, call: Callable[..., StepCall], **option
     return locate_region(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
-def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _Survey | None:
-    """The calls of a step; None where it cannot run on fake tensors up to a call that uses parameters."""
+def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _Survey:
+    """The calls of a step; none that uses parameters where it cannot run on fake tensors up to one."""
     step = call.step
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
         survey = run.recorder
@@ -111,11 +120,12 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
         except HiddenTensor as error:
             if survey.users:
                 raise _hidden(step, error) from error
-            return None
+            survey.note_end(error, error.source)
         except (ParameterMisuse, InputGradient):
             raise
-        except (Exception, MustStayWhole, RecordError):
-            return survey if survey.users else None
+        except (Exception, MustStayWhole, RecordError) as error:
+            _logger.debug("%s does not run to its end without data", step_name(step), exc_info=error)
+            survey.note_end(error, raising_source(error))
     return survey
 
 
@@ -156,6 +166,8 @@ class _Survey(SpanRecorder):
         self._root = root
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
         self._has_looked = False
+        self._first_look: str | None = None
+        self._end: str | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,7 +177,7 @@ class _Survey(SpanRecorder):
             if func is torch.autograd.grad and self.users:
                 self._check_gradient(*args, **(kwargs or {}))
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
-            self._has_looked = True
+            self._note_look()
             self.before_call()
             self.note_use(args[0])
             self._count += 1
@@ -173,6 +185,21 @@ class _Survey(SpanRecorder):
             with self.paused(), outside_fakes():
                 return LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
         return super().__torch_function__(func, types, args, kwargs)
+
+    def _note_look(self) -> None:
+        self._has_looked = True
+        self._first_look = self._first_look or user_source() or "some code"
+
+    def note_end(self, error: BaseException, source: str | None) -> None:
+        """The step has not come to its end."""
+        reason = error.reason if isinstance(error, (RecordError, MustStayWhole)) else error_words(error)
+        self._end = f"{source or 'some code'} cannot be tried without data ({reason})"
+
+    def ends_because(self) -> str:
+        """Why no later calls are known that use parameters; empty where all of the step's calls are."""
+        if self._first_look is not None:
+            return f"what comes after {self._first_look}, which looks at values, may depend on them"
+        return self._end or ""
 
     def _check_gradient(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:
         """Raises :class:`InputGradient` where a step differentiates the model by what it is called with."""
@@ -190,7 +217,7 @@ class _Survey(SpanRecorder):
             raise
         except RecordError:
             if self.users:
-                self._has_looked = True
+                self._note_look()
             with self.paused():
                 result = execute()
             for tensor in Template.of(result).tensors:
@@ -235,8 +262,9 @@ class _Survey(SpanRecorder):
             return []
         try:
             tensors = Template.of(value).tensors
-        except Exception:
-            return []  # an object that cannot be taken apart
+        except Exception:  # an object that cannot be taken apart
+            _logger.debug("Tensors in a %s are not looked for", type(value).__name__, exc_info=True)
+            return []
         return [key for key in map(self.key_of, tensors) if key is not None]
 
     def _used_after(self, number: int) -> set[TensorKey] | None:

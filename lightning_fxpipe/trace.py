@@ -43,6 +43,7 @@ from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.silence import silenced
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
+from lightning_fxpipe.wording import error_words, without_symbols
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -220,7 +221,7 @@ def _record(
             result = call.run(root, recorder, run.example)
             drew = python_rng() != recorder.generators_before
         except Exception as error:
-            reason, source = f"{type(error).__name__}: {error}", raising_source(error) or user_source()
+            reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
             raise _untraceable(root, call, reason, source) from error
         for path in actually_opened:
             if path or call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
@@ -282,6 +283,7 @@ class FakeRun:
         lasting: By ``id``, objects that modules keep from one call to the next.
         input_shapes: Shapes of the fakes.
         batch_symbols: Sizes of their dimensions that are the batch.
+        sizes: What the symbols in them are in the example.
         attributes: What each module has, by path, before it runs.
         reads: Plain values that the recorded code has read from modules so far.
     """
@@ -292,6 +294,7 @@ class FakeRun:
     lasting: Mapping[int, Any]
     input_shapes: tuple[tuple[Any, ...], ...]
     batch_symbols: frozenset[Any]
+    sizes: Mapping[Any, int]
     attributes: dict[str, Attributes]
     reads: Mapping[ReadKey, Any]
 
@@ -340,7 +343,8 @@ def fake_run(
         for index, fake in enumerate(fakes):
             recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
         names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
-        recorder.use_examples(dict(zip(names, template.tensors, strict=True)), _symbol_values(fakes))
+        sizes = _symbol_values(fakes)
+        recorder.use_examples(dict(zip(names, template.tensors, strict=True)), sizes)
         with (
             silenced(),
             tracing_friendly_torch(),
@@ -348,20 +352,25 @@ def fake_run(
             noted_reads(root, lambda: recorder.is_recording) as reads,
             recording(recorder),
         ):
-            yield FakeRun(
-                world=world,
-                recorder=recorder,
-                example=template.fill(fakes),
-                lasting=lasting,
-                input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),
-                batch_symbols=frozenset(
-                    symbolic_expression(fake.shape[dim])
-                    for fake, tensor in zip(fakes, template.tensors, strict=True)
-                    for dim in _batch_dims(tensor, call)
-                ),
-                attributes=attributes,
-                reads=reads,
-            )
+            try:
+                yield FakeRun(
+                    world=world,
+                    recorder=recorder,
+                    example=template.fill(fakes),
+                    lasting=lasting,
+                    input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),
+                    batch_symbols=frozenset(
+                        symbolic_expression(fake.shape[dim])
+                        for fake, tensor in zip(fakes, template.tensors, strict=True)
+                        for dim in _batch_dims(tensor, call)
+                    ),
+                    sizes=sizes,
+                    attributes=attributes,
+                    reads=reads,
+                )
+            except (RecordError, MustStayWhole) as stop:
+                stop.reason = without_symbols(stop.reason, sizes)
+                raise
 
 
 def _check_unchanged(path: str, before: Attributes, recorder: Recorder) -> None:

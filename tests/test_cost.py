@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -226,7 +227,7 @@ def test_view_and_its_base_may_not_both_cross_before_an_in_place_change() -> Non
     assert [unit.nodes[0].name for unit in chain.units][:4] == ["a", "getitem", "b", "add_"]
     obstacles = illegal(chain)
     assert set(obstacles) == {"getitem", "b"}
-    assert obstacles["b"] == "add_ changes a and getitem in place together"
+    assert re.fullmatch(r"the result of add_ \(.*test_cost.py:\d+\) changes two tensors in place that share.*", obstacles["b"])
 
 
 def test_base_alone_may_cross_before_an_in_place_change() -> None:
@@ -352,7 +353,7 @@ def test_buffer_changed_in_place_is_used_on_one_side_only() -> None:
     assert cut.illegal_between("a", "mul") == [False]
     # Each rank has a copy of the buffer, and only one of them is changed.
     assert cut.illegal_between("mul", "mul_1") == [True] * 5
-    assert "add_ changes in place" in (chain.sites[2].obstacle or "")
+    assert "changes in place what both sides use" in (chain.sites[2].obstacle or "")
 
 
 def test_region_input_changed_in_place_is_used_on_one_side_only() -> None:

@@ -36,6 +36,7 @@ ORDER = [
         "structure",
         "frames",
         "bytecode",
+        "wording",
         "messages",
         "silence",
         "inputgradient",

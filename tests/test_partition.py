@@ -50,7 +50,7 @@ def test_solve_equals_brute_force(problem: tuple[Weights, Costs, int]) -> None:
         with pytest.raises(PartitionError) as caught:
             solve(weights, costs, num_stages)
         assert caught.value.what == f"Cannot form {num_stages} stages."
-        assert caught.value.observed == f"{legal} legal cuts, so at most {legal + 1} stages"
+        assert caught.value.observed == f"{legal} place{'s'[: legal != 1]} for a cut, so at most {legal + 1} stage{'s'[:legal]}"
         return
     cuts = solve(weights, costs, num_stages)
     assert len(cuts) == num_stages - 1
@@ -139,9 +139,9 @@ def test_error_names_counts_and_the_way_out() -> None:
         solve([1, 1, 1, 1], [5, None, 5], 4)
     message = str(caught.value)
     assert "Cannot form 4 stages." in message
-    assert "2 legal cuts, so at most 3 stages" in message
-    assert "at least 3 legal cuts" in message
-    assert "from 1 to 3" in message
+    assert "2 places for a cut, so at most 3 stages" in message
+    assert "at least 3 places for a cut" in message
+    assert "at most 3 devices" in message
 
 
 @pytest.mark.parametrize("num_stages", [0, -1])

@@ -188,7 +188,10 @@ def test_json_of_another_layout_is_refused_with_both_versions(tmp_path: Path, co
     assert caught.value.expected == f"schema_version {SCHEMA_VERSION}"
 
 
-@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(PartitionPlan) if field.name != "schema_version"])
+_OPTIONAL = ("schema_version", "outside_reason")
+
+
+@pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(PartitionPlan) if field.name not in _OPTIONAL])
 def test_plan_without_one_of_its_parts_is_damaged(key: str) -> None:
     data = dataclasses.asdict(PLAN)
     del data[key]
@@ -243,39 +246,77 @@ def cells(line: str) -> list[str]:
 
 
 def test_table_has_a_row_for_every_stage_with_its_share() -> None:
-    rows = [[cell.strip() for cell in cells(line)] for line in str(PLAN).splitlines()[4:7]]
+    rows = [[cell.strip() for cell in cells(line)] for line in str(PLAN).splitlines()[4:9]]
     assert rows == [
-        ["0", "model.embed", "model.body.0", "500", "50.0 %", "2", "1.0 KiB", "512 B"],
-        ["1", "model.body.1", "model.body.1", "300", "30.0 %", "2", "1.0 KiB", "0 B"],
-        ["2", "(root)", "model.head", "200", "20.0 %", "-", "-", "-"],
+        ["0", "model.embed", "500", "50.0 %", "1.5 KiB"],
+        ["model.body.0"],
+        ["1", "model.body.1", "300", "30.0 %", "1.0 KiB"],
+        ["2", "(root)", "200", "20.0 %", "-"],
+        ["model.head"],
     ]
 
 
 def test_caption_says_what_the_stages_do_not() -> None:
     text = " ".join(str(PLAN).split())
     assert text.startswith("Pipeline of model ")
-    assert "1 K parameters in 3 stages; bytes are for one microbatch of 8" in text
-    assert "Adjacent: bytes that the next stage uses; relayed: bytes that it passes on to later ones" in text
-    assert "Computed by each stage that uses it, not sent: mask of model.mask" in text
-    assert "Opened: model.body" in text
+    assert "1 K parameters in 3 stages; bytes are for one microbatch of 8 samples" in text
+    assert "Sent on unused by the stage after: 512 B of stage 0" in text
+    assert "Computed by each stage that uses it, not sent: values of model.mask" in text
+    assert "Cut inside of: model.body" in text
     assert "Kept whole: model.gate (it looks at values)" in text
-    assert "Outside the pipelined call, with the last stage: criterion.temperature" in text
-    assert "Used before the pipelined call, kept by every rank: frozen.weight" in text
+    assert "Outside the pipeline, whole on the last stage (rank 0): criterion; " in text
+    assert " % of the model: the step uses it after the pipelined calls, or not at all" in text
+    assert "Before the pipeline, whole on every rank: frozen; " in text
+
+
+def test_caption_says_why_a_part_is_outside() -> None:
+    plan = dataclasses.replace(PLAN, outside_reason="step.py:7 cannot be tried without data (ValueError: x)")
+    assert "% of the model: step.py:7 cannot be tried without data (ValueError: x)" in " ".join(str(plan).split())
+    assert PartitionPlan.from_dict(dataclasses.asdict(plan)) == plan
+
+
+def test_modules_that_are_all_outside_are_named_not_their_parameters() -> None:
+    shapes = {**PLAN.parameter_shapes, **{f"vae.decoder.{i}.weight": (4, 2) for i in range(9)}, "vae.mean": (3,)}
+    outside = tuple(fqn for fqn in shapes if fqn.startswith("vae"))
+    text = " ".join(str(dataclasses.replace(PLAN, parameter_shapes=shapes, outside_fqns=outside)).split())
+    assert "(rank 0): vae; 75 parameters" in text
+    shapes["vae.encoder.weight"] = (5,)
+    text = " ".join(str(dataclasses.replace(PLAN, parameter_shapes=shapes, outside_fqns=outside)).split())
+    assert "(rank 0): vae.decoder, vae.mean; 75 parameters" in text
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 16])
+def test_a_plan_of_long_names_fits_the_narrowest_terminal_and_breaks_no_word(num_stages: int) -> None:
+    paths = [f"model.transformer.h.{i}.attn.rotary_embedding.original_projection.c_proj" for i in range(num_stages)]
+    stages = tuple(
+        dataclasses.replace(PLAN.stages[-1], index=i, first_module=path, last_module=f"model.transformer.h.{i}.mlp.c_proj")
+        for i, path in enumerate(paths)
+    )
+    text = str(dataclasses.replace(PLAN, stages=stages, opened=tuple(paths)))
+    table = text.split("\n\n")[1]
+    assert max(map(len, table.splitlines())) <= 80
+    names = [line.split()[1] if "%" in line else line.split()[0] for line in table.splitlines()[2:]]
+    for stage in stages:
+        assert stage.first_module in "".join(names)
+        assert stage.last_module in "".join(names)
+    words = {word for stage in stages for path in (stage.first_module, stage.last_module) for word in path.split(".")}
+    assert {word for name in names for word in name.split(".")} <= words | {""}  # none is broken
+    assert f" in {num_stages} stage{'s' * (num_stages > 1)};" in text
 
 
 def test_caption_shortens_long_lists_of_parameters() -> None:
     plan = dataclasses.replace(PLAN, outside_fqns=tuple(f"p{i}" for i in range(9)))
-    assert "last stage: p0, p1, p2, p3 and 5 more" in " ".join(str(plan).split())
+    assert "(rank 0): p0, p1, p2, p3 and 5 more; " in " ".join(str(plan).split())
 
 
 def test_caption_leaves_out_what_there_is_not() -> None:
     plan = dataclasses.replace(PLAN, region="", opened=(), kept_whole={}, recomputed=(), outside_fqns=(), prelude_fqns=())
     text = str(plan)
     assert text.startswith("Pipeline of the module\n")
-    for absent in ("Opened", "Kept whole", "Computed by each", "Outside", "Used before"):
+    for absent in ("Cut inside", "Kept whole", "Computed by each", "Outside", "Before the"):
         assert absent not in text
 
 
 def test_plan_of_a_module_without_parameters_prints() -> None:
     stages = tuple(dataclasses.replace(stage, num_parameters=0) for stage in PLAN.stages)
-    assert str(dataclasses.replace(PLAN, stages=stages)).count("0.0 %") == 3
+    assert str(dataclasses.replace(PLAN, stages=stages)).split("parameters in")[0].count("0.0 %") == 3

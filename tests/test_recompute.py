@@ -392,7 +392,7 @@ def test_cheap_value_is_recomputed_together_with_what_it_follows_from() -> None:
 
 def test_cut_after_a_recomputed_value_is_no_cut_of_its_own() -> None:
     model = Layers(run_with(lambda m, x, h: ((x > 0).double() * 2 - 1).float()))
-    with pytest.raises(PartitionError, match="6 legal cuts"):  # a, mul, b, mul, c, mul and d: seven calls
+    with pytest.raises(PartitionError, match="6 places for a cut"):  # a, mul, b, mul, c, mul and d: seven calls
         make_plan(model, batch(), num_stages=9)
 
 

@@ -55,10 +55,17 @@ def test_terminal_settings_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_long_cell_is_folded_and_nothing_is_lost() -> None:
     cell = "".join(f"layer{i}." for i in range(60))
     table = render_table("T", HEADERS, [(cell, "123456789")], right_aligned=("Count",))
-    assert max(map(len, lines(table))) <= 120
+    assert max(map(len, lines(table))) <= 80
     rows = lines(table)[4:]
     assert "".join(row.split()[0] for row in rows if row.strip()) == cell
+    assert all(row.split()[0].endswith(".") for row in rows if row.strip())  # no word is broken
     assert "123456789" in rows[0]
+
+
+def test_numbers_are_never_cut_off() -> None:
+    numbers = [f"{index}" * 9 for index in range(1, 10)]
+    table = render_table("T", ("Name", *numbers), [("a", *numbers)], right_aligned=numbers)
+    assert all(table.count(number) == 2 for number in numbers)
 
 
 def test_long_caption_keeps_every_word() -> None:

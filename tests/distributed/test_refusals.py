@@ -80,7 +80,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxP
         lambda: make_loader("mlp"),
         "auto",
         PartitionError,
-        ["3 stages", "1 legal cuts"],
+        ["3 stages", "1 place for a cut"],
     ),
     "more devices than stages": (
         lambda: LitModel("mlp"),
