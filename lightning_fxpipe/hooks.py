@@ -36,6 +36,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import warn
 from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.sending import sendable
+from lightning_fxpipe.sizes import plain_number
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.wholemodel import WholeModel, WholeView
 
@@ -309,7 +310,7 @@ class Hooks:
 
     def _agree(self, values: Any) -> Any:
         """The values, with rank 0's where the ranks have others; what is no number is left as it is."""
-        numbers_logged = {name: float(value) for name, value in values.items() if _is_number(value)}
+        numbers_logged = {name: plain_number(value) for name, value in values.items() if _is_number(value)}
         if not numbers_logged:
             return values
         digest = _digest(numbers_logged)
@@ -341,7 +342,7 @@ def _same(one: float, other: float | None) -> bool:
 
 def _as(value: Any, number: float) -> Any:
     """The number in the form of the value; the value itself where it is the same."""
-    if _same(float(value), number):
+    if _same(plain_number(value), number):
         return value
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
 

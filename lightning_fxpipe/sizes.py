@@ -67,3 +67,8 @@ def tensor_bytes(value: Tensor) -> int:
     for size in value.shape:
         count *= size_hint(size)
     return count * value.dtype.itemsize
+
+
+def plain_number(value: Any) -> float:
+    """A number, or a tensor of one element, as a float. It may require a gradient, of which torch would warn."""
+    return float(value.detach() if isinstance(value, Tensor) else value)

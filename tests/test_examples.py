@@ -19,17 +19,22 @@ TINY = [
 ]
 
 
-@pytest.mark.parametrize("config", ["lm_fxpipe.yaml", pytest.param("lm_fxpipe_class.yaml", marks=pytest.mark.slow)])
-def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str) -> None:
+def train(tmp_path: Path, subcommand: str, config: str = "lm_fxpipe.yaml", *flags: str) -> str:
+    """What the example program prints."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for i in range(20):
         (texts / f"{i:02d}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    command = [sys.executable, EXAMPLES / "train_lm.py", "fit", "--config", EXAMPLES / "configs" / config, *TINY]
-    command += [f"--data.path={texts}", "--data.pattern=*.txt"]
+    command = [sys.executable, EXAMPLES / "train_lm.py", subcommand, "--config", EXAMPLES / "configs" / config, *TINY]
+    command += [f"--data.path={texts}", "--data.pattern=*.txt", *flags]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
-    printed = run.stdout + run.stderr
-    assert run.returncode == 0, printed[-3000:]
+    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+    return run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("config", ["lm_fxpipe.yaml", pytest.param("lm_fxpipe_class.yaml", marks=pytest.mark.slow)])
+def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str) -> None:
+    printed = train(tmp_path, "fit", config)
     assert "Pipeline of model" in printed
     assert "Bigram baseline" in printed
     folder = tmp_path / "lightning_logs" / "byte_lm" / "version_0"
@@ -38,6 +43,37 @@ def test_the_language_model_trains_on_two_processes(tmp_path: Path, config: str)
     assert [row["step"] for row in rows if row["train_loss"]] == ["0", "1", "2"]
     assert [row["step"] for row in rows if row["val_loss"]] == ["2"]
     assert (folder / "checkpoints" / "last.ckpt" / "meta.pt").exists()
+
+
+def test_the_program_ends_well_where_no_validation_has_run(tmp_path: Path) -> None:
+    printed = train(tmp_path, "fit", "lm_fxpipe.yaml", "--trainer.max_steps=2", "--trainer.devices=1")
+    assert "No validation has run to its end" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["fit", "--trainer.max_steps=2"],
+        ["fit", "--trainer.limit_val_batches=0"],
+        ["fit", "--trainer.limit_train_batches=1"],
+        ["fit", "--trainer.fast_dev_run=true"],
+        ["fit", "--trainer.max_epochs=0"],
+        ["fit", "--trainer.devices=3"],
+        ["fit", "--trainer.devices=1", "--trainer.strategy=auto"],
+        ["fit", "--trainer.strategy=ddp"],
+        ["fit", "--trainer.enable_progress_bar=false", "--trainer.logger=false"],
+        ["fit", "--trainer.precision=bf16-mixed"],
+        ["fit", "--data.batch_size=1"],
+        ["validate"],
+        ["test"],
+        ["predict"],
+    ],
+    ids=lambda flags: " ".join(flags),
+)
+def test_the_program_ends_well_with_what_a_newcomer_tries(tmp_path: Path, flags: list[str]) -> None:
+    subcommand, *rest = flags
+    assert "Traceback" not in train(tmp_path, subcommand, "lm_fxpipe.yaml", *rest)
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_fxpipe.messages import warn
+from lightning_fxpipe.sizes import plain_number
 from tests.distributed.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -57,7 +59,11 @@ class Talkative(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._loss(batch, "train")
         self.log("number", loss.item())
+        self.last_loss = loss  # with its graph, as people do
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("last_loss", self.last_loss)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._loss(batch, "val")
@@ -126,7 +132,8 @@ def heard() -> Iterator[dict[str, Any]]:
     said["printed"] = out.getvalue()
 
 
-def run(folder: str, stages: int) -> dict[str, Any]:
+def run(folder: str, stages: int, checkpoint: str) -> dict[str, Any]:
+    """All kinds of runs; the last goes on from ``checkpoint``, which is one of one device."""
     L.seed_everything(1, verbose=False)
     # The last batch has one sample.
     data = DataLoader(TensorDataset(torch.randint(0, 20, (13, 5)), torch.randint(0, 4, (13,))), batch_size=4)
@@ -148,13 +155,17 @@ def run(folder: str, stages: int) -> dict[str, Any]:
         trainer.validate(module, data, verbose=False)
         trainer.test(module, data, ckpt_path="best", verbose=False)
         trainer.predict(module, data)
-        Talkative().load_state_dict(module.state_dict())
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, data, data, ckpt_path=checkpoint)
+        other = Talkative()
+        other.load_state_dict(module.state_dict())
     return said
 
 
 def test_an_ordinary_run_says_what_it_says_on_one_device_and_the_plan(ranks: Ranks, tmp_path: Path) -> None:
-    alone = run(str(tmp_path / "alone"), 0)
-    both = ranks(2).run(run, str(tmp_path / "both"), 2, timeout_seconds=150)
+    checkpoint = str(tmp_path / "alone" / "checkpoints" / "last.ckpt")
+    alone = run(str(tmp_path / "alone"), 0, checkpoint)
+    both = ranks(2).run(run, str(tmp_path / "both"), 2, checkpoint, timeout_seconds=150)
     for rank, said in enumerate(both):
         own = [warning for warning in said["warnings"] if warning[0].startswith("lightning_fxpipe")]
         assert not own, f"rank {rank}"
@@ -173,6 +184,16 @@ def test_an_ordinary_run_says_what_it_says_on_one_device_and_the_plan(ranks: Ran
     assert told[0][2].strip().startswith("Pipeline of")
     # On a busy machine a later trace may take long enough to be told.
     assert all(line.startswith("Tracing the ") for line in told[0][3:])
+
+
+def test_what_the_package_causes_is_heard() -> None:
+    with heard() as said:
+        assert plain_number(torch.ones((), requires_grad=True)) == 1
+        assert not said["warnings"]
+        warn("a warning of the package")
+    ((module, file, text),) = said["warnings"]
+    assert (module, text) == ("lightning_fxpipe.messages", "a warning of the package")
+    assert file == "test_noise.py"  # the place is the user's
 
 
 def _without_numbers(text: str) -> str:
