@@ -23,6 +23,7 @@ from torchmetrics import Metric
 from lightning_fxpipe._compat import patched_attributes, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metriccalls import metrics_as_one_call
+from lightning_fxpipe.sizes import plain_number
 
 # Values that travel with the first message; more need a second one.
 _INLINE_VALUES = 62
@@ -131,7 +132,7 @@ def _checked(name: str, value: Any) -> float:
             expected="a value computed from the model's result, the batch and what the last stage holds",
             todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
         )
-    return float(value.detach() if isinstance(value, Tensor) else value)
+    return plain_number(value)
 
 
 class ResultChannel:

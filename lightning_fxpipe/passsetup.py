@@ -26,6 +26,7 @@ from lightning_fxpipe.stagetraces import MAX_TRACES, StageTrace
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
+from lightning_fxpipe.wording import node_words
 
 # Each holds receive buffers.
 _MAX_SETUPS = 8
@@ -266,4 +267,4 @@ def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
 
 def _mixing(division: Division) -> str:
     node = next(iter(sorted(division.tail, key=str)), None)
-    return "a call" if node is None else f"{node.name}, {node.meta.get('source') or 'source unknown'},"
+    return "a call" if node is None else node_words(node)
