@@ -289,10 +289,10 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         parts = _parts(plan.outside_fqns, {*plan.parameter_shapes} - {*plan.outside_fqns} | staged)
         why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
         share = _share(plan, plan.outside_fqns)
-        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shortened(parts)}; {share}: {why}"
+        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shortened(parts)} ({share}): {why}"
     if plan.prelude_fqns:
         parts = _parts(plan.prelude_fqns, {*plan.parameter_shapes} - {*plan.prelude_fqns} | staged)
-        yield f"Before the pipeline, whole on every rank: {_shortened(parts)}; {_share(plan, plan.prelude_fqns)}"
+        yield f"Before the pipeline, whole on every rank: {_shortened(parts)} ({_share(plan, plan.prelude_fqns)})"
 
 
 def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:

@@ -198,7 +198,7 @@ class _Survey(SpanRecorder):
     def ends_because(self) -> str:
         """Why no later calls are known that use parameters; empty where all of the step's calls are."""
         if self._first_look is not None:
-            return f"what comes after {self._first_look}, which looks at values, may depend on them"
+            return f"{self._first_look} looks at values of tensors, which may decide what is called after it"
         return self._end or ""
 
     def _check_gradient(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -263,3 +264,15 @@ def test_only_what_the_step_uses_or_may_use_of_a_result_is_wanted(step: Any, exp
     assert (region.wanted and region.wanted.positions) == expected
     traced = trace_region(module, region)
     assert traced.wanted == (expected or (0, 1, 2))
+
+
+def test_what_ends_the_region_before_its_time_is_told() -> None:
+    def step(module: Any, x: Tensor) -> Tensor:
+        h = module.encoder(x)
+        if h.sum() > 1e9:
+            h = h * 2
+        return module.decoder(h.chunk(2, 1)[0]).mean()
+
+    reason = found(step).ends_because
+    assert re.fullmatch(r".*test_survey.py:\d+ looks at values of tensors, which may decide what is called after it", reason)
+    assert not found(vae).ends_because
