@@ -66,8 +66,9 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
     Random number generators, the LightningModule's own buffers and what the step sets on the module are afterwards as they
     were; what it logs is dropped.
     """
-    # On copies, because a step may change its batch in place.
-    args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs)))
+    # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
+    copies: dict[int, Tensor] = {}
+    args, kwargs = tree_map(lambda leaf: _copied(leaf, copies), (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
     attributes = [Attributes(module) for module in root.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers(recurse=False) if not buffer.is_meta]
@@ -99,6 +100,14 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
             before.restore()
         for buffer, values in buffers:
             buffer.data.copy_(values)
+
+
+def _copied(leaf: Any, copies: dict[int, Tensor]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if id(leaf) not in copies:
+        copies[id(leaf)] = leaf.clone()
+    return copies[id(leaf)]
 
 
 class _Looks(TorchFunctionMode):

@@ -206,6 +206,7 @@ class RegionPass:
         self._kept: dict[int, _Kept] = {}  # by number of the microbatch
         self._parts: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: Sequence[Tensor | None] = ()
+        self._joined: tuple[Tensor, ...] = ()
         self._leg: Leg | None = None  # the one that runs
 
     # ------------------------------------------------------------------ forward
@@ -226,8 +227,14 @@ class RegionPass:
         joined = self.setup.joined(parts)
         if not self._training or not torch.is_grad_enabled() or not self._trains():
             return joined
-        results = _Pipelined.apply(torch.zeros((), requires_grad=True), self, *joined)  # type: ignore[no-untyped-call]
+        self._joined = joined
+        results = _Pipelined.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
         return tuple(results)
+
+    def take_joined(self) -> tuple[Tensor, ...]:
+        """The joined results, once."""
+        joined, self._joined = self._joined, ()
+        return joined
 
     def _trains(self) -> bool:
         return any(output.requires_grad for kept in self._kept.values() for output in kept.outputs)
@@ -343,18 +350,17 @@ class _Pipelined(torch.autograd.Function):
     """The region, for autograd on the last stage."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, region: RegionPass, *joined: Tensor) -> Any:
-        """The joined results, as results of this operation.
+    def forward(ctx: Any, anchor: Tensor, region: RegionPass) -> Any:
+        """The joined results, as results of this operation; no inputs of it, of which they would be views.
 
         Args:
             ctx: Of autograd.
             anchor: Requires a gradient, so that the results do.
             region: The call.
-            *joined: The results.
         """
         ctx.region = region
         ctx.set_materialize_grads(False)
-        results = tuple(tensor.view_as(tensor) for tensor in joined)
+        results = region.take_joined()
         specs = region.setup.legs[0].sent
         ctx.mark_non_differentiable(*(t for t, spec in zip(results, specs, strict=False) if not spec.requires_grad))
         return results
@@ -372,7 +378,7 @@ class _Pipelined(torch.autograd.Function):
         region: RegionPass = ctx.region
         region.announce(region)
         region.backward(gradients)
-        return (None,) * (2 + len(gradients))
+        return None, None
 
 
 def _spread(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], received: Sequence[Tensor]) -> list[Tensor | None]:
