@@ -121,6 +121,12 @@ class FxPipeStrategy(CheckpointStrategy):
             )
         )
         self._loss = LossOptions.of(loss_reduction, loss_weight)
+        if self._loss != LossOptions() and schedule != "1f1b":
+            warnings.warn(
+                'loss_reduction and loss_weight are for schedule="1f1b" only, and do nothing here: the loss is that of the '
+                "whole batch, whatever it is.",
+                stacklevel=2,
+            )
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         check_start_method(start_method)

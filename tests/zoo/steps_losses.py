@@ -163,40 +163,47 @@ class TimeFirst(Plain):
         return (steps - batch[0]).pow(2).sum(2).mean(0).sum() * 0.1
 
 
+# 1F1B runs the rest of the step for each microbatch; the loss must be a sum over them.
+INTERLEAVED: dict[str, Any] = {"schedule": "1f1b"}
+
 CASES: dict[str, Case] = {
     "sum_of_batch": Case(make=SumOfBatch, batches=lambda: labelled(8, 8, 5), microbatches=(1, 2, 4, 8)),
     "sum_of_odd_batch": Case(make=SumOfBatch, batches=lambda: labelled(7, 5, 7), microbatches=(2, 3)),
     "sum_accumulated": Case(
         make=SumOfBatch, batches=lambda: labelled(7, 8, 8, 8), microbatches=(4,), trainer={"accumulate_grad_batches": 2}
     ),
-    "sum_as_told": Case(make=SumOfBatch, batches=lambda: labelled(7, 8), microbatches=(2,), strategy={"loss_reduction": "sum"}),
+    "sum_as_told": Case(
+        make=SumOfBatch, batches=lambda: labelled(7, 8), microbatches=(2,), strategy=INTERLEAVED | {"loss_reduction": "sum"}
+    ),
     "sum_in_three_stages": Case(make=SumOfBatch, batches=lambda: labelled(9, 8), microbatches=(4,), stages=3),
     "sum_in_several_calls": Case(make=SumInSeveralCalls, batches=labelled, microbatches=(2, 8)),
     "sum_with_noise": Case(make=SumWithNoise, batches=labelled, microbatches=(2,)),
     "sum_in_place": Case(make=ChangesInPlace, batches=labelled, microbatches=(2,)),
-    "sum_told_to_be_a_mean": Case(make=SumOfBatch, batches=labelled, microbatches=(2,), strategy={"loss_reduction": "mean"}),
+    "sum_told_to_be_a_mean": Case(
+        make=SumOfBatch, batches=labelled, microbatches=(2,), strategy=INTERLEAVED | {"loss_reduction": "mean"}
+    ),
     "mean_told_to_be_a_sum": Case(
-        make=MeanAndConstant, batches=labelled, microbatches=(2,), strategy={"loss_reduction": "sum"}
+        make=MeanAndConstant, batches=labelled, microbatches=(2,), strategy=INTERLEAVED | {"loss_reduction": "sum"}
     ),
     "mean_over_tokens": Case(make=MeanOverTokens, batches=lambda: token_batches(2, 3, 5, 6), microbatches=(2, 4)),
     "mean_over_tokens_weighted": Case(
         make=MeanOverTokens,
         batches=lambda: token_batches(2, 3, 5, 6),
         microbatches=(1, 2, 3, 4),
-        strategy={"loss_weight": "tests.zoo.steps_losses.num_tokens"},
+        strategy=INTERLEAVED | {"loss_weight": "tests.zoo.steps_losses.num_tokens"},
     ),
     "microbatch_without_tokens": Case(
         make=MeanOverTokens,
         batches=lambda: token_batches(0, 0, 5, 6),
         microbatches=(2, 4),
-        strategy={"loss_weight": num_tokens},
+        strategy=INTERLEAVED | {"loss_weight": num_tokens},
     ),
     "sum_over_tokens": Case(make=SumOverTokens, batches=lambda: batches_of_lengths(5, 7, 6, 9, 8, 5, 6), microbatches=(2, 4)),
     "lengths_weighted": Case(
         make=MeanOverTokens,
         batches=lambda: batches_of_lengths(5, 7, 6, 9, 8),
         microbatches=(2,),
-        strategy={"loss_weight": num_tokens},
+        strategy=INTERLEAVED | {"loss_weight": num_tokens},
     ),
     "standardised": Case(make=Standardised, batches=labelled, microbatches=(1, 2)),
     "mean_and_constant": Case(make=MeanAndConstant, batches=lambda: labelled(7, 8), microbatches=(2, 8)),
@@ -208,8 +215,24 @@ CASES: dict[str, Case] = {
         make=LossInModel,
         batches=lambda: token_batches(2, 3, 0, 6),
         microbatches=(2, 4),
-        strategy={"loss_weight": num_tokens},
+        strategy=INTERLEAVED | {"loss_weight": num_tokens},
     ),
     "sum_in_model": Case(make=SumInModel, batches=lambda: token_batches(2, 3, 5, 6), microbatches=(2, 4)),
     "time_first": Case(make=TimeFirst, batches=labelled, microbatches=(2, 8)),
+    "sum_interleaved": Case(make=SumOfBatch, batches=lambda: labelled(9, 8, 5), microbatches=(2, 4), strategy=INTERLEAVED),
+    "noise_interleaved": Case(make=SumWithNoise, batches=labelled, microbatches=(4,), strategy=INTERLEAVED),
+    "mean_interleaved": Case(
+        make=MeanAndConstant,
+        batches=lambda: labelled(7, 8, 8),
+        microbatches=(3,),
+        stages=3,
+        trainer={"accumulate_grad_batches": 2},
+        strategy=INTERLEAVED,
+    ),
+    "several_calls_interleaved": Case(make=SumInSeveralCalls, batches=labelled, microbatches=(4,), strategy=INTERLEAVED),
+    "standardised_interleaved": Case(make=Standardised, batches=labelled, microbatches=(2,), strategy=INTERLEAVED),
+    "contrastive_interleaved": Case(make=Clip, batches=labelled, microbatches=(2,), strategy=INTERLEAVED),
+    "mean_over_tokens_interleaved": Case(
+        make=MeanOverTokens, batches=lambda: token_batches(2, 3, 5, 6), microbatches=(2,), strategy=INTERLEAVED
+    ),
 }
