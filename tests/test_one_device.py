@@ -1,0 +1,73 @@
+"""A pipeline of one stage is a run without the strategy, with every version of torch that the package installs with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fxpipe import FxPipeStrategy, make_plan
+from tests.lit import LitModel, fit_and_record, make_loader, make_trainer
+
+
+def one_stage(num_microbatches: int = 1) -> dict[str, Any]:
+    return {"strategy": FxPipeStrategy(num_microbatches=num_microbatches), "devices": 1}
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_fit_is_that_of_the_default_strategy(name: str) -> None:
+    torch.testing.assert_close(fit_and_record(name, **one_stage()), fit_and_record(name), rtol=1e-5, atol=1e-6)
+
+
+def test_microbatches_make_the_batch() -> None:
+    torch.testing.assert_close(fit_and_record("mlp", **one_stage(4)), fit_and_record("mlp"), rtol=1e-5, atol=1e-6)
+
+
+class Checkpointed(LitModel):
+    """Its model runs under activation checkpointing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.model, x, use_reentrant=False)
+
+    def _loss(self, batch: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def run(folder: Path, options: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """One epoch, a second one from its checkpoint, validation and prediction."""
+    found = {}
+    path = folder / "half.ckpt"
+    for epochs in (1, 2):
+        L.seed_everything(1, verbose=False)
+        module = Checkpointed("mlp")
+        trainer = make_trainer(max_epochs=epochs, callbacks=[ModelCheckpoint(folder)], enable_checkpointing=True, **options())
+        trainer.fit(module, make_loader("mlp"), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+    found["metrics"] = trainer.validate(module, make_loader("mlp"), verbose=False)[0]
+    found["outputs"] = trainer.predict(module, make_loader("mlp"))
+    found["state"] = {fqn: value.cpu() for fqn, value in module.state_dict().items()}
+    return found
+
+
+def test_resume_evaluation_and_activation_checkpointing(tmp_path: Path) -> None:
+    torch.testing.assert_close(run(tmp_path / "a", one_stage), run(tmp_path / "b", dict), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_deprecated_is_called_by_the_package(tmp_path: Path) -> None:
+    """Whether torch's, Lightning's or Python's: the newest ones are the first to say what they will take away."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(tmp_path, lambda: one_stage(4))
+        for name in ("gpt", "unet"):
+            make_plan(LitModel(name), next(iter(make_loader(name))), num_stages=2)
+    deprecated = (FutureWarning, DeprecationWarning, PendingDeprecationWarning)
+    ours = [w for w in caught if issubclass(w.category, deprecated) and "lightning_fxpipe" in Path(w.filename).parts]
+    assert [f"{w.filename}:{w.lineno}: {w.message}" for w in ours] == []
