@@ -131,6 +131,7 @@ class Holder(Base):
         self.cycle: list[Any] = []
         self.cycle.append(self.cycle)
         self.me = self
+        self.spare = 1
         self.helper = self.update  # a bound method
 
     def update(self) -> None:
@@ -175,7 +176,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
     "globals": lambda m: count_up(),
     "globals and class": lambda m: m.update(),
     "attribute": lambda m: setattr(m, "number", 1),
-    "removed": lambda m: vars(m).pop("meter", None),
+    "removed": lambda m: vars(m).pop("spare", None),
     "hook": lambda m: m.layer.register_forward_hook(lambda *_: None),
     "object": lambda m: setattr(m.touchy, "number", 2),
 }
