@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -209,6 +209,21 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes into, by its schema, to which there is no public way. torch 2.11-2.15.
+
+    The schemas of batch norm do not say that they write their running statistics.
+    """
+    schema = func._schema
+    found: list[Any] = []
+    for position, argument in enumerate(schema.arguments):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or argument.name in ("running_mean", "running_var"):
+            value = kwargs.get(argument.name) if argument.name in kwargs else (*args, *[None] * (position + 1))[position]
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if isinstance(value, Tensor)]
+
+
 def version_of(tensor: Tensor) -> int:
     """Grows with every in-place change of a tensor or of a view of it. torch 2.11-2.15."""
     return int(tensor._version)
@@ -271,8 +286,16 @@ def patched_attributes(*patches: tuple[Any, str, Any]) -> Iterator[None]:
             absent = name not in vars(owner)
             previous = vars(owner).get(name)
             setattr(owner, name, value)
-            stack.callback(delattr, owner, name) if absent else stack.callback(setattr, owner, name, previous)
+            stack.callback(_remove, owner, name) if absent else stack.callback(setattr, owner, name, previous)
         yield
+
+
+def _remove(owner: Any, name: str) -> None:
+    """Deletes an attribute without the object's own ``__delattr__``, after which a mock has none of that name any more."""
+    if not isinstance(owner, type) and name in vars(owner):
+        del vars(owner)[name]
+    else:
+        delattr(owner, name)
 
 
 def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContextManager[None] | None]) -> tuple[Any, str, Any]:

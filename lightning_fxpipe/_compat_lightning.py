@@ -94,8 +94,12 @@ def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
     return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
 
 
-def first_batch(trainer: Trainer) -> Any:
+def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
     """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
+
+    Args:
+        trainer: The Trainer.
+        of_validation: Whether it is that of the validation within a fit.
 
     The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
     dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
@@ -106,10 +110,12 @@ def first_batch(trainer: Trainer) -> Any:
     names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test"}
     assert trainer.state.fn is not None
     source = getattr(trainer, f"{names.get(trainer.state.fn, 'predict')}_loop")._data_source
+    if of_validation:
+        source = trainer.fit_loop.epoch_loop.val_loop._data_source
     if not source.is_defined():
         return None
     with isolated_rng():
-        batch = first_loader_batch(source.dataloader(), one_by_one=trainer.state.fn is not TrainerFn.FITTING)
+        batch = first_loader_batch(source.dataloader(), one_by_one=of_validation or trainer.state.fn is not TrainerFn.FITTING)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -174,6 +180,89 @@ def _first_collated(loader: Any) -> Any:
     indices = next(iter(loader.batch_sampler))
     many = getattr(dataset, "__getitems__", None)
     return collate(many(indices) if callable(many) else [dataset[index] for index in indices])
+
+
+def takes_batch_idx(step: Callable[..., Any]) -> bool:
+    """Whether the Trainer's loops call a step with the batch's index; the rule has no documented name. Lightning 2.6."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def takes_loader(step: Callable[..., Any]) -> bool:
+    """Whether the Trainer's loops give a step the iterator of the dataloader in place of a batch. Lightning 2.6."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+@contextmanager
+def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
+    """During the block the Trainer answers what it cannot answer before its loops begin.
+
+    Optimizers and schedulers that do not exist yet are ``stand_in``; dataloaders are made, once more, when somebody asks for
+    them, and their lengths are those of the loops. The loops' data sources have no public name. Lightning 2.6.
+    """
+    from lightning.pytorch import LightningModule, Trainer
+
+    made: dict[str, Any] = {}
+
+    def loader(name: str, loop: Any) -> Any:
+        if name not in made and loop._data_source.is_defined():
+            with isolated_rng():
+                made[name] = loop._data_source.dataloader()
+        return made.get(name)
+
+    def train_loader() -> Any:
+        return loader("train", trainer.fit_loop)
+
+    def val_loader() -> Any:
+        is_fit = trainer.state.fn is None or trainer.state.fn.value == "fit"
+        return loader("val", trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop)
+
+    def length(of: Callable[[], Any]) -> Any:
+        try:
+            return min(len(of()), trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else 2**62)
+        except TypeError:
+            return float("inf")
+
+    def steps() -> Any:
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else float("inf")
+        limit = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
+        return min(limit, epochs * -(-length(train_loader) // trainer.accumulate_grad_batches))
+
+    def unless(name: str, other: Callable[[], Any], is_known: Callable[[Any], bool]) -> property:
+        getter: Any = vars(Trainer)[name].fget
+
+        def read(asked: Any) -> Any:
+            value = None if name == "estimated_stepping_batches" else getter(asked)  # which would start the loop's loaders
+            return other() if asked is trainer and not is_known(value) else value
+
+        return property(read)
+
+    def is_there(value: Any) -> bool:
+        return value is not None
+
+    def optimizers(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(module, *args, **kwargs) or stand_in
+
+    original = LightningModule.optimizers
+    patches = [
+        (Trainer, "optimizers", unless("optimizers", lambda: [stand_in], bool)),
+        (Trainer, "lr_scheduler_configs", unless("lr_scheduler_configs", lambda: [stand_in], bool)),
+        (Trainer, "train_dataloader", unless("train_dataloader", train_loader, is_there)),
+        (Trainer, "val_dataloaders", unless("val_dataloaders", val_loader, is_there)),
+        (Trainer, "num_training_batches", unless("num_training_batches", lambda: length(train_loader), lambda n: n < 2**62)),
+        (Trainer, "estimated_stepping_batches", unless("estimated_stepping_batches", steps, is_there)),
+        (LightningModule, "optimizers", optimizers),
+    ]
+    with patched_attributes(*patches):
+        yield
+
+
+def has_validation(trainer: Trainer) -> bool:
+    """Whether a fit validates. The loop's data source has no public name. Lightning 2.6."""
+    return bool(trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()) and trainer.limit_val_batches != 0
 
 
 @contextmanager

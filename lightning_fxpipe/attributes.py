@@ -1,70 +1,72 @@
-"""What a step leaves on the LightningModule, on every rank.
+"""What a step leaves behind on the LightningModule and on what its code reaches, on every rank.
 
-After the model's call only the last stage runs the step. What it sets there (``self.outputs.append(loss)``, ``self.last_loss =
-loss``, a moving average in a buffer that no stage holds) hooks read on every rank, and the next step may read it before the
-model's call. So the last stage compares the module's attributes after the step with what they were before, and the other ranks
-take over what differs. A list that grows is sent by its new entries only. Lists, dicts and sets are looked into, objects of
-other types are not: one that a step changes inside keeps the change on the last stage.
+After the model's call only the last stage runs the step. What it changes there (``self.outputs.append(loss)``,
+``self.last_loss = loss``, ``self.meter.update(loss)``, a moving average in a buffer that no stage holds, a learning rate, a
+counter of the class) hooks read on every rank, and the next step may read it before the model's call. So the last stage
+compares what the step can reach (:mod:`lightning_fxpipe.snapshot`) with what it was before the step, and the other ranks take
+over what differs, in the same objects. A list that grows is sent by its new entries only. What submodules hold
+is brought together when a run has ended: their stages run on other ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import io
+import pickle
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import tree_map, version_of
+from lightning_fxpipe._compat import version_of
+from lightning_fxpipe.contents import ABSENT
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.sending import sendable
+from lightning_fxpipe.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
 
-# torch's own dictionaries: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
+# torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
 _TORCHS_OWN = frozenset(vars(nn.Module()))
-_CHANGEABLE = (list, dict, set, Tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A value that a step changed.
+    """Something that a step changed.
 
     Attributes:
-        path: Name of the attribute, then keys and indices inside it.
-        start: For a list that has grown, the index of the first new entry; else None.
-        value: The new value, or the new entries; :class:`Gone` where there is none any more.
+        path: Where, see :class:`lightning_fxpipe.snapshot.Difference`.
+        start: For a list that has grown or shrunk, the index of the first new entry; else None.
+        value: The new value, or the new entries, pickled; None where there is none any more.
     """
 
-    path: tuple[Any, ...]
+    path: Path
     start: int | None
-    value: Any
-
-
-@dataclass(frozen=True)
-class Gone:
-    """Stands for an attribute or key that was deleted."""
+    value: bytes | None
 
 
 class StepAttributes:
-    """A module's own attributes and some of its buffers, as they are now.
+    """What a step's code can change, but for what is in submodules, as it is now.
 
     Args:
         module: The LightningModule.
         buffers: Its buffers that every rank has, by FQN.
+        *functions: The step, if it is no method of the module.
     """
 
-    def __init__(self, module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, buffers: Mapping[str, Tensor], *functions: Any) -> None:
         self._module = module
         self._buffers = {fqn: (buffer, version_of(buffer)) for fqn, buffer in buffers.items()}
-        self._before = _Snapshot(_own(module))
+        self._before = Snapshot(roots_of(module, *functions)[0], enters_modules=False)
 
     def changes(self) -> tuple[list[Change], dict[str, Tensor]]:
-        """What differs now: attributes, and buffers by FQN. Tensors are on the CPU and outside of any graph.
+        """What differs now, and buffers by FQN. Tensors are on the CPU and outside of any graph.
 
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
-        found = [_sendable(change) for change in self._before.changes(_own(self._module), ())]
+        differences = [*self._before.differences(), *self._before.written_tensors()]
+        found = [_change(self._module, self._before, each) for each in differences if not _is_torchs_own(each.path)]
         buffers: dict[str, Tensor] = {}
         for fqn, (buffer, version) in self._buffers.items():
             now = self._module.get_buffer(fqn)
@@ -73,89 +75,168 @@ class StepAttributes:
         return found, buffers
 
 
-def take_over(module: nn.Module, changes: Iterable[Change], buffers: Mapping[str, Tensor], device: torch.device) -> None:
-    """Makes the same changes to this rank's module."""
-    for change in changes:
-        value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, change.value)
-        owner: Any = vars(module)
-        for key in change.path[:-1] if change.start is None else change.path:
-            owner = owner[key]
+class SubmoduleAttributes:
+    """What submodules hold, as it is now: their forward may change it (``self.calls += 1``) on the rank of their stage only.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = Snapshot({"self": module})
+
+    def share(self, group: dist.ProcessGroup | None) -> list[str]:
+        """Gives every rank what another has changed. Called by every rank.
+
+        Returns:
+            Names of what could not be sent.
+        """
+        mine: list[Change] = []
+        unsent: list[str] = []
+        for difference in self._before.differences():
+            if _is_in_submodule(difference.path):
+                try:
+                    mine.append(_change(self._module, self._before, difference))
+                except UnsupportedError:
+                    unsent.append(".".join(_shown(difference.path)))
+        if group is None or dist.get_world_size(group) == 1:
+            return []
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, (mine, unsent), group=group)
+        known = {change.path for change in mine}
+        for rank, (changes, _) in enumerate(every):
+            if rank != dist.get_rank(group):
+                news = [change for change in changes if change.path not in known]
+                take_over(self._module, news, {}, torch.device("cpu"))
+                known |= {change.path for change in news}
+        return sorted({name for _, names in every for name in names})
+
+
+def _is_in_submodule(path: Path) -> bool:
+    """Whether a path leads into a submodule, and there not into what is torch's own."""
+    if len(path) < 3 or not _is_module_step(path[1]):
+        return False
+    steps = [step for step in path[1:] if not _is_module_step(step)]
+    key = steps[0][1] if steps else ""
+    return bool(steps) and isinstance(key, str | int) and key not in _TORCHS_OWN
+
+
+def _is_module_step(step: Any) -> bool:
+    return step[0] == "attribute" and isinstance(step[1], tuple) and step[1][0] == "_modules"
+
+
+def _shown(path: Path) -> list[str]:
+    return [str(path[0]), *(str(key[1] if isinstance(key, tuple) else key) for _, key in path[1:])]
+
+
+def _change(module: nn.Module, before: Snapshot, difference: Difference) -> Change:
+    value = None
+    if difference.value is not ABSENT:
+        sent = io.BytesIO()
+        try:
+            _Pickler(sent, module, before, difference.value).dump(difference.value)
+        except Exception as error:
+            raise _not_sendable(difference, error) from error
+        value = sent.getvalue()
+    return Change(path=difference.path, start=difference.start, value=value)
+
+
+def take_over(
+    module: nn.Module, changes: Iterable[Change], buffers: Mapping[str, Tensor], device: torch.device, *functions: Any
+) -> None:
+    """Makes the same changes to this rank's module and to what its step's code reaches."""
+    roots = roots_of(module, *functions)[0]
+    # All values first: what they refer to is found where it was before the step.
+    values = [ABSENT if change.value is None else _Unpickler(change.value, module, roots, device).load() for change in changes]
+    for change, value in zip(changes, values, strict=True):
         if change.start is not None:
-            owner[change.start :] = value
-        elif isinstance(value, Gone):
-            owner.pop(change.path[-1], None)
+            at_path(roots, change.path)[change.start :] = value
+            continue
+        owner, (kind, key) = at_path(roots, change.path[:-1]), change.path[-1]
+        if kind == CONTENTS:
+            kind_of_step(owner, key).put(owner, value)
         else:
-            owner[change.path[-1]] = value
+            kind_of_step(owner, kind).set(owner, key, value)
     with torch.no_grad():
         for fqn, value in buffers.items():
             path, _, name = fqn.rpartition(".")
             setattr(module.get_submodule(path), name, value.to(device))
 
 
-class _Snapshot:
-    """A value that can change, and what is in it where it is a list, dict or set."""
+class _Pickler(pickle.Pickler):
+    """Pickles a new value; what the other ranks have themselves goes as a reference: modules, parameters, known objects."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, file: io.BytesIO, module: nn.Module, before: Snapshot, value: Any) -> None:
+        super().__init__(file)
+        self._modules = {id(child): fqn for fqn, child in module.named_modules()}
+        self._parameters = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
+        self._trainer = vars(module).get("_trainer")
+        self._before = before
         self._value = value
-        self._version = version_of(value) if _has_version(value) else 0
-        self._entries = {key: _Snapshot(entry) if isinstance(entry, _CHANGEABLE) else entry for key, entry in _entries(value)}
+        self._moved: list[Tensor] = []
 
-    def changes(self, now: Any, path: tuple[Any, ...]) -> Iterator[Change]:
-        """What is different in ``now``, which is at ``path`` where the value was."""
-        if isinstance(now, (list, dict)) and (now is self._value or not path):
-            yield from self._changed_entries(now, path)
-        elif isinstance(now, set) and now is self._value:
-            if now != set(self._entries.values()):
-                yield Change(path=path, start=None, value=now)
-        elif now is not self._value or (_has_version(now) and version_of(now) != self._version):
-            yield Change(path=path, start=None, value=now)
+    def persistent_id(self, value: Any) -> Any:
+        """What refers to an object that every rank has; None where it must be sent."""
+        if isinstance(value, nn.Module):
+            return None if id(value) not in self._modules else ("module", self._modules[id(value)])
+        if isinstance(value, nn.Parameter):
+            return None if id(value) not in self._parameters else ("parameter", self._parameters[id(value)])
+        if value is self._trainer and value is not None:
+            return ("trainer", None)
+        # Contents that have changed as a whole are those of a known object, and not a reference to it.
+        if isinstance(value, (type, tuple, frozenset)) or callable(value) or value is self._value:
+            return None
+        path = self._before.path_of(value)
+        return None if path is None else ("object", path)
 
-    def _changed_entries(self, now: list[Any] | dict[Any, Any], path: tuple[Any, ...]) -> Iterator[Change]:
-        entries = dict(_entries(now))
-        for key, before in self._entries.items():
-            if key not in entries:
-                if isinstance(now, dict):
-                    yield Change(path=(*path, key), start=None, value=Gone())
-            elif isinstance(before, _Snapshot):
-                yield from before.changes(entries[key], (*path, key))
-            elif not _same(before, entries[key]):
-                yield Change(path=(*path, key), start=None, value=entries[key])
-        if isinstance(now, dict):
-            for key in [key for key in entries if key not in self._entries]:
-                yield Change(path=(*path, key), start=None, value=entries[key])
-        elif len(now) != len(self._entries):
-            start = min(len(now), len(self._entries))
-            yield Change(path=path, start=start, value=now[start:])
+    def reducer_override(self, value: Any) -> Any:
+        """Tensors leave their graph, and their device for the CPU."""
+        if type(value) is not Tensor or any(value is moved for moved in self._moved):
+            return NotImplemented
+        self._moved.append(value.detach().cpu())
+        return _arrived, (self._moved[-1], value.device.type == "cpu")
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _TORCHS_OWN}
+class _Unpickler(pickle.Unpickler):
+    """Inverse of :class:`_Pickler` on another rank."""
+
+    def __init__(self, data: bytes, module: nn.Module, roots: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__(io.BytesIO(data))
+        self._module, self._roots, self._device = module, roots, device
+
+    def persistent_load(self, reference: Any) -> Any:
+        """The object that this rank has."""
+        kind, where = reference
+        if kind == "module":
+            return self._module.get_submodule(where)
+        if kind == "parameter":
+            return self._module.get_parameter(where)
+        return vars(self._module)["_trainer"] if kind == "trainer" else at_path(self._roots, where)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Tensors go to this rank's device where they have come from one."""
+        found = super().find_class(module, name)
+        return partial(_arrived, device=self._device) if found is _arrived else found
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether a value that cannot change is the same; equal numbers and strings need not be the same object."""
-    return one is other or (type(one) is type(other) and isinstance(one, (int, float, str)) and one == other)
+def _arrived(tensor: Tensor, stays: bool, device: torch.device | None = None) -> Tensor:
+    return tensor if stays or device is None else tensor.to(device)
 
 
-def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, set):
-        return [(entry, entry) for entry in value]
-    return enumerate(value) if isinstance(value, list) else ()
+def _is_torchs_own(path: Path) -> bool:
+    """Whether a path leads into torch's own attributes of the module itself."""
+    if len(path) < 2 or path[0] != "self":
+        return False
+    key = path[1][1]
+    return path[1][0] == "attribute" and (not isinstance(key, str) or key in _TORCHS_OWN)
 
 
-def _has_version(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_inference()
-
-
-def _sendable(change: Change) -> Change:
-    def refusal(observed: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"The step sets self.{change.path[0]} to something that the other ranks cannot get.",
-            observed=observed,
-            expected="tensors and plain values: after the model's call only the last stage runs the step",
-            todo="Keep a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
-        )
-
-    return Change(path=change.path, start=change.start, value=sendable(change.value, refusal))
+def _not_sendable(difference: Difference, error: Exception) -> UnsupportedError:
+    kind = "a list with new entries" if difference.start is not None else f"a {type(difference.value).__name__}"
+    return UnsupportedError(
+        f"The step sets {name_of(difference.path)} to something that the other ranks cannot get.",
+        observed=f"{kind}, which cannot be pickled: {error}",
+        expected="what can be pickled: after the model's call only the last stage runs the step",
+        todo="Keep a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
+    )

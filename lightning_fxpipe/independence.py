@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe.exchange import Attributes
 from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.snapshot import Snapshot
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -84,7 +84,7 @@ def _results(module: fx.GraphModule, values: Sequence[Any]) -> dict[str, Tensor]
 def _untouched(module: nn.Module) -> Iterator[None]:
     """After the block the stage's modules and buffers are what they were; in it batch norms use their running statistics."""
     modules = list(module.modules())
-    attributes = [Attributes(each) for each in modules]
+    before = Snapshot({"self": module})
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     norms = [each for each in modules if isinstance(each, _NORMS) and each.training and each.running_mean is not None]
     for norm in norms:
@@ -92,8 +92,7 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for before in attributes:
-            before.restore()
+        before.restore()
         for norm in norms:
             norm.training = True
         with torch.no_grad():

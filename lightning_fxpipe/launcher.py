@@ -98,6 +98,10 @@ class Launcher:
         self._children: Sequence[subprocess.Popen[Any]] = ()
         self.requested: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Launcher:
+        """One that looks after no processes: those of this one are looked after by it."""
+        return Launcher(self._start)
+
     @property
     def is_interactive_compatible(self) -> bool:
         """Whether a notebook can use it: there is no script to start once more."""
@@ -110,8 +114,9 @@ class Launcher:
         if self._start is not None:
             start, self._start = self._start, None
             self._children = start()
-            atexit.register(self._end_children)
-            threading.Thread(target=self._observe, name="fxpipe-children", daemon=True).start()
+            if self._children:
+                atexit.register(self._end_children)
+                threading.Thread(target=self._observe, name="fxpipe-children", daemon=True).start()
         return run_to_the_end(function, *args, **kwargs)
 
     def kill(self, signum: int) -> None:

@@ -40,7 +40,7 @@ def make_launcher(strategy: Any, start_method: StartMethod | None, *, gathers: b
     if start_method is None:
         return Launcher()
     if start_method == "popen":
-        return Launcher(partial(start_processes, strategy.cluster_environment, strategy.num_processes, strategy.num_nodes))
+        return Launcher(partial(_start, strategy.cluster_environment, strategy.num_processes, strategy.num_nodes))
     if not gathers:
         raise UnsupportedError(
             "The trained parameters would be lost.",
@@ -49,3 +49,8 @@ def make_launcher(strategy: Any, start_method: StartMethod | None, *, gathers: b
             todo="Run a script, with python or torchrun, or leave out gather_after_run=False.",
         )
     return ForkingLauncher(multiprocessing_launcher(strategy, start_method))
+
+
+def _start(environment: Any, num_processes: int, num_nodes: int) -> list[Any]:
+    """Starts the other ranks, unless another Trainer of this process has done so since this one was made."""
+    return [] if environment.creates_processes_externally else start_processes(environment, num_processes, num_nodes)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat import SYMBOLIC_TYPES
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.kinds import kinds_of
+from lightning_fxpipe.snapshot import MAX_WALKED
 from lightning_fxpipe.structure import Structure, Template
 
 # Constants that an fx node can hold as they are.
@@ -118,7 +120,8 @@ def lasting_objects(root: nn.Module, depth: int = 4) -> dict[int, Any]:
     found: dict[int, Any] = {}
 
     def visit(value: Any, left: int) -> None:
-        if id(value) in found or isinstance(value, (Tensor, nn.Module, type)) or callable(value):
+        cls: Any = type(value)
+        if id(value) in found or isinstance(value, (Tensor, nn.Module, type)) or not kinds_of(cls) or callable(value):
             return
         if isinstance(value, dict):
             inside = list(value.values())
@@ -129,7 +132,7 @@ def lasting_objects(root: nn.Module, depth: int = 4) -> dict[int, Any]:
         else:
             return
         found[id(value)] = value
-        for item in inside if left else ():
+        for item in inside if left and len(inside) <= MAX_WALKED else ():
             visit(item, left - 1)
 
     for module in root.modules():

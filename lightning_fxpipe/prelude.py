@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import patched_attributes, tree_map
 from lightning_fxpipe._compat_lightning import silenced_loggers
-from lightning_fxpipe.exchange import Attributes, kept_generators
 from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.reads import ReadKey, noted_reads
-from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.silence import silenced
-from lightning_fxpipe.stepcode import uses_arguments_after_batch
+from lightning_fxpipe.stepcode import reads_run_state, uses_arguments_after_batch
 from lightning_fxpipe.torchcalls import LOOKS
+from lightning_fxpipe.undo import undone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,43 +63,34 @@ class Rehearsal:
 def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Iterator[Rehearsal]:
     """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
 
-    Random number generators, the LightningModule's own buffers and what the step sets on the module are afterwards as they
-    were; what it logs is dropped.
+    What the step changes is put back afterwards, see :mod:`lightning_fxpipe.undo`; what it logs is dropped.
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(leaf, copies), (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
-    attributes = [Attributes(module) for module in root.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in root.buffers(recurse=False) if not buffer.is_meta]
     muted = [(root, name, say_nothing) for name in ("log", "log_dict") if hasattr(root, name)]
     generators = python_rng()
     left_at: TracebackType | None = None
-    try:
-        with (
-            silenced(),
-            isolated_rng(),
-            kept_generators(root),
-            patched_attributes(*muted),
-            silenced_loggers(root),
-            metrics_as_one_call(held_metrics(root).values(), count=False),
-            noted_reads(root, lambda: True) as reads,
-            _Looks() as looks,
-        ):
-            try:
-                yield rehearsal
-            except BaseException as error:
-                left_at = error.__traceback__
-                raise
-            finally:
-                has_drawn = python_rng() != generators
-                is_fixed = not (looks.happened or has_drawn or uses_arguments_after_batch(function, left_at))
-                rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
-    finally:
-        for before in attributes:
-            before.restore()
-        for buffer, values in buffers:
-            buffer.data.copy_(values)
+    with (
+        silenced(),
+        undone(root, function),
+        patched_attributes(*muted),
+        silenced_loggers(root),
+        metrics_as_one_call(held_metrics(root).values(), count=False),
+        noted_reads(root, lambda: True) as reads,
+        _Looks() as looks,
+    ):
+        try:
+            yield rehearsal
+        except BaseException as error:
+            left_at = error.__traceback__
+            raise
+        finally:
+            has_drawn = python_rng() != generators
+            depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
+            is_fixed = not (looks.happened or has_drawn or depends)
+            rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
 
 
 def _copied(leaf: Any, copies: dict[int, Tensor]) -> Any:

@@ -31,9 +31,10 @@ from lightning_fxpipe._compat import (
     tree_leaves,
     tree_map,
 )
-from lightning_fxpipe.exchange import Attributes, exchanged_tensors
+from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols, tensor_bytes
+from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.wording import node_words
 
@@ -276,9 +277,9 @@ class _Rehearsal:
             with exchanged_tensors(module, lambda tensor, _: self._world.static(tensor, self._device)):
                 for child in module.modules():
                     child.training = training
-                before = [Attributes(child) for child in module.modules()], python_rng()
+                before, generators = Snapshot({"self": module}), python_rng()
                 result = module(*args, **kwargs)
-                if any(attributes.changed() for attributes in before[0]) or python_rng() != before[1]:
+                if before.changed_names() or python_rng() != generators:
                     raise _Unsuitable("it changes its own state or draws random numbers")
             runs.append(watch.seen)
         if runs[0] != runs[1]:

@@ -36,7 +36,7 @@ from lightning_fxpipe._compat import (
 from lightning_fxpipe.calls import classes_with_own_call
 from lightning_fxpipe.checkpointing import Checkpoint
 from lightning_fxpipe.examples import Examples, NoExample, cone
-from lightning_fxpipe.exchange import Attributes, assigned_tensors
+from lightning_fxpipe.exchange import OwnAttributes
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import GraphWriter
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
@@ -46,6 +46,7 @@ from lightning_fxpipe.recurrent import shaped
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
+from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.structure import graft
 from lightning_fxpipe.torchcalls import NORMALISATIONS, CallContext, is_query, running_statistics, target_of, watch_mutation
 from lightning_fxpipe.wording import error_words
@@ -203,16 +204,16 @@ class Recorder(GraphWriter, TorchFunctionMode):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
         self._in_own_call.append(module if original_call is not self._module_call else None)
-        before, attributes = python_rng(), Attributes(module)
+        before, attributes, state = python_rng(), OwnAttributes(module), Snapshot({"self": module}, enters_modules=False)
         try:
             result = original_call(module, *args, **kwargs)
             if before != python_rng():
                 raise RecordError("its Python draws random numbers")
-            left = assigned_tensors({path: attributes}) if self._may_leave_tensors() else {}
-            others = set(attributes.changed()) - {name for _, name in left}
+            left = attributes.assigned_tensors() if self._may_leave_tensors() else {}
+            others = state.changed_names(left)
             if others:
-                raise RecordError(f"its forward assigns self.{sorted(others)[0]}")
-            self.sides.update(left)
+                raise RecordError(f"its forward changes {sorted(others)[0]}")
+            self.sides.update({(path, name): tensor for name, tensor in left.items()})
             return result
         except RecordError as error:
             raise MustStayWhole(path, error.reason, error.source) from error
@@ -273,8 +274,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
         """
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[tuple[str, str], Tensor]]:
-            attributes = {inner: Attributes(child) for inner, child in module.named_modules()}
-            return original_call(module, *args, **kwargs), assigned_tensors(attributes)
+            before = {inner: OwnAttributes(child) for inner, child in module.named_modules()}
+            result = original_call(module, *args, **kwargs)
+            return result, {(inner, name): t for inner, own in before.items() for name, t in own.assigned_tensors().items()}
 
         before = self._template_of((args, kwargs))
         try:

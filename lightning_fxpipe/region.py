@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import patched_attributes, tree_leaves
+from lightning_fxpipe._compat_lightning import takes_batch_idx
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.inputgradient import depends_on_parameters, input_gradient
@@ -24,6 +25,7 @@ from lightning_fxpipe.prelude import rehearsed
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.torchcalls import CallContext
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 IsRegion = Callable[[nn.Module], bool]
 
 
@@ -57,10 +59,11 @@ class StepCall:
 
     @classmethod
     def of_step(cls, step: Callable[..., Any], batch: Any, *, batch_idx: int = 0) -> StepCall:
-        """A LightningModule's step on a batch of the first dataloader."""
-        parameters = list(inspect.signature(step).parameters.values())[1:]
-        required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-        return cls(function=step, args=(batch, batch_idx, 0)[: 1 + len(required)], kwargs={})
+        """A LightningModule's step on a batch of the first dataloader, with the arguments that the Trainer gives it."""
+        takes_index = takes_batch_idx(step)
+        required = [p for p in inspect.signature(step).parameters.values() if p.default is p.empty and p.kind in _POSITIONAL]
+        count = max(1 + takes_index, min(len(required), 3))
+        return cls(function=step, args=(batch, batch_idx, 0)[:count], kwargs={})
 
 
 def trains(module: nn.Module) -> bool:
@@ -96,15 +99,12 @@ def find_region(
     original_call = nn.Module.__call__
 
     prelude: dict[str, None] = {}
-    buffers: list[tuple[Tensor, Tensor]] = []
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) in paths and holds_any(module):
             if is_region(module):
                 raise _RegionReached(module, args, kwargs)
             prelude[paths[id(module)]] = None
-            # This run is one more than the user's: a BatchNorm in it must not count twice.
-            buffers.extend((buffer, buffer.clone()) for buffer in module.buffers())
         return original_call(module, *args, **kwargs)
 
     found: _RegionReached | None = None
@@ -116,10 +116,6 @@ def find_region(
             step.function(*rehearsal.args, **rehearsal.kwargs)
     except _RegionReached as reached:
         found = reached
-    finally:
-        with torch.no_grad():
-            for buffer, before in reversed(buffers):
-                buffer.copy_(before)
     if found is None:
         raise _no_region(step.function)
     region = RegionCall(

@@ -7,20 +7,27 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fxpipe._compat_lightning import first_batch
-from lightning_fxpipe.messages import told
+from lightning_fxpipe._compat import patched_attributes
+from lightning_fxpipe._compat_lightning import first_batch, has_validation, run_state_stood_in
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
+from lightning_fxpipe.frames import raising_source
+from lightning_fxpipe.madeup import MadeUp
+from lightning_fxpipe.messages import logger, told
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.step import StepKind
+from lightning_fxpipe.stepcode import assigned_anywhere
 from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages
 from lightning_fxpipe.survey import locate_first_region
+from lightning_fxpipe.wording import error_words
 
 _STEPS = {
     TrainerFn.FITTING: StepKind.TRAIN,
@@ -98,33 +105,91 @@ class RunPlans:
             check_batch_dim(options.batch_dim, plan.batch_dim)
         else:
             assert trainer.state.fn is not None
+            trial = _Trial(trainer, module, options, num_stages, device, context)
             kind = _STEPS[trainer.state.fn]
-            batch = check_has_batch(first_batch(trainer))
-            with (
-                told(f"Tracing the {kind.words}", after_seconds=0),
-                context(kind),
-                torch.set_grad_enabled(kind is StepKind.TRAIN),
-            ):
-                plan = self._made(batch, module, kind, num_stages, device)
+            with told(f"Tracing the {kind.words}", after_seconds=0):
+                plan = trial.plan(kind)
         self._last = module, plan, trainer.state.fn
         return plan
 
-    def _made(
-        self, batch: object, module: LightningModule, kind: StepKind, num_stages: int, device: torch.device
-    ) -> PartitionPlan:
-        dim = self.options.batch_dim
-        count = self.options.num_microbatches or default_num_microbatches(batch_size(batch, dim), num_stages)
-        microbatch, size = first_microbatch(batch, count, dim)
-        region = locate_first_region(
-            module,
-            partial(StepCall.of_step, getattr(module, kind.value), microbatch),
-            batch_size=size,
-            batch_dim=dim,
-            device=device,
-            fallback=trains if kind is StepKind.TRAIN else holds_any,
-        )
-        plan = plan_region(module, region, num_stages=num_stages, device=device)
-        return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
+
+@dataclass(frozen=True)
+class _Trial:
+    """Runs a step before the run to see what of it is pipelined; see :meth:`RunPlans.make` for the attributes."""
+
+    trainer: Trainer
+    module: LightningModule
+    options: PlanOptions
+    num_stages: int
+    device: torch.device
+    context: Callable[[StepKind], AbstractContextManager[None]]
+
+    def plan(self, kind: StepKind) -> PartitionPlan:
+        """A plan from the step that comes first.
+
+        What the step reads before it calls the model may not be there yet: hooks of the run make it, and optimizers are made
+        later. Such a step is tried once more with things made up in their place, which the plan does not depend on; then, in a
+        fit, the validation step is. All values that count come in with the first batch, when everything is there.
+
+        Raises:
+            UnsupportedError: No step can be tried, or there is no batch.
+        """
+        with run_state_stood_in(self.trainer, MadeUp()):
+            try:
+                return self._plan(kind)
+            except FxPipeError:
+                raise
+            except Exception as error:
+                failure = error
+            attempts = [kind]
+            if kind is StepKind.TRAIN and has_validation(self.trainer):
+                attempts.append(StepKind.VALIDATE)
+            with patched_attributes(*_not_made_yet(self.trainer, self.module)):
+                for attempt in attempts:
+                    try:
+                        return self._plan(attempt, for_training=kind is StepKind.TRAIN)
+                    except Exception as error:
+                        logger.debug("%s cannot be tried before the run: %s: %s", attempt.value, type(error).__name__, error)
+        raise _not_tried(kind, failure) from failure
+
+    def _plan(self, kind: StepKind, *, for_training: bool = True) -> PartitionPlan:
+        trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn is TrainerFn.FITTING)
+        with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
+            is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn is TrainerFn.FITTING
+            batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
+            dim = self.options.batch_dim
+            count = self.options.num_microbatches or default_num_microbatches(batch_size(batch, dim), self.num_stages)
+            microbatch, size = first_microbatch(batch, count, dim)
+            region = locate_first_region(
+                self.module,
+                partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
+                batch_size=size,
+                batch_dim=dim,
+                device=self.device,
+                fallback=trains if trains_here else holds_any,
+            )
+            plan = plan_region(self.module, region, num_stages=self.num_stages, device=self.device)
+            return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
+
+
+def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, str, Any]]:
+    """What to patch so that the attributes that the module's or a callback's code assigns later are there."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    names = frozenset[str]().union(*(assigned_anywhere(type(owner)) for owner in (module, *callbacks)))
+    known = {*dir(type(module)), *dict(module.named_children()), *dict(module.named_parameters(recurse=False))}
+    missing = [name for name in names - known if vars(module).get(name) is None and not name.startswith("__")]
+    return [(module, name, MadeUp()) for name in sorted(missing) if dict(module.named_buffers(recurse=False)).get(name) is None]
+
+
+def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"The {kind.value} cannot be tried before the run, to see what of it is pipelined.",
+        where=raising_source(failure),
+        observed=error_words(failure),
+        expected="a step that runs up to its call of the model before hooks have run and optimizers are there",
+        todo="Make what it reads in the constructor, setup or configure_model, or give FxPipeStrategy(plan=...) a plan by "
+        "lightning_fxpipe.make_plan.",
+    )
 
 
 def _shapes(module: LightningModule) -> dict[str, tuple[int, ...]]:

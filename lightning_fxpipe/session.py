@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
-from lightning_fxpipe.attributes import StepAttributes, take_over
+from lightning_fxpipe.attributes import StepAttributes, SubmoduleAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
@@ -105,6 +105,7 @@ class Session:
             sparing=sparing,
         )
         self._sparing = sparing
+        self._submodules = SubmoduleAttributes(module)
 
     def prepare(self, trainer: Trainer) -> None:
         """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
@@ -230,6 +231,8 @@ class Session:
             )
             return
         if not is_whole:
+            if unsent := self._submodules.share(self._topology.control_group):
+                warn(f"Other ranks cannot get what a module's forward has set on its stage's rank: {', '.join(unsent)}.")
             gather(self.module, self.plan, self._topology, self._dropped)
         self.module.cpu()
         self.is_split = False
@@ -247,7 +250,7 @@ class Session:
             self._materials = None
         is_last = self._topology.is_last
         metrics = held_metrics(self.module)
-        before = StepAttributes(self.module, self._common_buffers()) if is_last else None
+        before = StepAttributes(self.module, self._common_buffers(), step.function) if is_last else None
         states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
         result = self._runtime.run(step, batch, metrics)
@@ -265,7 +268,7 @@ class Session:
                 self._runtime.learn(finding)
             if rng is not None:
                 set_rng_state(rng)
-            take_over(self.module, attributes, buffers, self._topology.device)
+            take_over(self.module, attributes, buffers, self._topology.device, step.function)
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)

@@ -71,11 +71,15 @@ class Sparing:
     """
 
     def __init__(self, topology: Topology, tell: Callable[[str], None]) -> None:
-        self.group = topology.control_group
         self._watched: Watched | None = None
         self._topology = topology
         self._tell = tell
         self._spared: dict[StepKind, frozenset[int]] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Group of all ranks for small messages."""
+        return self._topology.control_group
 
     def watch(self, run: Watched) -> None:
         """Called before each run."""

@@ -18,10 +18,14 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe.bytecode import operations
+from lightning_fxpipe.codecontents import functions_of
+from lightning_fxpipe.codenames import is_followed
 from lightning_fxpipe.frames import is_framework, is_machinery
 
 # What user code asks to tell one batch from another.
-_CHANGING = frozenset({"trainer", "global_step", "current_epoch", "random", "time"})
+_CHANGING = frozenset({"trainer", "global_step", "current_epoch", "random", "time", "optimizers", "lr_schedulers"})
+# What the model may be called with that no attribute of a module tells.
+_RUN_STATE = frozenset({"optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups", "time"})
 _MAX_METHODS = 50
 
 
@@ -43,7 +47,36 @@ def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackT
             end = left_at.tb_lasti
         left_at = left_at.tb_next
     names = code.co_varnames[2 : code.co_argcount]
+    if code.co_flags & inspect.CO_VARARGS:
+        names += (code.co_varnames[code.co_argcount + code.co_kwonlyargcount],)
     return any(operation.argument in names and operation.offset < end for operation in operations(code))
+
+
+def reads_run_state(root: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a step, or a method that it calls, asks optimizers or schedulers, whose numbers change from batch to batch."""
+    code = code_of(function)
+    return code is not None and any(_RUN_STATE & {*current.co_names} for current in _codes(type(root), code))
+
+
+def assigned_anywhere(cls: type) -> frozenset[str]:
+    """Names of the attributes that code of a class of the user's may assign, to whatever object."""
+    names = set[str]()
+    for base in cls.__mro__:
+        if is_followed(base.__module__):
+            for function in functions_of(base):
+                code = code_of(function)
+                names |= _stored(code) if code is not None else set()
+    return frozenset(names)
+
+
+def _stored(code: CodeType) -> set[str]:
+    names = {str(each.argument) for each in operations(code) if each.name == "STORE_ATTR"}
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():  # as for `register_buffer` and `setattr`
+            names.add(constant)
+        elif isinstance(constant, CodeType):
+            names |= _stored(constant)
+    return names
 
 
 def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) -> bool:

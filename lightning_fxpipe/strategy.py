@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Callable
@@ -140,6 +141,19 @@ class FxPipeStrategy(CheckpointStrategy):
         self._stage_optimizers: list[StageOptimizer] = []
         self._patches = ExitStack()
         self._constructions = Constructions()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FxPipeStrategy:
+        """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
+        copied: FxPipeStrategy = object.__new__(type(self))
+        memo[id(self)] = copied
+        fresh: dict[str, Any] = {"_topology": self._topology, "_session": None, "_precision": None, "_checkpoints": None}
+        fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
+        fresh |= {"_saver": Saver(partial(_saving_group, self._timeout)), "_loss": self._loss, "_stage_optimizers": []}
+        if self._topology is not None:
+            fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
+        for name, value in vars(self).items():
+            vars(copied)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        return copied
 
     # ------------------------------------------------------------------ environment
 

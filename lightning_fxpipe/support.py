@@ -19,7 +19,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fxpipe._compat_lightning import validates_by_time
+from lightning_fxpipe._compat_lightning import takes_loader, validates_by_time
 from lightning_fxpipe.coupling import CannotTryError, couples_parameters
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import inform, warn
@@ -84,6 +84,7 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
     if trainer.state.fn is TrainerFn.FITTING:
         faults += list(_fit_faults(module))
+    faults += list(_step_faults(trainer, module))
     if faults:
         raise UnsupportedError(
             "strategy='fxpipe' cannot run this.",
@@ -191,6 +192,23 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
             f"metrics with a model of their own ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
             "give the metric a function that calls a model which the LightningModule does not hold, or compute it afterwards",
         )
+
+
+_STEPS = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+
+
+def _step_faults(trainer: Trainer, module: LightningModule) -> Iterator[Fault]:
+    for name in _STEPS[trainer.state.fn or TrainerFn.FITTING]:
+        if is_overridden(name, module) and takes_loader(getattr(module, name)):
+            yield (
+                f"{name}(dataloader_iter): each rank would take batches out of the iterator by itself",
+                f"let {name} take the batch, and the Trainer the loader",
+            )
 
 
 def _fit_faults(module: LightningModule) -> Iterator[Fault]:

@@ -35,6 +35,10 @@ class Topology:
     device: torch.device
     backward_group: dist.ProcessGroup | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
+        """Itself: process groups belong to this process, and cannot be copied."""
+        return self
+
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""

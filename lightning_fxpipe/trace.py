@@ -29,7 +29,7 @@ from lightning_fxpipe._compat import (
 )
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.examples import draws
-from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
+from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
@@ -41,6 +41,7 @@ from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.silence import silenced
+from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
 from lightning_fxpipe.wording import error_words, without_symbols
@@ -217,15 +218,17 @@ def _record(
 
     with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device) as run:
         recorder = run.recorder
+        # Modules that the region calls are looked after by the recorder.
+        roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
+        before = Snapshot(roots, enters_modules=False)
         try:
             result = call.run(root, recorder, run.example)
             drew = python_rng() != recorder.generators_before
         except Exception as error:
             reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
             raise _untraceable(root, call, reason, source) from error
-        for path in actually_opened:
-            if path or call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
-                _check_unchanged(path, run.attributes[path], recorder)
+        if call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
+            _check_unchanged(call.opened_path, before, recorder)
         output = _taken_apart(result, run.lasting)
         chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
         recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
@@ -284,7 +287,6 @@ class FakeRun:
         input_shapes: Shapes of the fakes.
         batch_symbols: Sizes of their dimensions that are the batch.
         sizes: What the symbols in them are in the example.
-        attributes: What each module has, by path, before it runs.
         reads: Plain values that the recorded code has read from modules so far.
     """
 
@@ -295,7 +297,6 @@ class FakeRun:
     input_shapes: tuple[tuple[Any, ...], ...]
     batch_symbols: frozenset[Any]
     sizes: Mapping[Any, int]
-    attributes: dict[str, Attributes]
     reads: Mapping[ReadKey, Any]
 
 
@@ -326,11 +327,9 @@ def fake_run(
 
     with (
         exchanged_tensors(root, fake_of),
-        kept_generators(root),
         torch.inference_mode(False),
         context.active(),
     ):
-        attributes = {path: Attributes(module) for path, module in root.named_modules()}
         settings = RecorderSettings(
             modules=dict(root.named_modules()),
             tensor_fqns=fqns,
@@ -365,7 +364,6 @@ def fake_run(
                         for dim in _batch_dims(tensor, call)
                     ),
                     sizes=sizes,
-                    attributes=attributes,
                     reads=reads,
                 )
             except (RecordError, MustStayWhole) as stop:
@@ -373,12 +371,12 @@ def fake_run(
                 raise
 
 
-def _check_unchanged(path: str, before: Attributes, recorder: Recorder) -> None:
+def _check_unchanged(path: str, before: Snapshot, recorder: Recorder) -> None:
     """What an opened module sets on itself would happen in the trace only, so such a module stays whole; but for tensors,
     which the recorder knows."""
-    changed = [name for name in before.changed() if (path, name) not in recorder.sides]
+    changed = before.changed_names({name for owner, name in recorder.sides if owner == path})
     if changed:
-        raise MustStayWhole(path, f"its forward assigns self.{sorted(changed)[0]}", None)
+        raise MustStayWhole(path, f"its forward changes {sorted(changed)[0]}", None)
 
 
 def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, second: fx.Graph, drew: bool) -> None:

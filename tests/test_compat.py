@@ -564,3 +564,33 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     _compat.return_memory()
     assert len(blocks) == 1
     assert before - resident() > 50e6
+
+
+# ------------------------------------------------------------------ what operators write
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        (lambda x, y: x.add_(y), "x"),
+        (lambda x, y: torch.add(x, y), ""),
+        (lambda x, y: torch.mul(x, y, out=y), "y"),
+        (lambda x, y: x.__setitem__(0, 1.0), "x"),
+        (lambda x, y: torch._foreach_mul_([x, y], 2.0), "xy"),
+        (lambda x, y: F.batch_norm(torch.ones(4, 3), x, y, training=True), "xy"),
+    ],
+)
+def test_schemas_tell_what_an_operator_writes(call: Any, written: str) -> None:
+    x, y = torch.ones(3), torch.ones(3)
+    found: set[str] = set()
+
+    class Watch(_compat.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names = {x.untyped_storage().data_ptr(): "x", y.untyped_storage().data_ptr(): "y"}
+            written = _compat.written_arguments(func, args, kwargs or {})
+            found.update(names.get(tensor.untyped_storage().data_ptr(), "") for tensor in written)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        call(x, y)
+    assert "".join(sorted(found)) == written

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import os
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -525,3 +527,77 @@ def test_checkpoint_folders_are_those_of_the_callbacks_and_the_defaults(tmp_path
     )
     expected = [str(tmp_path), str(tmp_path / "checkpoints"), str(tmp_path / "mine")]
     assert _compat_lightning.checkpoint_folders(trainer) == expected
+
+
+# ------------------------------------------------------------------ how a step is called, and what it can ask before the run
+
+
+class Steps(L.LightningModule):
+    def batch_only(self, batch: Any) -> None: ...
+
+    def named(self, batch: Any, batch_idx: int) -> None: ...
+
+    def renamed(self, batch: Any, i: int) -> None: ...
+
+    def arguments(self, *args: Any) -> None: ...
+
+    def all_arguments(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def loader(self, dataloader_iter: Any) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["batch_only", "named", "renamed", "arguments", "all_arguments"])
+def test_steps_get_the_index_where_they_take_it(name: str) -> None:
+    """As the loop decides itself."""
+    module = Steps()
+    module.training_step = getattr(module, name)  # type: ignore[method-assign]
+    trainer = make_trainer()
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    given = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), "batch", 0)
+    assert _compat_lightning.takes_batch_idx(module.training_step) == ("batch_idx" in given)
+    assert not _compat_lightning.takes_loader(module.training_step)
+
+
+def test_steps_that_take_the_loader_are_known() -> None:
+    assert _compat_lightning.takes_loader(Steps().loader)
+
+
+class Asks(L.Callback):
+    """Asks the Trainer before its loops begin, and once they run."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+        self.has_made_loaders = True
+
+    def ask(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+        numbers = trainer.num_training_batches, trainer.estimated_stepping_batches
+        loaders = len(trainer.train_dataloader), len(trainer.val_dataloaders)  # type: ignore[arg-type]
+        module_sees = bool(module.optimizers()), bool(module.lr_schedulers())
+        self.answers.append((rates, len(trainer.lr_scheduler_configs), numbers, loaders, module_sees))
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        stand_in = SimpleNamespace(param_groups=[{"lr": 0.5}], scheduler="scheduler")
+        with _compat_lightning.run_state_stood_in(trainer, stand_in):
+            self.ask(trainer, pl_module)
+        self.has_made_loaders = trainer.fit_loop._combined_loader is not None
+        self.validates = _compat_lightning.has_validation(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        with _compat_lightning.run_state_stood_in(trainer, None):
+            self.ask(trainer, pl_module)
+
+
+def test_what_the_trainer_is_asked_before_the_run_has_an_answer() -> None:
+    class WithScheduler(Counted):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    asks = Asks()
+    make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[asks]).fit(WithScheduler(), loader(), loader())
+    assert asks.validates
+    assert not asks.has_made_loaders
+    assert all(answer == asks.answers[-1] for answer in asks.answers)
+    assert asks.answers[0] == ([0.5], 1, (3, 6), (3, 3), (True, True))

@@ -1,0 +1,335 @@
+"""What is in an object that user code may change: how it is taken out, compared and put back, by the object's type.
+
+Lists, dicts, sets and deques and their subclasses, tuples (for what is in them), arrays, random generators, modules, instances
+of classes of user code (``__dict__`` and ``__slots__``), those classes themselves, functions with their closures and default
+values, and the global variables that functions name. No property or descriptor of the user's is asked. What torch and
+Lightning keep for themselves (the Trainer, loaders, optimizers), files, locks, mocks and whatever else the standard library
+makes is left alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import is_
+from types import MemberDescriptorType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ABSENT: Any = object()
+# A larger container is data; an array or buffer of more bytes too.
+MAX_ENTRIES = 2_000_000
+MAX_ARRAY_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the contents of one kind of object are handled.
+
+    Attributes:
+        name: The kind's; with a key it is a step of a path.
+        take: A copy of what is in an object; :data:`ABSENT` where it is left alone.
+        put: Makes an object have such contents again.
+        entries: Keys and values in the contents.
+        look: ``look(object, key)`` is one of them as it is now. Raises whatever a missing one raises.
+        set: ``set(object, key, value)`` changes one; :data:`ABSENT` removes it.
+        is_same: Whether two contents hold the same objects.
+    """
+
+    name: str
+    take: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+    entries: Callable[[Any], Iterable[tuple[Any, Any]]]
+    look: Callable[[Any, Any], Any]
+    set: Callable[[Any, Any, Any], None]
+    is_same: Callable[[Any, Any], bool]
+
+
+def slots(cls: type) -> list[tuple[str, MemberDescriptorType]]:
+    """The slots of a class and its bases, by name."""
+    return [
+        (name, member)
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
+
+
+# ------------------------------------------------------------------ comparing and putting back
+
+
+def _same_sequence(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def same_mapping(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Whether two mappings have the same objects, in the same order."""
+    if len(one) != len(other) or not all(map(is_, one.values(), other.values())):
+        return False
+    return all(map(is_, one, other)) or list(one) == list(other)
+
+
+def _base_of(mapping: dict[Any, Any]) -> Any:
+    """The class whose methods change a dict without those of the user's own class."""
+    return OrderedDict if isinstance(mapping, OrderedDict) else dict
+
+
+def _put_mapping(mapping: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
+    base = _base_of(mapping)
+    base.clear(mapping)
+    for key, value in contents.items():
+        base.__setitem__(mapping, key, value)
+
+
+def _set_key(mapping: dict[Any, Any], key: Any, value: Any) -> None:
+    if value is ABSENT:
+        _base_of(mapping).pop(mapping, key, None)
+    else:
+        _base_of(mapping).__setitem__(mapping, key, value)
+
+
+def _look_key(mapping: dict[Any, Any], key: Any) -> Any:
+    return _base_of(mapping).__getitem__(mapping, key)
+
+
+def _put_set(target: set[Any], contents: set[Any]) -> None:
+    set.clear(target)
+    set.update(target, contents)
+
+
+def _put_deque(target: deque[Any], contents: Iterable[Any]) -> None:
+    deque.clear(target)
+    deque.extend(target, contents)
+
+
+def _if_small(take: Callable[[Any], Any], size: Callable[[Any], int] = len, limit: int = MAX_ENTRIES) -> Callable[[Any], Any]:
+    return lambda value: take(value) if size(value) <= limit else ABSENT
+
+
+def nothing(*_: Any) -> Any:
+    """No entries."""
+    return ()
+
+
+def leave(*_: Any) -> None:
+    """Leaves what cannot be changed."""
+    return None
+
+
+def _index(value: Any, key: Any) -> Any:
+    return value[key]
+
+
+def _set_index(value: Any, key: Any, new: Any) -> None:
+    value[key] = new
+
+
+def _of_dict(instance: Any) -> dict[str, Any]:
+    return object.__getattribute__(instance, "__dict__")  # type: ignore[no-any-return]
+
+
+def _take_slots(instance: Any) -> dict[str, Any]:
+    found = {}
+    for name, member in slots(type(instance)):
+        try:
+            found[name] = member.__get__(instance)
+        except AttributeError:
+            continue  # not set
+    return found
+
+
+def _set_slot(instance: Any, name: str, value: Any) -> None:
+    member = next(member for own, member in slots(type(instance)) if own == name)
+    if value is not ABSENT:
+        member.__set__(instance, value)
+    elif name in _take_slots(instance):
+        member.__delete__(instance)
+
+
+def put_named(
+    take: Callable[[Any], Mapping[str, Any]], put: Callable[[Any, str, Any], None]
+) -> Callable[[Any, Mapping[str, Any]], None]:
+    """Puts back what is found by name, and touches nothing that has not changed."""
+
+    def put_back(owner: Any, contents: Mapping[str, Any]) -> None:
+        now = take(owner)
+        for name in {**now, **contents}:
+            if now.get(name, ABSENT) is not contents.get(name, ABSENT):
+                put(owner, name, contents.get(name, ABSENT))
+
+    return put_back
+
+
+# ------------------------------------------------------------------ modules
+
+_TORCHS_OWN = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+_TORCHS_NAMES = frozenset(_TORCHS_OWN)
+# Their tensors are looked after by whoever runs the module.
+_HOLD_TENSORS = frozenset({"_parameters", "_buffers", "_non_persistent_buffers_set"})
+
+# The attributes, and what is in torch's own dictionaries among them.
+ModuleContents = tuple[dict[str, Any], dict[str, Any]]
+
+
+def _take_module(module: nn.Module) -> ModuleContents:
+    attributes = _of_dict(module)
+    return dict(attributes), {name: attributes[name].copy() for name in _TORCHS_OWN if name in attributes}
+
+
+def _put_module(module: nn.Module, contents: ModuleContents) -> None:
+    attributes, inside = contents
+    _put_mapping(_of_dict(module), attributes)
+    for name, before in inside.items():
+        owned = attributes[name]
+        if owned != before if isinstance(owned, set) else not same_mapping(owned, before):
+            owned.clear()
+            owned.update(before)
+
+
+def _module_entries(contents: ModuleContents) -> Iterable[tuple[Any, Any]]:
+    attributes, inside = contents
+    for name, value in attributes.items():
+        if name not in _TORCHS_NAMES:
+            yield name, value
+    for name, owned in inside.items():
+        if owned and name not in _HOLD_TENSORS and isinstance(owned, dict):
+            for key, value in owned.items():
+                yield (name, key), value
+
+
+def _look_in_module(module: nn.Module, key: Any) -> Any:
+    return _of_dict(module)[key] if isinstance(key, str) else _of_dict(module)[key[0]][key[1]]
+
+
+def _same_module(one: ModuleContents, other: ModuleContents) -> bool:
+    return same_mapping(one[0], other[0]) and all(
+        same_mapping(inside, other[1].get(name, {})) if isinstance(inside, dict) else inside == other[1].get(name)
+        for name, inside in one[1].items()
+    )
+
+
+def changed_in_module(before: ModuleContents, now: ModuleContents) -> list[Any]:
+    """Keys of what is another object, or gone, or new: names of attributes; (dictionary, name) for what torch's own hold."""
+    keys = _changed_keys(before[0], now[0])
+    for name, inside in before[1].items():
+        if isinstance(inside, dict):
+            keys += [(name, key) for key in _changed_keys(inside, now[1].get(name, {}))]
+    return keys
+
+
+def _changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    return [key for key in {**before, **now} if before.get(key, ABSENT) is not now.get(key, ABSENT)]
+
+
+# ------------------------------------------------------------------ arrays and generators
+
+
+def _take_array(value: np.ndarray) -> Any:
+    is_left = not value.flags.writeable or isinstance(value, np.memmap) or value.nbytes > MAX_ARRAY_BYTES
+    return ABSENT if is_left else value.copy()
+
+
+def _same_array(one: np.ndarray, other: np.ndarray) -> bool:
+    if one.dtype.hasobject:
+        return _same_sequence(one.reshape(-1).tolist(), other.reshape(-1).tolist())
+    return one.tobytes() == other.tobytes()
+
+
+def _array_entries(contents: np.ndarray) -> Iterable[tuple[Any, Any]]:
+    return enumerate(contents.reshape(-1).tolist()) if contents.dtype.hasobject else ()
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a random generator of Python, torch or numpy."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Inverse of :func:`state_of`."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
+
+
+ATTRIBUTES = Kind(
+    "attribute",
+    lambda value: dict(_of_dict(value)),
+    lambda value, contents: _put_mapping(_of_dict(value), contents),
+    lambda contents: contents.items(),
+    lambda value, key: _of_dict(value)[key],
+    lambda value, key, new: _set_key(_of_dict(value), key, new),
+    same_mapping,
+)
+MODULE = Kind(
+    "attribute",
+    _take_module,
+    _put_module,
+    _module_entries,
+    lambda value, key: _look_in_module(value, key),
+    lambda value, key, new: _set_key(_of_dict(value), key, new),
+    _same_module,
+)
+SLOTS = Kind(
+    "slot",
+    _take_slots,
+    put_named(_take_slots, _set_slot),
+    lambda contents: contents.items(),
+    lambda value, key: _take_slots(value)[key],
+    _set_slot,
+    same_mapping,
+)
+MAPPING = Kind(
+    "key",
+    _if_small(lambda value: dict(_base_of(value).items(value))),
+    _put_mapping,
+    lambda c: c.items(),
+    _look_key,
+    _set_key,
+    same_mapping,
+)
+LIST = Kind(
+    "index",
+    _if_small(lambda value: list.copy(value)),
+    lambda value, contents: list.__setitem__(value, slice(None), contents),
+    enumerate,
+    list.__getitem__,
+    list.__setitem__,
+    _same_sequence,
+)
+DEQUE = Kind("index", _if_small(list), _put_deque, enumerate, _index, _set_index, _same_sequence)
+SET = Kind(
+    "member", _if_small(lambda value: set.copy(value)), _put_set, lambda c: ((e, e) for e in c), nothing, leave, set.__eq__
+)
+TUPLE = Kind("index", _if_small(tuple), leave, enumerate, _index, leave, lambda one, other: True)
+FROZEN = Kind("member", _if_small(tuple), leave, lambda c: ((e, e) for e in c), nothing, leave, lambda one, other: True)
+VIEW = Kind("key", lambda value: dict(value), leave, lambda c: c.items(), _index, leave, lambda one, other: True)
+NUMPY = Kind("array", _take_array, np.copyto, _array_entries, lambda v, k: v.reshape(-1)[k], leave, _same_array)
+BUFFER = Kind(
+    "array",
+    _if_small(lambda value: value[:], limit=MAX_ARRAY_BYTES),
+    lambda value, contents: _set_index(value, slice(None), contents),
+    nothing,
+    _index,
+    _set_index,
+    lambda one, other: bool(one == other),
+)
+GENERATOR = Kind("generator", state_of, set_state_of, nothing, nothing, leave, _same_state)
