@@ -101,8 +101,9 @@ ORDER = [
     ),
     *("options", "lifeline", "connections", "failure", "tracebacks", "launcher", "launching"),
     *(
-        "coupling",
+        "twins",
         "optimizers",
+        "coupling",
         "wholemodel",
         "hooks",
         "locations",
