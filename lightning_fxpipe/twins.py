@@ -61,6 +61,8 @@ class _Copier:
     def copied(self, value: Any, path: str) -> Any:
         if id(value) in self._made:
             return self._made[id(value)]
+        if isinstance(value, int) and value in self._stand_ins:
+            return id(self._stand_ins[value])  # a key that stands for a parameter
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, Tensor):

@@ -260,6 +260,18 @@ class Table(Lion):
             p.data.sub_(self.tables["signed"][(p.grad.clamp(-1, 1) * 127).long() + 127], alpha=0.01)
 
 
+class Keyed(Lion):
+    """A rate for each parameter, by its identity."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = {id(p): 0.1 * index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data.sub_(p.grad, alpha=self.rates[id(p)])
+
+
 class TwoModes(Lion):
     """As schedule-free optimizers are: it steps in one mode only."""
 
@@ -303,7 +315,13 @@ def with_closure_over_copies(params: Any) -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: SlowStates(parameters(), SGD), lambda: Table(parameters()), lambda: TwoModes(parameters())]
+    "make",
+    [
+        lambda: SlowStates(parameters(), SGD),
+        lambda: Table(parameters()),
+        lambda: Keyed(parameters()),
+        lambda: TwoModes(parameters()),
+    ],
 )
 def test_what_is_kept_for_each_parameter_by_itself_passes(make: Callable[[], Optimizer]) -> None:
     check_optimizers([make()], 2)
