@@ -31,6 +31,9 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
+# Hooks around the steps of all optimizers can be registered publicly, but not found. torch 2.11-2.15.
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
 # The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
@@ -327,6 +330,24 @@ def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContext
             yield
 
     return module, name, generator
+
+
+@contextmanager
+def wrapped_step_hooks(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """During the block the hooks around an optimizer's step, its own and everybody's, are what ``wrap`` makes of them.
+
+    They can be registered publicly, but not found. torch 2.11-2.15.
+    """
+    own = [getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    shared: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    before = [(hooks, dict(hooks)) for hooks in (*own, *shared)]
+    for hooks, originals in before:
+        hooks.update({key: wrap(hook) for key, hook in originals.items()})
+    try:
+        yield
+    finally:
+        for hooks, originals in before:
+            hooks.update({key: hook for key, hook in originals.items() if key in hooks})
 
 
 def has_hooks(module: nn.Module) -> bool:

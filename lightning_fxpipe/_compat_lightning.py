@@ -10,8 +10,8 @@ import copy
 import inspect
 import itertools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -122,13 +122,23 @@ def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
 
 
 def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
-    """First batch of one or several dataloaders, in their structure; of the first, where they run one after another."""
+    """First batch of one or several dataloaders, in their structure; of the first that has one, where they run one by one.
+
+    Args:
+        loaders: The dataloaders; a ``CombinedLoader`` says itself how they run.
+        one_by_one: How others run.
+    """
     from lightning.pytorch.utilities import CombinedLoader
 
     if isinstance(loaders, CombinedLoader):
-        loaders = loaders.iterables
+        one_by_one, loaders = loaders._mode == "sequential", loaders.iterables
     with isolated_rng():
-        return _first_of_loader(tree_leaves(loaders)[0]) if one_by_one else tree_map(_first_of_loader, loaders)
+        if not one_by_one:
+            return tree_map(_first_of_loader, loaders)
+        for loader in tree_leaves(loaders):
+            with suppress(StopIteration):
+                return _first_of_loader(loader)
+        return None
 
 
 def _first_of_loader(loader: Any) -> Any:
@@ -368,6 +378,13 @@ def throughputs(trainer: Trainer) -> list[Any]:
 
     monitors = [callback for callback in trainer.callbacks if isinstance(callback, ThroughputMonitor)]  # type: ignore[attr-defined]
     return [throughput for monitor in monitors for throughput in monitor._throughputs.values()]
+
+
+def has_no_optimizer(optimizers: Sequence[Any]) -> bool:
+    """Whether ``configure_optimizers`` has returned None; Lightning then has an optimizer that does nothing. Lightning 2.6."""
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    return len(optimizers) == 1 and isinstance(optimizers[0], _MockOptimizer)
 
 
 def validates_by_time(trainer: Trainer) -> bool:

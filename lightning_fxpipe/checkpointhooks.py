@@ -96,7 +96,7 @@ class CheckpointHooks:
         """This rank's part of an optimizer's state."""
         inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
         with self._session.hooks.suspended():
-            return next(mine.state_dict() for mine in self._optimizers if mine.optimizer is inner)
+            return next((mine.state_dict() for mine in self._optimizers if mine.optimizer is inner), {})
 
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Mapping[str, Any] | None = None, *, seed: int
@@ -158,7 +158,7 @@ class CheckpointHooks:
 
     def _folder_like(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as a folder can have it."""
-        if any_rank(any(mine["state"] for mine in checkpoint.get("optimizer_states", [])), self._topology):
+        if any_rank(any(mine.get("state") for mine in checkpoint.get("optimizer_states", [])), self._topology):
             return checkpoint
         # A folder has no empty dicts, and torch wants one: such states lie beside the tensors.
         states = checkpoint.pop("optimizer_states", [])

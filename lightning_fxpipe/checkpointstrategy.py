@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning_fxpipe._compat_lightning import checkpoints_in_background
 from lightning_fxpipe.checkpointhooks import CheckpointHooks
 from lightning_fxpipe.failure import has_failed
 from lightning_fxpipe.saving import Saver
+from lightning_fxpipe.support import report_unsaved
 
 _LAST_SECONDS = 2.0  # that a checkpoint in the background still has when the run has failed
 
@@ -41,6 +43,11 @@ class CheckpointStrategy(ParallelStrategy):
             raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
         return self._checkpoints
 
+    @property
+    def _saves_nothing(self) -> bool:
+        """Whether a run ends with an exception before the module is in stages, and a hook on exceptions wants a checkpoint."""
+        return self._checkpoints is None and sys.exc_info()[0] is not None
+
     def _begin_saving(self, trainer: Trainer, checkpoints: CheckpointHooks) -> Any:
         """For a new run; returns what holds while it is on, a context."""
         self._checkpoints = checkpoints
@@ -63,14 +70,17 @@ class CheckpointStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._saving.module_state()
+        return {} if self._saves_nothing else self._saving.module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._saving.optimizer_state(optimizer)
+        return {} if self._saves_nothing else self._saving.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        if self._saves_nothing:
+            report_unsaved(filepath, self.global_rank)
+            return
         self._saving.save(checkpoint, self.broadcast(filepath), storage_options, seed=self._seed)
 
     @override

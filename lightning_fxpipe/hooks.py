@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch
+from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch, wrapped_step_hooks
 from lightning_fxpipe.bytecode import loaded_variables
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import warn
-from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.sending import sendable
 from lightning_fxpipe.sizes import plain_number
 from lightning_fxpipe.topology import Topology
@@ -115,9 +116,18 @@ class Hooks:
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
         """Hooks see the parameters of the whole model in the groups of these optimizers."""
         self._optimizers = optimizers if self._topology.num_stages > 1 else ()
-        for optimizer in self._optimizers:
-            # It would look at each gradient of the other stages, which the rank that has them sets to zero.
-            optimizer.optimizer.zero_grad = self.outside(optimizer.optimizer.zero_grad)  # type: ignore[method-assign]
+        # It would look at each gradient of the other stages, which the rank that has them sets to zero.
+        patches = [(each.optimizer, "zero_grad", self.outside(each.optimizer.zero_grad)) for each in self._optimizers]
+        self._installed.enter_context(patched_attributes(*patches))
+
+    @contextmanager
+    def around_optimizers(self, trainer: Trainer) -> Iterator[None]:
+        """During the block, a step of the optimizers, their hooks are hooks of user code."""
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                for part in with_inner(optimizer.optimizer):
+                    stack.enter_context(wrapped_step_hooks(part, partial(self._wrapped, trainer)))
+            yield
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat import tree_map
-from lightning_fxpipe.agreement import digest
+from lightning_fxpipe.agreement import digest, gathered
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import UnsupportedError
 
@@ -29,39 +30,86 @@ class StageOptimizer:
     Args:
         module: The module, with placeholders for the parameters of other stages.
         optimizer: The optimizer, over the parameters of the whole module; those of other stages are dropped from it.
+        dropped: What stands for parameters that the module has no more, by their identity: an optimizer that was made before
+            the module was split has those.
+
+    Raises:
+        UnsupportedError: A parameter is none of the module's.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer, dropped: Mapping[int, Tensor] | None = None) -> None:
         self.optimizer = optimizer
         self._module = module
-        self._whole: list[list[nn.Parameter]] = []
+        self._whole: list[list[Tensor]] = []
+        self._left: list[list[Tensor]] = []  # what the groups have while the others are hidden
+        self._shows_others = True
         self._names: list[list[str] | None] = []  # that the user has given the parameters
         self.group_fqns: tuple[tuple[str, ...], ...] = ()  # of the whole model's parameters in each group
-        self.hide_others()
+        self._elsewhere = self._take_dropped(dropped or {})
+        self._elsewhere |= self.hide_others()
+
+    def _take_dropped(self, dropped: Mapping[int, Tensor]) -> dict[str, Any]:
+        """Puts placeholders where an optimizer from before the run has dropped parameters; returns the states of these."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [dropped.get(id(parameter), parameter) for parameter in group["params"]]
+        fqns = self._fqns()
+        keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) in dropped]
+        return {fqns[id(dropped[id(key)])]: self.optimizer.state.pop(key) for key in keys}
+
+    def spread_states(self, group: dist.ProcessGroup | None) -> None:
+        """Gives each rank the states of its parameters that others have: those of an optimizer that has been in another run.
+
+        There the stages may have been others. Called by every rank of the pipeline.
+        """
+        mine = self._mine()
+        there = {fqn: self.optimizer.state[parameter] for fqn, parameter in mine.items() if parameter in self.optimizer.state}
+        held = {**self._elsewhere, **there}
+        self._elsewhere = {}
+        told = gathered(group, (list(held), [fqn for fqn in mine if fqn not in there]))
+        missing = {fqn for _, lacks in told for fqn in lacks} & {fqn for has, _ in told for fqn in has}
+        if missing:
+            sent = {fqn: _moved(state, torch.device("cpu")) for fqn, state in held.items() if fqn in missing}
+            found = {fqn: state for part in reversed(gathered(group, sent)) for fqn, state in part.items()}
+            self.optimizer.state.update({mine[fqn]: state for fqn, state in found.items() if fqn in mine and fqn not in there})
+        self._move(lambda parameter: parameter.device, kept=("step",))
 
     def show_others(self) -> None:
         """Puts the placeholders into the groups, which then list what they list on one device."""
+        self._follow_groups()
         for group, parameters, names in zip(self.optimizer.param_groups, self._whole, self._names, strict=True):
             group["params"] = list(parameters)
             if names is not None:
                 group["param_names"] = list(names)
+        self._shows_others = True
 
-    def hide_others(self) -> None:
-        """Takes the placeholders out again, also from groups that have been added meanwhile."""
-        groups = self.optimizer.param_groups
-        whole = [list(group["params"]) for group in groups]
-        if [list(map(id, group)) for group in whole] != [list(map(id, group)) for group in self._whole]:
-            fqns = self._fqns()
-            self.group_fqns = tuple(tuple(fqns[id(parameter)] for parameter in group) for group in whole)
-        self._whole = whole
-        self._names = [_names(group) for group in groups]
-        for group, names in zip(groups, self._names, strict=True):
+    def hide_others(self) -> dict[str, Any]:
+        """Takes the placeholders out again, also from groups that have been added meanwhile; returns their states, by FQN."""
+        self._follow_groups()
+        self._left = []
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
             mine = [index for index, parameter in enumerate(group["params"]) if not parameter.is_meta]
             group["params"] = [group["params"][index] for index in mine]
-            if names is not None:
-                group["param_names"] = [names[index] for index in mine]
-        for parameter in [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]:
-            del self.optimizer.state[parameter]
+            if names is not None and len(names) != len(mine):
+                group["param_names"] = [group["param_names"][index] for index in mine]
+            self._left.append(list(group["params"]))
+        self._shows_others = False
+        others = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
+        if not others:
+            return {}
+        fqns = self._fqns()
+        return {fqns[id(key)]: self.optimizer.state.pop(key) for key in others}
+
+    def _follow_groups(self) -> None:
+        """Takes note of groups that have changed, or been added, wherever that was."""
+        groups = self.optimizer.param_groups
+        whole, names = [], []
+        for index, group in enumerate(groups):
+            is_left = not self._shows_others and index < len(self._left) and _same(group["params"], self._left[index])
+            whole.append(self._whole[index] if is_left else list(group["params"]))
+            names.append(self._names[index] if is_left else _names(group))
+        if list(map(len, whole)) != list(map(len, self._whole)) or not all(map(_same, whole, self._whole)):
+            self.group_fqns = tuple(self._fqns_of(parameters) for parameters in whole)
+        self._whole, self._names = whole, names
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
@@ -69,6 +117,7 @@ class StageOptimizer:
         Raises:
             UnsupportedError: Its own does not say which parameter a state belongs to.
         """
+        self._follow_groups()
         packed = self.optimizer.state_dict()
         self._check_layout(packed)
         fqns = self._fqns()
@@ -91,10 +140,15 @@ class StageOptimizer:
         return {key: value for key, value in state.items() if key not in (STATE, GROUPS)} | more
 
     def end_run(self) -> None:
-        """Follows the module, which is whole again, and moves the states to the CPU, as Lightning does after a run."""
-        parameters = dict(self._module.named_parameters())
+        """Leaves the optimizer to the user, with the whole model's parameters, and its states on the CPU, as Lightning does.
+
+        The module may be whole again or not.
+        """
+        self._follow_groups()
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
-        self._move(lambda parameter: torch.device("cpu"), kept=())
+        self.show_others()
+        self._move(lambda parameter: torch.device("cpu"), kept=("step",))
 
     def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
         """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
@@ -114,6 +168,7 @@ class StageOptimizer:
         Raises:
             ValueError: The groups are others, in torch's words.
         """
+        self._follow_groups()
         if len(groups) != len(self.group_fqns):
             raise ValueError("loaded state dict has a different number of parameter groups")
         if any(len(saved["params"]) != len(fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True)):
@@ -165,6 +220,20 @@ class StageOptimizer:
     def _fqns(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
 
+    def _fqns_of(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+        fqns = self._fqns()
+        unknown = [parameter for parameter in parameters if id(parameter) not in fqns]
+        if unknown:
+            raise UnsupportedError(
+                "The optimizer has a parameter that the LightningModule does not have.",
+                where=type(self.optimizer).__name__,
+                observed=f"a tensor of shape {tuple(unknown[0].shape)} and {len(unknown) - 1} others in one of its groups",
+                expected="parameters of the LightningModule, as self.parameters() gives them",
+                todo="Make the optimizer in configure_optimizers, or anew after parameters have been replaced; make a module"
+                " that is trained an attribute of the LightningModule.",
+            )
+        return tuple(fqns[id(parameter)] for parameter in parameters)
+
     def _mine(self) -> dict[str, nn.Parameter]:
         """The parameters that the groups hold here, in their order."""
         fqns = self._fqns()
@@ -184,6 +253,18 @@ class StageOptimizer:
             expected="'state', by parameter, and 'param_groups', as torch's optimizers have them; others beside them are kept",
             todo="Bring the optimizer's state_dict into this form, or train without checkpoints (enable_checkpointing=False).",
         )
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and those that it holds, as Lookahead does."""
+    found = [optimizer]
+    for part in found:
+        found += [value for value in vars(part).values() if isinstance(value, Optimizer) and all(value is not f for f in found)]
+    return found
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return [*map(id, left)] == [*map(id, right)]
 
 
 def _names(group: Mapping[str, Any]) -> list[str] | None:

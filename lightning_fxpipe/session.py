@@ -65,6 +65,7 @@ class Session:
 
     Attributes:
         is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
+        dropped: The placeholders of parameters that this rank has dropped, by the parameter's identity.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Session:
             metric.to(topology.device)
         belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
-        self.hooks = Hooks(module, WholeModel(module, plan, topology), topology)
+        self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
+        self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology)
         self._knows_buffers = False
         self._finding: Finding | None = None
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
@@ -207,12 +209,10 @@ class Session:
         """
         if self.module.trainer.interrupted:
             self.hooks.uninstall()  # otherwise hooks are still to come
-        if not self.is_split or self.module.trainer.state.status is not TrainerStatus.RUNNING or gathers is False:
-            return
-        self.make_whole(num_copies=num_copies, must=gathers is True)
-        if not self.is_split:
-            for optimizer in optimizers:
-                optimizer.end_run()
+        if self.is_split and self.module.trainer.state.status is TrainerStatus.RUNNING and gathers is not False:
+            self.make_whole(num_copies=num_copies, must=gathers is True)
+        for optimizer in optimizers:
+            optimizer.end_run()
 
     def make_whole(self, *, num_copies: int, must: bool) -> None:
         """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.

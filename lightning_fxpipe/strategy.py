@@ -25,6 +25,7 @@ from lightning_fxpipe._compat_lightning import (
     SkippedBatch,
     allow_skipped_batches,
     batch_counter,
+    has_no_optimizer,
     init_process_group,
     set_rank_zero_only,
     share_sigterm,
@@ -295,6 +296,7 @@ class FxPipeStrategy(CheckpointStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._checkpoints = None
         terminate_together(partial(share_sigterm, trainer))
         self._patches.close()  # where a run before this one ended without a teardown
         self._patches.enter_context(one_replica())
@@ -361,10 +363,14 @@ class FxPipeStrategy(CheckpointStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers, self.topology.num_stages)
-        self._stage_optimizers = [StageOptimizer(self.module, optimizer) for optimizer in self.optimizers]
-        for optimizer in self._stage_optimizers if trainer.checkpoint_callbacks else ():
-            optimizer.check_savable()
+        trained = [] if has_no_optimizer(self.optimizers) else self.optimizers
+        if trained or not self.optimizers:
+            check_optimizers(trained, self.topology.num_stages)
+        self._stage_optimizers = [StageOptimizer(self.module, optimizer, self.session.dropped) for optimizer in trained]
+        for optimizer in self._stage_optimizers:
+            optimizer.spread_states(self.topology.control_group)
+            if trainer.checkpoint_callbacks:
+                optimizer.check_savable()
         self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -411,7 +417,7 @@ class FxPipeStrategy(CheckpointStrategy):
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.hooks.suspended():
+        with self.session.hooks.suspended(), self.session.hooks.around_optimizers(self.module.trainer):
             return super().optimizer_step(*args, **kwargs)
 
     @override

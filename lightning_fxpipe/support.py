@@ -20,11 +20,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat_lightning import takes_loader, validates_by_time
-from lightning_fxpipe.coupling import CannotTryError, couples_parameters
+from lightning_fxpipe.coupling import couples_parameters
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import inform, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.twins import CannotTryError
 
 
 def check_torch(num_processes: int, version: str = torch.__version__) -> None:
@@ -132,16 +133,20 @@ def _check_uncoupled(optimizer: Optimizer) -> None:
     try:
         coupled = couples_parameters(optimizer)
     except CannotTryError as error:
-        warn(
-            f"{name} could not be tried on parameters other than its own ({error}). It sees one stage's parameters only: where "
-            "its step uses those of the whole model together, such as their norm, it trains otherwise than on one device."
-        )
-        return
+        raise UnsupportedError(
+            "It cannot be shown that the optimizer trains a stage as it would train it in the whole model.",
+            where="configure_optimizers",
+            observed=f"{name} does not run on parameters of a trial: {error}",
+            expected="an optimizer that keeps what belongs to a parameter in optimizer.state[parameter], and holds no other"
+            " tensors or modules",
+            todo="Keep such tensors in optimizer.state; what averages weights can be a callback, such as EMAWeightAveraging; or"
+            " use another optimizer.",
+        ) from error
     if coupled:
         raise UnsupportedError(
             "The optimizer's step needs all parameters together, and a rank has those of one stage.",
             where="configure_optimizers",
-            observed=f"{name}, in which the update of a parameter depends on the gradient of another",
+            observed=f"{name}, in which the update of a parameter depends on which others the optimizer has",
             expected="an optimizer that treats each parameter by itself",
             todo="Use AdamW, SGD or such. If the step clips gradients by the norm of all, turn that off, and set"
             " Trainer(gradient_clip_val=...).",

@@ -42,6 +42,7 @@ _DESCRIBING = frozenset(
     + [_PROPERTIES[name].__get__ for name in _DESCRIBING_PROPERTIES if name in _PROPERTIES]
     + [_PROPERTIES["requires_grad"].__set__, torch.numel, torch.is_floating_point, torch.is_complex]
 )
+_FREEZING = (_PROPERTIES["requires_grad"].__set__, Tensor.requires_grad_)
 _GET_GRAD, _SET_GRAD = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
 _GET_DEVICE = _PROPERTIES["device"].__get__
 
@@ -53,17 +54,21 @@ class WholeModel:
         module: The module, with placeholders.
         plan: Which stage holds what.
         topology: This rank's place.
+        dropped: Placeholders of parameters that were dropped, by the parameter's identity: user code may still have these.
     """
 
-    def __init__(self, module: nn.Module, plan: PartitionPlan, topology: Topology) -> None:
+    def __init__(
+        self, module: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Mapping[int, Tensor] | None = None
+    ) -> None:
         self._module = module
         self._plan = plan
         self._topology = topology
         # Kept alive, so that no other tensor gets the identity of one.
         self._placeholders = {id(tensor): tensor for *_, tensor in named_tensors(module) if tensor.is_meta}
+        self._placeholders |= dropped or {}
 
     def placeholders(self) -> Mapping[int, Tensor]:
-        """This rank's placeholders, by identity."""
+        """This rank's placeholders, by their identity and by that of what they stand for."""
         return self._placeholders
 
     def values(self) -> dict[int, Tensor]:
@@ -132,7 +137,7 @@ class WholeView(TorchFunctionMode):
     """While it is active, torch calls on placeholders get what these stand for.
 
     Args:
-        placeholders: The placeholders, by identity.
+        placeholders: The placeholders, by their identity and by that of what they stand for.
         values: Called at the first look at a value.
         gradients: Called at the first look at a gradient.
         device: What a placeholder says when asked for its device.
@@ -153,12 +158,14 @@ class WholeView(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _FREEZING and id(args[0]) in self._placeholders:
+            func(self._placeholders[id(args[0])], *args[1:], **kwargs)  # of a parameter that was dropped, too
         if func in _DESCRIBING or not self._meets_placeholder(args, kwargs):
             return func(*args, **kwargs)
         if func == _GET_GRAD:
-            return self._gradients().get(id(args[0]))
+            return self._gradients().get(id(self._placeholders[id(args[0])]))
         if func == _SET_GRAD:
-            self._gradients()[id(args[0])] = args[1]
+            self._gradients()[id(self._placeholders[id(args[0])])] = args[1]
             return None
         if func == _GET_DEVICE:
             return self._device
@@ -175,4 +182,9 @@ class WholeView(TorchFunctionMode):
 
     def _replaced(self, arguments: Any) -> Any:
         values = self._values()
-        return tree_map(lambda leaf: values[id(leaf)] if id(leaf) in self._placeholders else leaf, arguments)
+
+        def value_of(leaf: Any) -> Any:
+            placeholder = self._placeholders.get(id(leaf))
+            return leaf if placeholder is None else values[id(placeholder)]
+
+        return tree_map(value_of, arguments)

@@ -74,7 +74,7 @@ class Options(Base):
         self.log("both", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("epoch", correct.mean(), on_step=False, on_epoch=True)
         self.log("quiet", correct.mean(), logger=False, prog_bar=True)
-        self.log("sum", correct.sum(), reduce_fx="sum", on_epoch=True)
+        self.log("sum", correct.sum(), reduce_fx="SUM", on_epoch=True)
         self.log("max", logits.max(), reduce_fx=max, on_epoch=True, on_step=True)
         self.log("min", logits.min(), reduce_fx=torch.min, on_epoch=True, sync_dist=True)
         self.log("weighted", loss, batch_size=len(y) * 3, on_epoch=True)

@@ -566,6 +566,37 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     assert before - resident() > 50e6
 
 
+def test_hooks_around_an_optimizers_step_are_wrapped_for_a_while() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    called: list[str] = []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: called.append("own before")),
+        optimizer.register_step_post_hook(lambda *_: called.append("own after")),
+        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: called.append("before")),
+        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: called.append("after")),
+    ]
+
+    def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any) -> Any:
+            called.append("wrapped")
+            return hook(*args)
+
+        return wrapped
+
+    try:
+        with _compat.wrapped_step_hooks(optimizer, wrap):
+            optimizer.step()
+        within, called[:] = list(called), []
+        optimizer.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert sorted(called) == ["after", "before", "own after", "own before"]
+    assert within == [word for name in called for word in ("wrapped", name)]
+
+
 # ------------------------------------------------------------------ what operators write
 
 

@@ -357,7 +357,33 @@ def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
         batch = _compat_lightning.first_loader_batch(given)
         assert batch["a"].tolist() == [1, 2]
         assert [part.tolist() for part in batch["b"]] == [[3], [4, 5]]
+    for given in (loaders, CombinedLoader(loaders, "sequential")):
         assert _compat_lightning.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
+
+
+def test_first_loader_batch_of_a_combined_loader_is_as_this_one_says() -> None:
+    loaders = [DataLoader([1, 2], batch_size=2), DataLoader([3])]
+    for mode in ("max_size_cycle", "min_size", "max_size"):
+        batch = _compat_lightning.first_loader_batch(CombinedLoader(loaders, mode), one_by_one=True)
+        assert [part.tolist() for part in batch] == [[1, 2], [3]]
+    assert _compat_lightning.first_loader_batch(CombinedLoader(loaders, "sequential")).tolist() == [1, 2]
+
+
+def test_first_loader_batch_is_that_of_the_first_loader_that_has_one() -> None:
+    empty: DataLoader[Any] = DataLoader([], batch_size=2)
+    assert _compat_lightning.first_loader_batch([empty, DataLoader([3])], one_by_one=True).tolist() == [3]
+    assert _compat_lightning.first_loader_batch([empty], one_by_one=True) is None
+
+
+@pytest.mark.parametrize("kind", [None, torch.optim.SGD])
+def test_has_no_optimizer_knows_what_lightning_takes_for_none(kind: Any) -> None:
+    class Configured(Counted):
+        def configure_optimizers(self) -> Any:
+            return kind and kind([nn.Parameter(torch.ones(1))], lr=0.1)
+
+    trainer = make_trainer(max_steps=0)
+    trainer.fit(Configured(), loader())
+    assert _compat_lightning.has_no_optimizer(trainer.optimizers) is (kind is None)
 
 
 def test_first_loader_batch_of_a_loader_that_knows_how_far_it_has_come_is_not_taken_from_it() -> None:

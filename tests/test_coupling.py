@@ -152,16 +152,218 @@ def test_a_trial_leaves_the_optimizer_and_the_random_numbers_as_they_are() -> No
     assert not called
 
 
-def test_an_optimizer_that_cannot_be_tried_is_let_through_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="Averaging could not be tried on parameters other than its own .*attribute"):
-        check_optimizers([Averaging(parameters())], 2)
+class Sharp(Around):
+    """As SAM does: gradients are those of a place that lies further along the gradient of all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["old"] = p.clone()
+            p.add_(p.grad / norm, alpha=0.05)
+        with torch.enable_grad():
+            loss = closure()
+        for p in parameters:
+            p.copy_(self.state[p]["old"])
+        self.inner.step()
+        return loss
 
 
-def test_an_optimizer_that_needs_its_state_is_let_through_with_a_warning() -> None:
+class SlowLists(Around):
+    """As Lookahead is often written: slow weights by their place in the groups."""
+
+    def __init__(self, params: Any, inner: Callable[[Any], Optimizer], every: int = 20) -> None:
+        super().__init__(params, inner)
+        self.slow_weights = [[p.clone().detach() for p in group["params"]] for group in self.param_groups]
+        self.every, self.count = every, 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.count += 1
+        if self.count % self.every == 0:
+            for group, slow in zip(self.param_groups, self.slow_weights, strict=False):
+                for p, q in zip(group["params"], slow, strict=False):
+                    q.add_(p.data - q, alpha=0.5)
+                    p.data.copy_(q)
+        return loss
+
+
+class SlowFlat(Around):
+    """Slow weights in one vector."""
+
+    def __init__(self, params: Any, inner: Callable[[Any], Optimizer]) -> None:
+        super().__init__(params, inner)
+        self.slow = torch.cat([p.detach().reshape(-1) for group in self.param_groups for p in group["params"] if not p.is_meta])
+
+
+class SlowStates(Around):
+    """Slow weights in the state of their parameters, made with the optimizer."""
+
+    def __init__(self, params: Any, inner: Callable[[Any], Optimizer], every: int = 7) -> None:
+        super().__init__(params, inner)
+        self.every, self.count = every, 0
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["slow"] = p.clone().detach()
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"] if self.count % self.every == 0):
+            p.data.copy_(self.state[p]["slow"].lerp_(p.data, 0.5))
+        return loss
+
+
+class Rates(Lion):
+    """A rate for each parameter, by its place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = [0.1 * 0.5**index for index in range(sum(len(group["params"]) for group in self.param_groups))]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for p, rate in zip(parameters, self.rates, strict=False):
+            p.data.sub_(p.grad, alpha=rate)
+
+
+class Deeper(Lion):
+    """A rate for each parameter, by how many come before it in its group."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for index, p in enumerate(group["params"]):
+                p.data.sub_(p.grad, alpha=0.1 * 0.9**index)
+
+
+class Later(Lion):
+    """Gathers what all gradients say, and goes by it after many steps only."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.total = 0.0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.total += sum(float(p.grad.abs().sum()) for group in self.param_groups for p in group["params"])
+        return super().step(closure)
+
+
+class Table(Lion):
+    """A table of constants, as optimizers with 8 bits have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.tables = {"signed": torch.linspace(-1, 1, 255), "unsigned": torch.linspace(0, 1, 255)}
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data.sub_(self.tables["signed"][(p.grad.clamp(-1, 1) * 127).long() + 127], alpha=0.01)
+
+
+class Keyed(Lion):
+    """A rate for each parameter, by its identity."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates = {id(p): 0.1 * index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.data.sub_(p.grad, alpha=self.rates[id(p)])
+
+
+class TwoModes(Lion):
+    """As schedule-free optimizers are: it steps in one mode only."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert self.is_training
+        return super().step(closure)
+
+
+class OfModel(Lion):
+    """Keeps the model."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.model = nn.Linear(2, 2)
+
+
+class Talking(Lion):
+    """Shares the work between ranks."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            torch.distributed.all_reduce(p.grad)
+
+
+def with_closure_over_copies(params: Any) -> Optimizer:
+    params = list(params)
+    copies = [p.detach().clone() for p in params]
+    optimizer = SGD(params, lr=0.1)
+
+    def step(closure: Any = None) -> None:
+        for p, q in zip(params, copies, strict=True):
+            p.data.lerp_(q, 0.1)
+
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SlowStates(parameters(), SGD),
+        lambda: Table(parameters()),
+        lambda: Keyed(parameters()),
+        lambda: TwoModes(parameters()),
+    ],
+)
+def test_what_is_kept_for_each_parameter_by_itself_passes(make: Callable[[], Optimizer]) -> None:
+    check_optimizers([make()], 2)
+
+
+@pytest.mark.parametrize("kind", [Rates, Deeper, Later, lambda params: Sharp(params, SGD)])
+def test_what_goes_by_the_other_parameters_is_refused(kind: Callable[[Any], Optimizer]) -> None:
+    assert couples_parameters(kind(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SlowLists(parameters(), SGD), r"SlowLists.slow_weights\[0\] holds 4 tensors of the parameters' shapes"),
+        (lambda: SlowFlat(parameters()[:2], SGD), r"SlowFlat.slow is a tensor of shape \(12,\)"),
+        (lambda: with_closure_over_copies(parameters()), "SGD.step, copies holds 4 tensors"),
+        (lambda: OfModel(parameters()), "OfModel.model is a module"),
+        (lambda: Talking(parameters()), "torch.distributed.all_reduce"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_with_the_reason(make: Callable[[], Optimizer], words: str) -> None:
+    check_optimizers([make()], 1)
+    with pytest.raises(UnsupportedError, match=words):
+        check_optimizers([make()], 2)
+
+
+def test_a_list_of_the_parameters_themselves_is_no_obstacle() -> None:
+    assert not couples_parameters(Averaging(parameters()))
+
+
+def test_an_optimizer_that_cannot_make_a_step_is_refused() -> None:
     class Prepared(Lion):
         def step(self, closure: Any = None) -> Any:  # type: ignore[override]
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter]["made in __init__"].add_(1)
 
-    with pytest.warns(UserWarning, match="KeyError"):
+    with pytest.raises(UnsupportedError, match="KeyError"):
         check_optimizers([Prepared(parameters())], 2)
+
+
+def test_a_step_that_an_object_was_given_is_tried_below_a_schedulers_counting() -> None:
+    optimizer = SGD(parameters(), lr=0.1)
+    optimizer.step = Clipping.step.__get__(optimizer)  # type: ignore[method-assign]
+    LambdaLR(optimizer, lambda step: 1.0)
+    assert couples_parameters(optimizer)

@@ -109,8 +109,9 @@ ORDER = [
     ),
     *("options", "lifeline", "connections", "failure", "tracebacks", "launcher", "launching"),
     *(
-        "coupling",
+        "twins",
         "optimizers",
+        "coupling",
         "wholemodel",
         "hooks",
         "locations",
