@@ -175,7 +175,7 @@ class _Gradients:
         self._direction = [drawn(parameter) for parameter in parameters]
         self._noise = [[drawn(parameter) for parameter in parameters] for _ in range(num_steps)]
 
-    def of_step(self, step: int) -> Callable[[], Tensor]:
+    def of_step(self, step: int) -> Callable[[], Any]:
         """A closure as Lightning gives to a step; its loss is that of all stages, whatever this optimizer holds."""
         calls = 0
 

@@ -87,14 +87,20 @@ def _dim_of(tensor: Tensor, batch_dim: int) -> int:
 def plan_passes(num_samples: int, num_microbatches: int) -> tuple[Pass, ...]:
     """Sizes of the microbatches, as ``torch.chunk``: ``num_microbatches`` or, where that does not divide, fewer.
 
+    A single sample that is left over joins the microbatch before it: batch norms refuse one.
+
     >>> plan_passes(16, 4)
     (Pass(first=0, count=4, size=4),)
+    >>> plan_passes(8, 3)
+    (Pass(first=0, count=2, size=3), Pass(first=2, count=1, size=2))
     >>> plan_passes(7, 4)
-    (Pass(first=0, count=3, size=2), Pass(first=3, count=1, size=1))
+    (Pass(first=0, count=2, size=2), Pass(first=2, count=1, size=3))
     """
     size = -(-num_samples // num_microbatches)
     full, rest = divmod(num_samples, size)
-    passes = (Pass(first=0, count=full, size=size),)
+    if rest == 1 and size > 1:
+        full, rest = full - 1, size + 1
+    passes = (Pass(first=0, count=full, size=size),) if full else ()
     return (*passes, Pass(first=full, count=1, size=rest)) if rest else passes
 
 
@@ -102,18 +108,15 @@ def default_num_microbatches(num_samples: int, num_stages: int) -> int:
     """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would have fewer than two
     samples, or would not divide evenly while as many as stages do.
 
-    A microbatch of one sample is special: torch traces it by itself, and BatchNorm refuses some. One is left over only where
-    the pipeline would not fill otherwise.
-
     >>> default_num_microbatches(64, 4), default_num_microbatches(8, 4), default_num_microbatches(7, 2)
-    (16, 4, 4)
+    (16, 4, 3)
     """
 
-    def preference(count: int) -> tuple[bool, bool, bool, int]:
+    def preference(count: int) -> tuple[bool, bool, int]:
         first, *rest = plan_passes(num_samples, count)
-        # 1F1B needs as many microbatches as stages in one pass.
-        fills = first.count >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
-        return fills, not rest, not rest or rest[0].size > 1, count
+        total = first.count + sum(part.count for part in rest)
+        fills = total >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
+        return fills, not rest, count
 
     best = max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
     return sum(part.count for part in plan_passes(num_samples, best))

@@ -254,7 +254,7 @@ def own_step(optimizer: Optimizer) -> Any:
 
     Learning rate schedulers put their own around a step, to see whether it is called.
     """
-    step = vars(optimizer).get("step")
+    step: Any = vars(optimizer).get("step")
     while hasattr(step, "_wrapped_by_lr_sched"):
         step = types.MethodType(step.__wrapped__, optimizer)
     return None if getattr(step, "__func__", step) is type(optimizer).step else step

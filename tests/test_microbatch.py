@@ -62,18 +62,22 @@ def samples(count: int, *shape: int) -> Tensor:
 def test_passes_are_the_chunks_of_torch(num_samples: int, num_microbatches: int) -> None:
     passes = plan_passes(num_samples, num_microbatches)
     sizes = [part.size for part in passes for _ in range(part.count)]
-    assert sizes == [len(chunk) for chunk in torch.arange(num_samples).chunk(num_microbatches)]
+    chunks = [len(chunk) for chunk in torch.arange(num_samples).chunk(num_microbatches)]
+    if chunks[-1] == 1 < chunks[0]:  # a batch norm would refuse a sample that is left over
+        chunks[-2:] = [chunks[-2] + 1]
+    assert sizes == chunks
     assert sum(sizes) == num_samples
     assert len(sizes) <= num_microbatches
-    # The schedule receives into buffers of one shape: only the last microbatch may be smaller, and then runs alone.
+    # The schedule receives into buffers of one shape: only the last microbatch may have another size, and then runs alone.
     assert 1 <= len(passes) <= 2
-    assert all(part.count == 1 and part.size < passes[0].size for part in passes[1:])
+    assert all(part.count == 1 and part.size != passes[0].size for part in passes[1:])
     assert [part.first for part in passes] == [0, passes[0].count][: len(passes)]
 
 
 def test_passes_of_an_even_and_of_an_uneven_batch() -> None:
     assert plan_passes(16, 4) == (Pass(first=0, count=4, size=4),)
-    assert plan_passes(7, 4) == (Pass(first=0, count=3, size=2), Pass(first=3, count=1, size=1))
+    assert plan_passes(7, 4) == (Pass(first=0, count=2, size=2), Pass(first=2, count=1, size=3))
+    assert plan_passes(8, 3) == (Pass(first=0, count=2, size=3), Pass(first=2, count=1, size=2))
 
 
 def test_more_microbatches_than_samples_gives_one_sample_each() -> None:
@@ -85,10 +89,9 @@ def test_more_microbatches_than_samples_gives_one_sample_each() -> None:
 def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, num_stages: int) -> None:
     count = default_num_microbatches(num_samples, num_stages)
     assert 1 <= count <= min(num_samples, 4 * num_stages)
-    # 1F1B needs as many microbatches as stages in one pass.
-    first, *rest = plan_passes(num_samples, count)
-    assert first.count >= min(num_samples // 2, num_stages)
-    assert first.size >= min(num_samples, 2)
+    passes = plan_passes(num_samples, count)
+    assert sum(part.count for part in passes) >= min(num_samples // 2, num_stages)
+    assert min(part.size for part in passes) >= min(num_samples, 2)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +102,8 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
         (62, 4, 16),  # 2 divides, but leaves the pipeline empty: better a remainder
         (3, 4, 1),  # no two microbatches of two samples
         (8, 2, 4),  # not eight of one sample
-        (7, 2, 4),  # rather a rest of one than a pipeline that does not fill
-        (13, 2, 3),  # a rest of three, not of one
+        (7, 2, 3),  # two of two, and one of three
+        (13, 2, 6),
         (14, 2, 7),
         (1, 4, 1),
         (8, 1, 4),
