@@ -109,17 +109,16 @@ def default_num_microbatches(num_samples: int, num_stages: int) -> int:
     samples, or would not divide evenly while as many as stages do.
 
     >>> default_num_microbatches(64, 4), default_num_microbatches(8, 4), default_num_microbatches(7, 2)
-    (16, 4, 3)
+    (16, 4, 4)
     """
 
-    def preference(count: int) -> tuple[bool, bool, int]:
+    def preference(count: int) -> tuple[bool, bool, int, int]:
         first, *rest = plan_passes(num_samples, count)
         total = first.count + sum(part.count for part in rest)
         fills = total >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
-        return fills, not rest, count
+        return fills, not rest, total, -count
 
-    best = max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
-    return sum(part.count for part in plan_passes(num_samples, best))
+    return max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
 
 
 def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[Any]:

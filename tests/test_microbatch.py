@@ -102,8 +102,8 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
         (62, 4, 16),  # 2 divides, but leaves the pipeline empty: better a remainder
         (3, 4, 1),  # no two microbatches of two samples
         (8, 2, 4),  # not eight of one sample
-        (7, 2, 3),  # two of two, and one of three
-        (13, 2, 6),
+        (7, 2, 4),  # two of two, and one of three
+        (13, 2, 7),
         (14, 2, 7),
         (1, 4, 1),
         (8, 1, 4),
