@@ -7,6 +7,7 @@ inside functions, so that tracing and planning work without it.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import os
@@ -24,6 +25,36 @@ from lightning_fxpipe.rng import isolated_rng
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+# One package under several names.
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def lightning_class(module: Any) -> Any:
+    """Lightning's own class in the bases of a LightningModule; None for another module."""
+    bases = (kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    return next((kind for kind in bases if kind.__module__.split(".")[0] in LIGHTNING), None)
+
+
+def log_replaced(module: Any, log: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
+    """What to patch so that ``log`` runs in place of Lightning's own methods with these names, called for this module.
+
+    What a LightningModule overrides them with runs on, and ends there.
+
+    Returns:
+        Arguments for :func:`lightning_fxpipe._compat.patched_attributes`; none for a module that is not Lightning's.
+    """
+
+    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return log(*args, **kwargs) if self is module else original(self, *args, **kwargs)
+
+        return call
+
+    owner = lightning_class(module)
+    return [] if owner is None else [(owner, name, replaced(getattr(owner, name))) for name in names]
 
 
 def init_process_group(cluster_environment: Any, backend: str | None, device: torch.device, timeout: timedelta) -> None:
@@ -85,6 +116,11 @@ def share_sigterm(trainer: Any, tell: Callable[[], None]) -> Callable[[], None]:
 
     connector._sigterm_notifier_fn = received
     return stop
+
+
+def stop_at_next_batch(trainer: Any) -> None:
+    """What the Trainer does on SIGTERM, as :func:`share_sigterm`. Lightning 2.6."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
@@ -315,27 +351,6 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         yield
 
 
-class SkippedBatch:
-    """What ``Strategy.training_step`` returns where the user's returned None."""
-
-
-def allow_skipped_batches(trainer: Trainer) -> None:
-    """Lets training go on after a :class:`SkippedBatch` as it does on one device after None.
-
-    Lightning refuses None where several processes run, since in data-parallel training each decides for itself; the ranks of
-    one pipeline skip together. Lightning 2.6.
-    """
-    from lightning.pytorch.loops.optimization.automatic import ClosureResult
-
-    class MaySkip(ClosureResult):
-        @classmethod
-        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
-            output = None if isinstance(training_step_output, SkippedBatch) else training_step_output
-            return ClosureResult.from_training_step_output(output, normalize)
-
-    trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = MaySkip
-
-
 def weights_only_of_run() -> bool | None:
     """``weights_only`` of the ``Trainer.fit`` (``validate``, ...) that this is called in.
 
@@ -372,12 +387,12 @@ def averaged_modules(trainer: Trainer) -> list[nn.Module]:
     return [callback._average_model.module for callback in averaging if callback._average_model is not None]
 
 
-def throughputs(trainer: Trainer) -> list[Any]:
-    """What ``ThroughputMonitor`` callbacks count with; it has no public name. Lightning 2.6."""
+def throughputs(trainer: Trainer) -> list[tuple[Any, Any]]:
+    """``ThroughputMonitor`` callbacks and what they count with, which has no public name. Lightning 2.6."""
     from lightning.pytorch.callbacks import ThroughputMonitor
 
     monitors = [callback for callback in trainer.callbacks if isinstance(callback, ThroughputMonitor)]  # type: ignore[attr-defined]
-    return [throughput for monitor in monitors for throughput in monitor._throughputs.values()]
+    return [(monitor, throughput) for monitor in monitors for throughput in monitor._throughputs.values()]
 
 
 def has_no_optimizer(optimizers: Sequence[Any]) -> bool:

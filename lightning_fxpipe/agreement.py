@@ -6,7 +6,7 @@ import hashlib
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
 from lightning_fxpipe.containers import leaves_with_path

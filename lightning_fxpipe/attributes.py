@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import version_of

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fxpipe._compat_lightning import checkpoints_in_background
 from lightning_fxpipe.checkpointhooks import CheckpointHooks
 from lightning_fxpipe.failure import has_failed
+from lightning_fxpipe.replicastrategy import ReplicaStrategy
 from lightning_fxpipe.saving import Saver
 from lightning_fxpipe.support import report_unsaved
 
 _LAST_SECONDS = 2.0  # that a checkpoint in the background still has when the run has failed
 
 
-class CheckpointStrategy(ParallelStrategy):
+class CheckpointStrategy(ReplicaStrategy):
     """What :class:`~lightning_fxpipe.strategy.FxPipeStrategy` does with checkpoints.
 
     Args:

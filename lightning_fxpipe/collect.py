@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import storage_key, tree_map

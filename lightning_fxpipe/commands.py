@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 
 from lightning_fxpipe.topology import Topology
 

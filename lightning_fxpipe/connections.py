@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 
 from lightning_fxpipe._compat import abort_process_groups
 

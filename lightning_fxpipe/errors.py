@@ -6,6 +6,9 @@ was observed against what was expected, and what to do next.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class FxPipeError(Exception):
     """Base of all errors raised by this package.
@@ -64,3 +67,29 @@ class UnsupportedError(FxPipeError):
 
 class PeerError(FxPipeError):
     """Another rank of the pipeline failed; a note (``__notes__``) carries its original traceback."""
+
+
+def text_of(error: BaseException) -> str:
+    """What an error says, whatever its class does when it is asked."""
+    try:
+        return str(error)
+    except Exception as why:
+        return f"(no text: its __str__ raised {type(why).__name__})"
+
+
+@contextmanager
+def no_end_of_epoch(where: str) -> Iterator[None]:
+    """Raises :class:`FxPipeError` in place of a StopIteration of the block: Lightning's loops take that for the end of data.
+
+    Args:
+        where: Which user code the block is.
+    """
+    try:
+        yield
+    except StopIteration as error:
+        raise FxPipeError(
+            "User code raised StopIteration, which would end the epoch on this rank alone.",
+            where=where,
+            observed="a StopIteration that nothing caught, as of next() on an iterator that is used up",
+            todo="Give next() a default, or catch StopIteration; set trainer.should_stop to end training.",
+        ) from error

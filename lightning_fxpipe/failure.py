@@ -27,10 +27,11 @@ from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
+from torch.distributed import DistBackendError, DistNetworkError
 
 from lightning_fxpipe.connections import Connections
-from lightning_fxpipe.errors import FxPipeError, PeerError
+from lightning_fxpipe.errors import FxPipeError, PeerError, text_of
 from lightning_fxpipe.lifeline import Failure, Lifeline, connect
 
 # Seconds after the news: when a main thread that waits is interrupted, when one that computes, when the process ends.
@@ -361,7 +362,7 @@ def _raised_for(failure: Failure) -> BaseException:
 
 
 def _summary(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
+    lines = text_of(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
@@ -387,10 +388,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_lost_connection(error: BaseException) -> bool:
     """Whether the error only says that a neighbour has gone; torch has no type for that with gloo."""
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+    if isinstance(error, (DistBackendError, DistNetworkError)):
         return True
     return type(error) is RuntimeError and any(
-        word in str(error) for word in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo")
+        word in text_of(error) for word in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo")
     )
 
 

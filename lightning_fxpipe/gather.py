@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe.cost import canonical_fqns

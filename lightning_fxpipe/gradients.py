@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 
@@ -19,18 +20,19 @@ class SharedParameters:
     Args:
         copies: For each shared tensor its holders' global ranks, first holder first, and this rank's copy if it has one.
             In the same order on every rank: the constructor makes process groups, so it is called by every rank.
+        timeout: How long a rank waits for another.
     """
 
-    def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]]) -> None:
+    def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]], timeout: timedelta | None = None) -> None:
         self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._secondary: set[int] = set()
-        self._groups: list[dist.ProcessGroup] = []
+        self.groups: list[dist.ProcessGroup] = []
         groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks, tensor in copies:
             if ranks not in groups:
-                groups[ranks] = dist.new_group(sorted(ranks))
+                groups[ranks] = dist.new_group(sorted(ranks), timeout)
                 if isinstance(groups[ranks], dist.ProcessGroup):  # else this rank is no member
-                    self._groups.append(groups[ranks])
+                    self.groups.append(groups[ranks])
             if tensor is None:
                 continue
             self._mine.append((tensor, groups[ranks]))
@@ -40,9 +42,9 @@ class SharedParameters:
 
     def close(self) -> None:
         """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
-        for group in self._groups:
+        for group in self.groups:
             dist.destroy_process_group(group)
-        self._groups, self._mine = [], []
+        self.groups, self._mine = [], []
 
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:

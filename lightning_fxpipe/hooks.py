@@ -4,7 +4,10 @@ While a hook of the LightningModule or of a callback that is not Lightning's own
 
 * placeholders of other stages' tensors give the real values and gradients (:mod:`lightning_fxpipe.wholemodel`),
 * ``self.log`` takes rank 0's value where ranks have different ones, such as times and memory, so that monitors decide alike,
+* calls of ``self.log`` that rank 0 alone makes (``if self.global_rank == 0: ...``) are made by all,
 * ``trainer.should_stop`` holds for every rank once one has set it,
+* random numbers go on from rank 0's when the hook is over,
+* collectives of torch.distributed give all ranks rank 0's values (:mod:`lightning_fxpipe.replica`).
 
 Hooks of Lightning's own callbacks, and whatever the strategy does inside a hook, run as they are.
 """
@@ -16,44 +19,37 @@ import hashlib
 import inspect
 import math
 import numbers
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter
-from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
-from lightning.pytorch.utilities.model_helpers import is_overridden
+import torch.distributed.distributed_c10d as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch, wrapped_step_hooks
-from lightning_fxpipe.bytecode import loaded_variables
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe._compat_lightning import lightning_class, log_replaced
+from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
+from lightning_fxpipe.hookcode import callbacks, changes_batches, hooks_of_users, readers, short
 from lightning_fxpipe.messages import warn
 from lightning_fxpipe.optimizers import StageOptimizer, with_inner
+from lightning_fxpipe.replica import Replica
+from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
 from lightning_fxpipe.sending import sendable
 from lightning_fxpipe.sizes import plain_number
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.wholemodel import WholeModel, WholeView
 
-# Those that run before the module is split, on one rank only, or on data, are left alone.
-_NOT_WRAPPED = {"setup", "configure_model", "configure_sharded_model", "on_exception", "state_dict", "load_state_dict"}
-_MODULE_HOOKS = (
-    *(name for kind in (ModelHooks, CheckpointHooks) for name in vars(kind) if not name.startswith("_")),
-    *("configure_optimizers", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
-)
-_CALLBACK_HOOKS = tuple(
-    name for name, value in vars(Callback).items() if inspect.isfunction(value) and not name.startswith("_")
-)
-_OWN_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fxpipe.")
-
-_GRADIENTS, _VALUES, _LOGGING, _STOP, _DIGEST, _MINUS_DIGEST = range(6)
+# What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
+_GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
+_REQUESTS = (_GRADIENTS, _VALUES, _LOGGING, _SHARING)
 _NOTHING = -math.inf
+_Voted = tuple[list[float], list[dict[str, float] | None]]
 
 
 @dataclass(kw_only=True)
@@ -64,11 +60,15 @@ class _Frame:
         view: The mode that shows it the whole model.
         values: Values of placeholders, once somebody has looked.
         gradients: Gradients of placeholders, once somebody has looked.
+        logged: The numbers that it has logged: arguments of ``self.log``.
+        shared: What rank 0 has shared with all ranks in the last vote, if all came to share; a tuple with it alone.
     """
 
     view: WholeView
     values: dict[int, Tensor] | None = None
     gradients: dict[int, Tensor | None] | None = None
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    shared: tuple[Any, ...] = ()
 
 
 class Hooks:
@@ -78,12 +78,14 @@ class Hooks:
         module: The LightningModule, split.
         whole: Brings the tensors of other stages.
         topology: This rank's place.
+        replica: What hooks see of the ranks.
     """
 
-    def __init__(self, module: LightningModule, whole: WholeModel, topology: Topology) -> None:
+    def __init__(self, module: LightningModule, whole: WholeModel, topology: Topology, replica: Replica) -> None:
         self._module = module
         self._whole = whole
         self._topology = topology
+        self._replica = replica
         self._frame: _Frame | None = None
         self._agreed = False
         self._reported: set[str] = set()
@@ -100,17 +102,21 @@ class Hooks:
         self.uninstall()
         if self._topology.num_stages == 1:
             return
-        hooks = list(_hooks_of_users(trainer, self._module))
+        hooks = list(hooks_of_users(trainer, self._module))
         patches = [(owner, name, self._wrapped(trainer, getattr(owner, name))) for owner, name in hooks]
         patches.append((self._module, "teardown", self._last(self._wrapped(trainer, self._module.teardown))))
-        patches += [(self._module, name, self._logging(getattr(self._module, name))) for name in ("log", "log_dict")]
+        for name in ("log", "log_dict"):
+            patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
         if not trainer.is_global_zero:
             # Rank 0 has the predictions, and a file is written once.
-            writers = [callback for callback in _callbacks(trainer) if isinstance(callback, BasePredictionWriter)]
-            patches += [(w, name, _write_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
-        self._output_readers = _readers(hooks, "output")
-        self._batch_readers = _readers([(o, n) for o, n in hooks if not isinstance(o, BasePredictionWriter)], "batch")
-        self._changes_batches = _changes_batches(trainer, self._module)
+            # In a step all ranks take themselves for rank 0.
+            prints = type(self._module).print is lightning_class(self._module).print
+            patches += [(self._module, "print", _do_nothing)] if prints else []
+            writers = [callback for callback in callbacks(trainer) if isinstance(callback, BasePredictionWriter)]
+            patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
+        self._output_readers = readers(hooks, "output")
+        self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, BasePredictionWriter)], "batch")
+        self._changes_batches = changes_batches(trainer, self._module)
         self._installed.enter_context(patched_attributes(*patches))
 
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
@@ -141,7 +147,7 @@ class Hooks:
 
     def see_batches(self, step: str) -> bool:
         """Whether user code besides the step looks at its batches, on their way to the step or in a hook."""
-        names = {f"on_{_short(step)}_batch_{moment}" for moment in ("start", "end")}
+        names = {f"on_{short(step)}_batch_{moment}" for moment in ("start", "end")}
         return self._changes_batches or bool(names & self._batch_readers)
 
     def sendable_output(self, step: str, output: Any) -> tuple[Any, ...]:
@@ -150,7 +156,7 @@ class Hooks:
         Returns:
             The output alone, or nothing.
         """
-        name = f"on_{_short(step)}_batch_end"
+        name = f"on_{short(step)}_batch_end"
         # A loss is known on every rank.
         if name not in self._output_readers or output is None or (step == "training_step" and isinstance(output, Tensor)):
             return ()
@@ -170,7 +176,7 @@ class Hooks:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._frame is not None:  # called by another hook
                 return hook(*args, **kwargs)
-            with self.running(trainer):
+            with no_end_of_epoch(hook.__name__), self.running(trainer):
                 return hook(*args, **kwargs)
 
         return run
@@ -191,7 +197,7 @@ class Hooks:
         view = WholeView(self._whole.placeholders(), self._values, self._gradients, self._topology.device)
         self._frame = _Frame(view=view)
         try:
-            with view, self._whole_groups():
+            with view, self._whole_groups(), self._replica.acting(self._share):
                 yield
             self._end(trainer)
         finally:
@@ -207,7 +213,7 @@ class Hooks:
         self._frame = None
         self._hide_others()
         try:
-            with function_mode_removed(frame.view):
+            with function_mode_removed(frame.view), self._replica.aside():
                 yield
         finally:
             self._show_others()
@@ -256,28 +262,56 @@ class Hooks:
         assert self._frame.gradients is not None
         return self._frame.gradients
 
+    def _share(self, value: Any) -> Any:
+        """Rank 0's value, where rank 0 comes here, too; else the rank's own."""
+        assert self._frame is not None
+        is_alone = False
+        while not is_alone:  # the others are here, or at the end of the hook
+            result, _ = self._vote({_SHARING: 1.0}, value=value)
+            is_alone = not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING)
+        return self._frame.shared[0] if self._frame.shared else value
+
     def _end(self, trainer: Trainer) -> None:
-        """Takes part in what other ranks ask for, until none does."""
+        """Takes part in what other ranks ask for, until none does, and makes the ranks equal again."""
+        frame = self._frame
+        assert frame is not None
         asked = True
         while asked:
-            result, _ = self._vote({_STOP: float(trainer.should_stop)})
-            asked = any(result[kind] > 0 for kind in (_GRADIENTS, _VALUES, _LOGGING))
+            logged = _digest_of([entry["name"] for entry in frame.logged])
+            random = _digest_of(python_rng(), torch.get_rng_state().numpy().tobytes())
+            mine = {_STOP: float(trainer.should_stop), _LOGGED: logged, _RNG: random}
+            result, _ = self._vote(mine | {_MINUS_LOGGED: -logged, _MINUS_RNG: -random})
+            asked = any(result[kind] > 0 for kind in _REQUESTS)
         if result[_STOP] > 0:
             trainer.should_stop = True
+        if result[_LOGGED] != -result[_MINUS_LOGGED]:
+            self._log_missing(frame.logged)
+        if result[_RNG] != -result[_MINUS_RNG]:
+            state = self._of_rank_zero(rng_state())
+            set_rng_state({key: value for key, value in state.items() if key != "cuda"})
 
-    def _vote(
-        self, mine: Mapping[int, float], logged: dict[str, float] | None = None
-    ) -> tuple[list[float], list[dict[str, float] | None]]:
+    def _of_rank_zero(self, value: Any) -> Any:
+        """Rank 0's argument. Called by every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._topology.control_group)
+        return box[0]
+
+    def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, value: Any = None) -> _Voted:
         """One round: what any rank wants is done by all.
+
+        Args:
+            mine: What this rank says.
+            logged: What it is about to log.
+            value: What it shares.
 
         Returns:
             The largest of each entry, and where the ranks log different values, what each one logs.
         """
         frame = self._frame
         assert frame is not None
-        vote = torch.full((6,), _NOTHING, dtype=torch.float64)
-        for kind, value in mine.items():
-            vote[kind] = value
+        vote = torch.full((_MINUS_RNG + 1,), _NOTHING, dtype=torch.float64)
+        for kind, number in mine.items():
+            vote[kind] = number
         all_logged: list[dict[str, float] | None] = []
         with unwatched_torch():
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._topology.control_group)
@@ -291,6 +325,8 @@ class Hooks:
             if result[_LOGGING] > 0 and result[_DIGEST] != -result[_MINUS_DIGEST]:
                 all_logged = [None] * self._topology.num_stages
                 dist.all_gather_object(all_logged, logged, group=self._topology.control_group)
+            if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
+                frame.shared = self._of_rank_zero((value,) if mine.get(_SHARING) else ())
         return result, all_logged
 
     # ------------------------------------------------------------------ logging
@@ -302,14 +338,18 @@ class Hooks:
         @functools.wraps(original)
         def log(*args: Any, **kwargs: Any) -> Any:
             if self._frame is None or self._agreed:
-                return original(*args, **kwargs)
-            bound = signature.bind(*args, **kwargs)
+                return original(self._module, *args, **kwargs)
+            bound = signature.bind(self._module, *args, **kwargs)
             arguments = bound.arguments
             if not arguments.get("rank_zero_only"):
                 if "dictionary" in arguments:
-                    arguments["dictionary"] = self._agree(arguments["dictionary"])
+                    arguments["dictionary"] = values = self._agree(arguments["dictionary"])
                 else:
-                    arguments["value"] = self._agree({arguments["name"]: arguments["value"]})[arguments["name"]]
+                    values = self._agree({arguments["name"]: arguments["value"]})
+                    arguments["value"] = values[arguments["name"]]
+                options = {key: option for key, option in arguments.items() if key not in ("self", "dictionary")}
+                numbers_logged = {name: value for name, value in values.items() if _is_number(value)}
+                self._frame.logged += [{**options, "name": name, "value": _sent(v)} for name, v in numbers_logged.items()]
             self._agreed = True  # log_dict calls log
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -323,13 +363,28 @@ class Hooks:
         numbers_logged = {name: plain_number(value) for name, value in values.items() if _is_number(value)}
         if not numbers_logged:
             return values
-        digest = _digest(numbers_logged)
+        digest = _digest_of([(name, value.hex()) for name, value in numbers_logged.items()])
         _, by_stage = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
         zeros = by_stage[-1] if by_stage else None  # rank 0 holds the last stage
         if zeros is None:
             return values
         self._report({n for logged in by_stage if logged for n in logged if not _same(logged[n], zeros.get(n))})
         return {name: _as(value, zeros[name]) if name in zeros else value for name, value in values.items()}
+
+    def _log_missing(self, logged: list[dict[str, Any]]) -> None:
+        """Makes the calls that rank 0 has made and this rank has not. Called by every rank."""
+        mine = Counter(entry["name"] for entry in logged)
+        self._agreed = True
+        try:
+            for entry in self._of_rank_zero(logged):
+                if mine[entry["name"]]:
+                    mine[entry["name"]] -= 1
+                    continue
+                value = entry["value"]
+                value = value.to(self._topology.device) if isinstance(value, Tensor) else value
+                lightning_class(self._module).log(self._module, **{**entry, "value": value})
+        finally:
+            self._agreed = False
 
     def _report(self, names: set[str]) -> None:
         new = sorted(names - self._reported)
@@ -357,71 +412,14 @@ def _as(value: Any, number: float) -> Any:
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
 
 
-def _digest(values: Mapping[str, float]) -> float:
+def _sent(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _digest_of(*values: Any) -> float:
     """A number that is different for different values; exact in float64, and not negative."""
-    text = repr([(name, value.hex()) for name, value in values.items()])
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big"))
+    return float(int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=6).digest(), "big"))
 
 
-def _write_nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    return list(getattr(trainer, "callbacks", ()))
-
-
-def _hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[Any, str]]:
-    """Owner and name of each hook that runs user code."""
-    for name in dict.fromkeys(_MODULE_HOOKS):
-        if name not in _NOT_WRAPPED and is_overridden(name, module):
-            yield module, name
-    for callback in _callbacks(trainer):
-        for name in _CALLBACK_HOOKS:
-            is_user_code = _calls_users(callback) or not _is_own(getattr(callback, name))
-            if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, Callback):
-                yield callback, name
-
-
-def _calls_users(callback: Callback) -> bool:
-    """Whether the callback's inherited hooks run user code, or compare parameters of the whole model."""
-    return not _is_own(type(callback)) or isinstance(callback, BaseFinetuning)
-
-
-def _is_own(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).startswith(_OWN_PACKAGES)
-
-
-def _short(step: str) -> str:
-    """What a step is called in the names of hooks."""
-    return step.removesuffix("_step").replace("training", "train")
-
-
-def _changes_batches(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether user code gets each batch between the loader and the step."""
-    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    data: Any = getattr(trainer, "datamodule", None)
-    return any(
-        is_overridden(name, module) or (data is not None and is_overridden(name, data, LightningDataModule)) for name in names
-    )
-
-
-def _readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:
-    """The hooks that look at their argument with such a name, or may do so."""
-    return frozenset(name for owner, name in hooks if _reads(getattr(owner, name), name, argument))
-
-
-def _reads(hook: Callable[..., Any], name: str, argument: str) -> bool:
-    """Whether an ``on_..._batch_...`` hook looks at its argument with the step's outputs, or at its batch."""
-    if not re.fullmatch("on_.*_batch_(end|start)", name) or (argument == "output" and name.endswith("_start")):
-        return False
-    function = inspect.unwrap(hook)
-    code = getattr(function, "__code__", None)
-    parameters = list(inspect.signature(hook).parameters.values())
-    found = {p.name for p in parameters if argument in p.name and not p.name.startswith("batch_i")}
-    if code is None or len(found) != 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
-    (variable,) = found
-    if variable in code.co_cellvars:
-        return True
-    return variable in loaded_variables(code)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 
 from lightning_fxpipe._compat_lightning import checkpoint_folders
 from lightning_fxpipe.failure import current_watch, failures_reach_every_rank
@@ -96,6 +96,7 @@ class Launcher:
     def __init__(self, start: Callable[[], Sequence[subprocess.Popen[Any]]] | None = None) -> None:
         self._start = start
         self._children: Sequence[subprocess.Popen[Any]] = ()
+        self._have_met = False  # all ranks, in a process group
         self.requested: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Launcher:
@@ -117,7 +118,9 @@ class Launcher:
             if self._children:
                 atexit.register(self._end_children)
                 threading.Thread(target=self._observe, name="fxpipe-children", daemon=True).start()
-        return run_to_the_end(function, *args, **kwargs)
+        result = run_to_the_end(function, *args, **kwargs)
+        self._have_met = True
+        return result
 
     def kill(self, signum: int) -> None:
         """Sends a signal to the processes that this one started."""
@@ -136,11 +139,19 @@ class Launcher:
             child.kill()
         ranks = ", ".join(f"rank {rank} with exit status {code}" for rank, code in failed)
         print(f"[rank 0] stopped, because another process ended: {ranks}", file=sys.stderr, flush=True)
+        if not self._have_met and all(code == 0 for _, code in failed):
+            print(
+                "It had not come to this run of the Trainer. Does the script end early where LOCAL_RANK is set?",
+                file=sys.stderr,
+                flush=True,
+            )
         os._exit(1)
 
     def _failed(self) -> list[tuple[int, int]]:
         codes = [child.poll() for child in self._children]
-        return [(rank, code) for rank, code in enumerate(codes, start=1) if code]
+        self._have_met = self._have_met or dist.is_initialized()
+        # Before the ranks have met, one that ends well is waited for as well, and in vain.
+        return [(rank, code) for rank, code in enumerate(codes, start=1) if code or (code == 0 and not self._have_met)]
 
     def _end_children(self) -> None:
         """At the end of this process: after a failure the others have a moment to end by themselves."""

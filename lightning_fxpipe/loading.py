@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat import patched_attributes, unwatched_torch
+from lightning_fxpipe._compat_lightning import lightning_class, log_replaced
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metriccalls import metrics_as_one_call
 from lightning_fxpipe.sizes import plain_number
@@ -68,23 +69,20 @@ class StepLog:
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
-        """During the block ``module.log`` collects instead of logging, and ``log_dict`` calls it."""
-        original = getattr(module, "log", None)
-        if original is None:
-            with metrics_as_one_call(self._metrics.values(), count=True):
-                yield
-            return
-        signature = inspect.signature(original)
+        """During the block ``module.log`` collects instead of logging, and ``log_dict`` calls it.
+
+        What a module overrides ``log`` with runs, and collects where it calls Lightning's.
+        """
+        owner = lightning_class(module)
+        signature = inspect.signature(owner.log) if owner is not None else inspect.Signature()
 
         def log(*args: Any, **kwargs: Any) -> None:
-            arguments = signature.bind(*args, **kwargs).arguments
-            for name, parameter in signature.parameters.items():
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    arguments.update(arguments.pop(name, {}))
+            arguments = signature.bind(module, *args, **kwargs).arguments
+            arguments.pop("self")
             with unwatched_torch():  # what we do with the value is no part of the step
                 self._add(arguments.pop("name"), arguments.pop("value"), arguments)
 
-        with patched_attributes((module, "log", log)), metrics_as_one_call(self._metrics.values(), count=True):
+        with patched_attributes(*log_replaced(module, log, "log")), metrics_as_one_call(self._metrics.values(), count=True):
             yield
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
@@ -195,7 +193,7 @@ class ResultChannel:
 
 
 def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Module], device: torch.device) -> None:
-    """Logs the entries through the module's own ``log``.
+    """Logs the entries with Lightning's ``log``: what the module overrides it with has run in the step.
 
     Args:
         module: The LightningModule.
@@ -208,4 +206,4 @@ def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Mo
         value: Any = torch.tensor(entry.value, dtype=dtype, device=device)
         if entry.metric is not None:
             value = metrics[entry.metric]
-        module.log(entry.name, value, batch_size=entry.num_samples, **dict(entry.options))
+        lightning_class(module).log(module, entry.name, value, batch_size=entry.num_samples, **dict(entry.options))

@@ -7,9 +7,10 @@ batch, and see the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import FakeTensor, storage_key
@@ -18,8 +19,14 @@ from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.torchcalls import is_query
 
 # As functions that __torch_function__ gets.
-_GET_GRADIENT: Any = vars(Tensor.__base__)["grad"].__get__
-_SET_DATA: Any = vars(Tensor.__base__)["data"].__set__
+_PROPERTIES: Any = vars(Tensor.__base__)
+_GET_GRADIENT, _SET_GRADIENT = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
+_SET_DATA = _PROPERTIES["data"].__set__
+_SET_REQUIRES = _PROPERTIES["requires_grad"].__set__
+# What gives a tensor's memory to code that torch does not see.
+_GIVING_MEMORY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+# In place by their names, and yet not: they change no values.
+_KEEPING = frozenset({Tensor.requires_grad_, Tensor.share_memory_, Tensor.detach_})
 
 _TODO = (
     "Do it in a hook, which runs once for the batch and sees the whole model: on_train_batch_end, on_before_zero_grad or "
@@ -31,16 +38,23 @@ class ParameterMisuse(UnsupportedError):
     """A step does with parameters what only a hook can do."""
 
 
-def check_call(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def check_call(
+    root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> None:
     """Called for each call of torch that a step makes.
 
     Raises:
-        ParameterMisuse: It looks at a parameter's gradient, gives a parameter other data, or uses one of another stage.
+        ParameterMisuse: It looks at a parameter's gradient or sets it, changes a parameter, or uses one of another stage.
     """
-    if func == _GET_GRADIENT and isinstance(args[0], nn.Parameter):
+    if func in (_GET_GRADIENT, _SET_GRADIENT) and isinstance(args[0], nn.Parameter):
         raise _misuse("The step looks at the gradient of a parameter.", root, args[0], "gradients are used after the step")
     if func == _SET_DATA and isinstance(args[0], nn.Parameter):
         raise _changes(root, args[0])
+    if func in (_SET_REQUIRES, Tensor.requires_grad_) and isinstance(args[0], nn.Parameter):
+        wished = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+        if bool(wished) != args[0].requires_grad:
+            raise _misuse("The step freezes or thaws a parameter.", root, args[0], "parameters that train in the whole step")
+    _check_written(root, func, args, kwargs or {})
     if is_query(func):
         return
     for argument in args:
@@ -52,6 +66,53 @@ def check_call(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...])
                     leaf,
                     "the parameters of this rank's stage",
                 )
+
+
+def _check_written(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises where a call writes into a parameter's memory, under whatever name, or gives it away."""
+    written: list[Any] = [kwargs["out"]] if "out" in kwargs else []
+    if _is_in_place(func) or func in _GIVING_MEMORY:
+        written += [*args[:1], *(kwargs[name] for name in ("input", "tensor") if name in kwargs)]
+    # A list is that of a `_foreach_` function.
+    leaves = (leaf for one in written for leaf in (one if isinstance(one, (list, tuple)) else (one,)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    if tensors:
+        check_changes(root, map(storage_key, tensors))
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch changes its first argument, as its name says."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        # `__iadd__` and the like, which `__add__` is beside, but not `__invert__` or `__int__`.
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+    return name.endswith("_") and func not in _KEEPING
+
+
+def parameters_by_name(root: nn.Module) -> dict[str, int]:
+    """The identities of a module's parameters."""
+    return {fqn: id(parameter) for fqn, parameter in root.named_parameters()}
+
+
+def check_same_parameters(root: nn.Module, before: Mapping[str, int]) -> None:
+    """Called after a step.
+
+    Args:
+        root: The module.
+        before: What :func:`parameters_by_name` has said before it.
+
+    Raises:
+        ParameterMisuse: It has put a parameter in another's place.
+    """
+    after = parameters_by_name(root)
+    for fqn in before.keys() | after.keys():
+        if before.get(fqn) != after.get(fqn):
+            raise ParameterMisuse(
+                "The step makes, replaces or removes a parameter.",
+                observed=fqn,
+                expected="the parameters from before the step",
+                todo=_TODO,
+            )
 
 
 def check_changes(root: nn.Module, storages: Iterable[int]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import patched_attributes, tree_map
-from lightning_fxpipe._compat_lightning import silenced_loggers
+from lightning_fxpipe._compat_lightning import log_replaced, silenced_loggers
 from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import python_rng
@@ -69,7 +69,7 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(leaf, copies), (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
-    muted = [(root, name, say_nothing) for name in ("log", "log_dict") if hasattr(root, name)]
+    muted = log_replaced(root, say_nothing, "log", "log_dict")
     generators = python_rng()
     left_at: TracebackType | None = None
     with (

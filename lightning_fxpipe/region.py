@@ -103,29 +103,32 @@ def find_region(
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) in paths and holds_any(module):
             if is_region(module):
-                raise _RegionReached(module, args, kwargs)
+                found.append(_RegionReached(module, args, kwargs))
+                raise found[-1]
             prelude[paths[id(module)]] = None
         return original_call(module, *args, **kwargs)
 
-    found: _RegionReached | None = None
+    found: list[_RegionReached] = []  # the first counts, though the step may catch it with all that it catches
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
             rehearsed(root, step.function, step.args, step.kwargs) as rehearsal,
         ):
             step.function(*rehearsal.args, **rehearsal.kwargs)
-    except _RegionReached as reached:
-        found = reached
-    if found is None:
+    except (_RegionReached, Exception):
+        if not found:
+            raise
+    if not found:
         raise _no_region(step.function)
+    reached = found[0]
     region = RegionCall(
-        path=paths[id(found.module)],
-        args=found.args_,
-        kwargs=found.kwargs_,
+        path=paths[id(reached.module)],
+        args=reached.args_,
+        kwargs=reached.kwargs_,
         batch_size=batch_size,
         batch_dim=batch_dim,
         prelude_paths=tuple(prelude),
-        context=found.context,
+        context=reached.context,
         prelude=rehearsal.facts,
     )
     leaves = [leaf for leaf in tree_leaves((region.args, region.kwargs)) if isinstance(leaf, Tensor)]
@@ -166,6 +169,37 @@ class StageExit(BaseException):
         self.outputs = outputs
 
 
+class Leaving:
+    """How the region was left.
+
+    A step may catch what the region raises, with ``except:`` even a :class:`StageExit`. One device would then go on; in a
+    pipeline the other ranks wait for what this one was to compute.
+
+    Attributes:
+        error: What the region has raised.
+    """
+
+    error: BaseException | None = None
+
+    def noted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """``run``, the region, of which is noted what it raises."""
+
+        def noting(*args: Any) -> Any:
+            try:
+                return run(*args)
+            except BaseException as error:
+                self.error = error
+                raise
+
+        return noting
+
+    def has_ended_step(self) -> bool:
+        """Whether this rank's part of the step was over with the region; raises the error with which it failed."""
+        if self.error is not None and not isinstance(self.error, StageExit):
+            raise self.error
+        return self.error is not None
+
+
 @contextmanager
 def replaced_region(root: nn.Module, path: str, run: Callable[..., Any]) -> Iterator[None]:
     """During the block, the region's forward is ``run``, once.
@@ -173,22 +207,26 @@ def replaced_region(root: nn.Module, path: str, run: Callable[..., Any]) -> Iter
     ``forward`` is replaced on the instance, so that hooks on the module itself run as always.
     """
     calls = 0
+    refused: UnsupportedError | None = None  # which the step may catch
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
+        nonlocal calls, refused
         calls += 1
         if calls > 1:
-            raise UnsupportedError(
+            refused = UnsupportedError(
                 f"The step calls {path or 'the module'} twice.",
                 where=user_source(),
                 observed="a second call of the pipelined module in one step",
                 expected="one call",
                 todo="Concatenate the inputs of both calls along the batch dimension, or move both calls into one forward.",
             )
+            raise refused
         return run(*args, **kwargs)
 
     with patched_attributes((root.get_submodule(path), "forward", forward)):
         yield
+    if refused is not None:
+        raise refused
 
 
 @contextmanager
@@ -199,17 +237,22 @@ def no_model_called(root: nn.Module) -> Iterator[None]:
         UnsupportedError: There was one.
     """
     original_call = nn.Module.__call__
+    refused: UnsupportedError | None = None  # which the step may catch
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal refused
         if any(parameter.is_meta for parameter in module.parameters()):
-            raise UnsupportedError(
+            refused = UnsupportedError(
                 "The step calls the model for some batches or microbatches only.",
                 where=user_source(),
                 observed=f"a call of {type(module).__name__}, where the step has returned before it until now",
                 expected="a choice that follows from the batch's shapes, its constants and plain attributes",
                 todo="Call the model for every batch, or set num_microbatches=1.",
             )
+            raise refused
         return original_call(module, *args, **kwargs)
 
     with patched_attributes((nn.Module, "__call__", call)):
         yield
+    if refused is not None:
+        raise refused

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed, tree_flatten
 from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_call
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.parameteruse import check_call
 from lightning_fxpipe.randomness import BatchDraws
@@ -49,13 +49,29 @@ class StepMode(TorchFunctionMode):
         self._root = root
         self._draws = draws
         self._in_stage = False
+        self._refused: FxPipeError | None = None
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Notes a refusal of the block's, the check of a call: the step may catch it."""
+        try:
+            yield
+        except FxPipeError as error:
+            self._refused = self._refused or error
+            raise
+
+    def check_refused(self) -> None:
+        """Called where the step has ended: raises what was refused in it."""
+        if self._refused is not None:
+            raise self._refused
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
-        check_call(self._root, func, args)
+        with self.refusing():
+            check_call(self._root, func, args, kwargs)
         return self._draws.call(func, args, kwargs or {})
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -79,6 +95,7 @@ def watched_step(root: nn.Module, draws: BatchDraws) -> Iterator[StepMode]:
     mode = StepMode(root, draws)
     with mode:
         yield mode
+    mode.check_refused()
 
 
 class RegionRehearsed(BaseException):
@@ -117,6 +134,7 @@ class Replayer:
         mode = _Replay(self, batch, draws, run)
         with calls_through(mode):
             yield
+        mode.check_refused()
         if self.record.first < mode.count <= self.record.last:  # one that makes none of them skips the batch
             raise UnsupportedError(
                 "The step ended before it had made all calls of the model.",
@@ -186,10 +204,12 @@ class _Replay(StepMode):
     ) -> Any:
         number, self.count = self.count, self.count + 1
         if number > self._record.last:
-            self._check_has_data(name, args, kwargs)
+            with self.refusing():
+                self._check_has_data(name, args, kwargs)
         if self._record.first <= number <= self._record.last:
             call = self._record.calls[number - self._record.first]
-            self._check_same(call, name, args, kwargs)
+            with self.refusing():
+                self._check_same(call, name, args, kwargs)
             if number == self._record.first:
                 self._run_region()
             if self._is_rehearsal and (number == self._record.last or call.sides):

@@ -26,7 +26,7 @@ from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, sp
 from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchDraws
-from lightning_fxpipe.region import StageExit, no_model_called, replaced_region
+from lightning_fxpipe.region import Leaving, StageExit, no_model_called, replaced_region
 from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
@@ -125,8 +125,10 @@ class PipelineRuntime:
         try:
             with log.capture(self._root), step.context(), around:
                 output = step.function(batch, *step.rest)
-        except StageExit:
-            assert call is not None
+        except BaseException:
+            if call is None or call.leaving.error is None:
+                raise
+        if call is not None and call.leaving.has_ended_step():
             return BatchResult(num_microbatches=call.setup.num_microbatches)
         if not self._topology.is_last:  # a step that skips its model skips it on every rank
             return BatchResult(num_microbatches=0)
@@ -340,6 +342,7 @@ class _RegionCall:
         self.joined: tuple[Tensor, ...] = ()
         self._batch = batch
         self._rng_at_start = rng_state() if runtime.may_interleave(step) else None
+        self.leaving = Leaving()
         self._runtime = runtime
         self._step = step
         self._trace = trace
@@ -355,11 +358,11 @@ class _RegionCall:
         Raises:
             StageExit: The region has run, and this is not the last stage.
         """
-        root, traced = self._runtime._root, self._traced
+        root, traced, run = self._runtime._root, self._traced, self.leaving.noted(self._run)
         if traced.record is not None:
             device_type = self._runtime._topology.device.type
             replayer = Replayer(root, traced.record, self._sizes, device_type)
-            with replayer.lead((batch, self._step.rest[1:]), self._draws, self._run):
+            with replayer.lead((batch, self._step.rest[1:]), self._draws, run):
                 yield
             return
 
@@ -368,7 +371,7 @@ class _RegionCall:
             if inputs is None:
                 raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
             with mode.in_stage():
-                outputs = self._run(list(inputs))
+                outputs = run(list(inputs))
             return traced.result(outputs)
 
         path = traced.signature.path

@@ -8,25 +8,31 @@ for it.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import io
 import os
+import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from lightning_fxpipe._compat import tree_map
+from lightning_fxpipe._compat import patched_attributes, tree_map
 from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.collect import identity
+from lightning_fxpipe.errors import text_of
 from lightning_fxpipe.folders import original_errors
 from lightning_fxpipe.replacing import begin, cancel, finish
 
@@ -214,12 +220,17 @@ def _portable(error: Exception | None) -> tuple[Exception, str] | None:
     """An exception that can be sent, and its traceback."""
     if error is None:
         return None
-    stack = "".join(traceback.format_tb(error.__traceback__))
+    return portable(error), "".join(traceback.format_tb(error.__traceback__))
+
+
+def portable(error: Exception) -> Exception:
+    """The exception, if it can be sent and received; else one that says the same."""
     try:
-        torch.save(error, io.BytesIO())
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}"), stack
-    return error, stack
+        if type(pickle.loads(pickle.dumps(error))) is type(error):
+            return error
+    except Exception as why:  # whatever the class does when it is taken apart or made
+        return RuntimeError(f"{type(error).__name__}: {text_of(error)} (it cannot be sent to other ranks: {text_of(why)})")
+    return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
 
 
 # ---------------------------------------------------------------------------------------------------- folders
@@ -251,8 +262,43 @@ def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: 
 
 def write_parts(parts: Mapping[str, Any], writer: StorageWriter, group: dist.ProcessGroup | None) -> None:
     """Writes what each rank has a part of. Called by every rank."""
-    with original_errors():
-        dcp_save(dict(parts), storage_writer=writer, planner=_Planner(), process_group=group)
+    planner = _Planner()
+    with original_errors(), _sendable_errors((writer, StorageWriter), (planner, SavePlanner)):
+        dcp_save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
+
+
+@contextmanager
+def _sendable_errors(*objects: tuple[Any, type]) -> Iterator[None]:
+    """Has methods raise only what the ranks can send each other, as torch does with errors in the middle of its collectives.
+
+    Args:
+        objects: Objects, and the classes whose public methods are meant.
+
+    Raises:
+        Exception: The first error of this rank, itself.
+    """
+    own: list[Exception] = []
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                own.append(error)
+                raise portable(error) from None
+
+        return call
+
+    methods = [(one, name) for one, kind in objects for name, value in vars(kind).items() if inspect.isfunction(value)]
+    patches = [(one, name, guarded(getattr(one, name))) for one, name in methods if not name.startswith("_")]
+    try:
+        with patched_attributes(*patches):
+            yield
+    except Exception:
+        if own:
+            raise own[0] from None
+        raise
 
 
 def copied_state(state: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
@@ -28,7 +28,9 @@ from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.metrics import ResultChannel, replay
 from lightning_fxpipe.metricstates import MetricStates, belong_to_one_replica, take_over_states
 from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.parameteruse import check_same_parameters, parameters_by_name
 from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.replica import Replica
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
@@ -57,6 +59,7 @@ class Session:
         module: The LightningModule, whole; afterwards this rank has its own stage's tensors only.
         plan: Which stage holds what.
         topology: This rank's place.
+        replica: What user code sees of the ranks.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         schedule: Schedule for training.
         loss: What the user says about the loss.
@@ -74,6 +77,7 @@ class Session:
         plan: PartitionPlan,
         topology: Topology,
         *,
+        replica: Replica,
         num_microbatches: int | None,
         schedule: ScheduleName,
         loss: LossOptions,
@@ -91,7 +95,7 @@ class Session:
         belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
-        self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology)
+        self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
         self._knows_buffers = False
         self._finding: Finding | None = None
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
@@ -115,13 +119,9 @@ class Session:
             if not any(parameter.is_meta for parameter in copy.parameters()):
                 # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
                 drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
-        for throughput in throughputs(trainer):
-            if throughput.world_size > 1:
-                # Lightning takes each process for one that has batches of its own; here all work on the same.
-                throughput.world_size = 1
-                throughput.available_flops = (
-                    throughput.available_flops and throughput.available_flops * self._topology.num_stages
-                )
+        for monitor, throughput in throughputs(trainer):
+            # The whole pipeline is the device that works on a batch.
+            throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_stages
         self.hooks.install(trainer)
         self._sparing.watch(
             Watched(
@@ -164,7 +164,9 @@ class Session:
             None if the step returned None, which skips the batch.
         """
         buffers = {} if self._knows_buffers else self._buffers_before()
+        names = parameters_by_name(self.module)
         result, output = self._run(step, batch)
+        check_same_parameters(self.module, names)
         if result.num_microbatches > 1 and not self._knows_buffers:
             self._find_changed_buffers(buffers)
         if result.loss is None:
@@ -346,7 +348,7 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
         if len(stages) > 1:
             ranks = tuple(topology.rank_of(stage) for stage in stages)
             copies.append((ranks, tensor if topology.stage_index in stages else None))
-    shared = SharedParameters(copies)
+    shared = SharedParameters(copies, topology.timeout)
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):
         if topology.num_stages > 1 and fqn == names[fqn] and not plan.stages_of(fqn):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import patched_attributes, tree_flatten
-from lightning_fxpipe._compat_lightning import silenced_loggers
+from lightning_fxpipe._compat_lightning import log_replaced, silenced_loggers
 from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
@@ -277,7 +277,7 @@ class SpanRecorder(Recorder):
 def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., None]) -> Any:
     """Runs a step on the fakes of its example. What it would log goes to ``log``; its metrics count nothing."""
     batch, further = example
-    muted = [(root, name, log) for name in ("log", "log_dict") if hasattr(root, name)]
+    muted = log_replaced(root, log, "log", "log_dict")
     with patched_attributes(*muted), silenced_loggers(root), metrics_as_one_call(held_metrics(root).values(), count=False):
         return step.function(batch, *step.args[1:2], *further, **step.kwargs)
 

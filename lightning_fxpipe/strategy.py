@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,17 +22,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fxpipe._compat_lightning import (
-    SkippedBatch,
-    allow_skipped_batches,
     batch_counter,
     has_no_optimizer,
     init_process_group,
-    set_rank_zero_only,
     share_sigterm,
+    stop_at_next_batch,
 )
 from lightning_fxpipe.checkpointhooks import CheckpointHooks, origin
 from lightning_fxpipe.checkpointstrategy import CheckpointStrategy
-from lightning_fxpipe.failure import begin_run, end_run, has_failed, noted_connections, terminate_together
+from lightning_fxpipe.errors import no_end_of_epoch
+from lightning_fxpipe.failure import begin_run, end_run, noted_connections, terminate_together
+from lightning_fxpipe.hookcode import early_hooks
 from lightning_fxpipe.launching import StartMethod, check_start_method, make_launcher, resolved
 from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.materialise import Constructions
@@ -42,6 +42,7 @@ from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.precision import PipelinePrecision, step_context
+from lightning_fxpipe.replica import Replica
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runplan import PlanOptions, RunPlans
 from lightning_fxpipe.saving import Saver
@@ -49,11 +50,16 @@ from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.session import Session, init_context, materials_of
 from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.step import Step, StepKind
-from lightning_fxpipe.support import check_converted, check_optimizers, check_torch, check_trainer, report_plan
-from lightning_fxpipe.topology import Topology, make_group, make_topology
+from lightning_fxpipe.support import (
+    check_converted,
+    check_optimizers,
+    check_sampler,
+    check_torch,
+    check_trainer,
+    report_plan,
+)
+from lightning_fxpipe.topology import make_group, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
-
-Broadcast = TypeVar("Broadcast")
 
 
 class FxPipeStrategy(CheckpointStrategy):
@@ -111,7 +117,6 @@ class FxPipeStrategy(CheckpointStrategy):
     ) -> None:
         super().__init__(Saver(partial(_saving_group, timedelta(seconds=timeout_seconds))))
         check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
-        self.num_nodes = 1
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
         self._schedule: ScheduleName = schedule
         self._plans = RunPlans(
@@ -136,7 +141,6 @@ class FxPipeStrategy(CheckpointStrategy):
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_save = async_save
-        self._topology: Topology | None = None
         self._session: Session | None = None
         self._precision: PipelinePrecision | None = None
         self._stage_optimizers: list[StageOptimizer] = []
@@ -160,27 +164,6 @@ class FxPipeStrategy(CheckpointStrategy):
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this machine, one for each device."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether data is distributed, which is what Lightning asks this for: all ranks of one pipeline get the same."""
-        return False
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
-    @property
-    @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # a rank loads only what its stage holds, which setup decides
 
@@ -197,13 +180,6 @@ class FxPipeStrategy(CheckpointStrategy):
         return self._session
 
     @property
-    def topology(self) -> Topology:
-        """This rank's place in its pipeline, once processes have started."""
-        if self._topology is None:
-            raise RuntimeError("The process groups are made in the strategy's setup_environment; they are not there before.")
-        return self._topology
-
-    @property
     def module(self) -> Any:
         """The user's LightningModule, once the Trainer has connected it."""
         assert self.lightning_module is not None
@@ -212,19 +188,13 @@ class FxPipeStrategy(CheckpointStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_torch(self.num_nodes * self.num_processes)
-        starts_none = self.cluster_environment.creates_processes_externally or self.num_nodes * self.num_processes == 1
+        count = self._num_machines * self.num_processes
+        check_torch(count)
+        starts_none = self.cluster_environment.creates_processes_externally or count == 1
         method = None if starts_none else resolved(self._start_method)
         self._launcher = make_launcher(self, method, gathers=self._gather_after_run is not False)
         if method not in (None, "popen"):
             self._gather_after_run = True  # the processes end with the run
-
-    def set_world_ranks(self) -> None:
-        """Tells the environment this process's rank; the Trainer calls it as soon as it is made, and every run again."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        set_rank_zero_only(self.global_rank)
 
     @override
     def setup_environment(self) -> None:
@@ -235,51 +205,21 @@ class FxPipeStrategy(CheckpointStrategy):
         begin_run(start, self.broadcast, self.cluster_environment.main_address)
         if self._topology is None:
             with noted_connections():
-                self._topology = make_topology(self.root_device)
+                self._topology = make_topology(self.root_device, self._timeout)
             self._sparing = Sparing(self._topology, inform)
+            self._replica = Replica(self.broadcast)
+        self._patches.close()  # where a run before this one ended without a teardown
+        if self._topology.num_stages > 1:
+            self._patches.enter_context(self.replica.answering())
+            self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
 
-    @property
-    def _others_answer(self) -> bool:
-        """Whether there are other ranks, and they have not been told that the run has failed."""
-        return dist.is_initialized() and not has_failed()
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._others_answer:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
-        if not self._others_answer:
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """The value itself: the ranks of one pipeline are one data-parallel replica, and all have the same."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._others_answer:
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == self.world_size if all else int(votes) > 0
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The tensor itself, as on one device."""
-        return tensor
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        check_sampler(dataloader)
         dataloader = in_step(dataloader, self._sparing)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
@@ -298,7 +238,6 @@ class FxPipeStrategy(CheckpointStrategy):
         self.accelerator.setup(trainer)
         self._checkpoints = None
         terminate_together(partial(share_sigterm, trainer))
-        self._patches.close()  # where a run before this one ended without a teardown
         self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
@@ -310,7 +249,6 @@ class FxPipeStrategy(CheckpointStrategy):
         self.session.prepare(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            allow_skipped_batches(trainer)
         checkpoints = CheckpointHooks(
             self.session,
             self.topology,
@@ -321,6 +259,10 @@ class FxPipeStrategy(CheckpointStrategy):
             in_background=self._async_save,
         )
         self._patches.enter_context(self._begin_saving(trainer, checkpoints))
+        # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
+        local_rank = self.local_rank if self.topology.num_stages > 1 else None
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
         self.setup_precision_plugin()
         self._detach_precision()
         self._precision = PipelinePrecision(
@@ -334,13 +276,14 @@ class FxPipeStrategy(CheckpointStrategy):
         with noted_connections():
             plan = self._plans.known(trainer, self.module)
             if plan is None:
-                made = self._plans.make(
-                    trainer,
-                    self.module,
-                    num_stages=self.topology.num_stages,
-                    device=self.root_device,
-                    context=partial(step_context, self.precision_plugin),
-                )
+                with self.replica.computing():
+                    made = self._plans.make(
+                        trainer,
+                        self.module,
+                        num_stages=self.topology.num_stages,
+                        device=self.root_device,
+                        context=partial(step_context, self.precision_plugin),
+                    )
                 # Rank 0's plan holds for all: ranks that cut differently would never find each other.
                 plan = self.broadcast(made)
                 report_plan(plan, self.module, self._num_microbatches)
@@ -348,6 +291,7 @@ class FxPipeStrategy(CheckpointStrategy):
                 self.module,
                 plan,
                 self.topology,
+                replica=self.replica,
                 num_microbatches=self._num_microbatches,
                 schedule=self._schedule,
                 loss=self._loss,
@@ -401,9 +345,14 @@ class FxPipeStrategy(CheckpointStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._has_trained = True
-        with self.session.hooks.suspended():
-            output = self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
-        return SkippedBatch() if output is None else output
+        with no_end_of_epoch(StepKind.TRAIN.value), self.session.hooks.suspended(), self.replica.computing():
+            return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Lightning asks so where there are several replicas.
+        if self.reduce_boolean_decision(self.module.trainer.received_sigterm, all=False):
+            stop_at_next_batch(self.module.trainer)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -433,7 +382,7 @@ class FxPipeStrategy(CheckpointStrategy):
         return self._evaluate(StepKind.PREDICT, args, kwargs)
 
     def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.session.hooks.suspended():
+        with no_end_of_epoch(kind.value), self.session.hooks.suspended(), self.replica.computing():
             return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
 
     def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:

@@ -77,6 +77,22 @@ def check_has_batch(batch: Any) -> Any:
     return batch
 
 
+def check_sampler(loader: Any) -> None:
+    """Raises :class:`UnsupportedError` where a dataloader's sampler gives each process a share of the samples."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    for sampler in (*samplers, getattr(samplers[1], "sampler", None)):
+        count = getattr(sampler, "num_replicas", 1)
+        if isinstance(count, int) and count > 1:
+            raise UnsupportedError(
+                "A dataloader gives each process other samples, and the processes of a pipeline work on the same batch.",
+                where=type(loader).__name__,
+                observed=f"a {type(sampler).__name__} with num_replicas={count}",
+                expected="a sampler for one replica",
+                todo="Leave the sampler out, make it in train_dataloader (val_dataloader, ...), where it sees one replica, or "
+                "pass num_replicas=1 and rank=0.",
+            )
+
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -260,7 +276,7 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
         )
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
-        if trainer.world_size > 1 and get_protocol(str(folder)) == "memory":
+        if getattr(trainer.strategy, "num_processes", 1) > 1 and get_protocol(str(folder)) == "memory":
             yield (
                 f"checkpoints in {folder}, in the memory of one process",
                 "save to a path, file:// or an object store",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.inputgradient import InputGradient, functions_before, input_gradient
-from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes
+from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes, check_same_parameters, parameters_by_name
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, WantedResults
 from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
@@ -111,6 +111,7 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
         survey = run.recorder
         assert isinstance(survey, _Survey)
+        parameters = parameters_by_name(root)
         try:
             survey.know_batch(Template.of(run.example).tensors)
             survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
@@ -126,6 +127,9 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
         except (Exception, MustStayWhole, RecordError) as error:
             _logger.debug("%s does not run to its end without data", step_name(step), exc_info=error)
             survey.note_end(error, raising_source(error))
+        if survey.misuse is not None:
+            raise survey.misuse
+        check_same_parameters(root, parameters)
     return survey
 
 
@@ -156,6 +160,7 @@ class _Survey(SpanRecorder):
         super().__init__(settings, Span(first=0, last=-1, wanted=()))
         self.users: list[int] = []
         self.calls_model = False
+        self.misuse: ParameterMisuse | None = None
         self.completed = False
         # Whether the step uses the same for every batch, as far as its code tells.
         self.is_fixed = not may_differ_between_batches(root, function)
@@ -173,7 +178,8 @@ class _Survey(SpanRecorder):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not self._is_nested:
-            check_call(self._root, func, args)
+            with self._noted_misuse():
+                check_call(self._root, func, args, kwargs)
             if func is torch.autograd.grad and self.users:
                 self._check_gradient(*args, **(kwargs or {}))
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
@@ -209,6 +215,16 @@ class _Survey(SpanRecorder):
             if any(function in made for function in functions_before(Template.of(outputs).tensors)):
                 raise input_gradient()
 
+    @contextmanager
+    def _noted_misuse(self) -> Iterator[None]:
+        """Notes what the block raises: a step may catch it."""
+        try:
+            with self.paused():
+                yield
+        except ParameterMisuse as error:
+            self.misuse = self.misuse or error
+            raise
+
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
         """Calls that a graph cannot hold are made all the same: around the region they may stand."""
         try:
@@ -229,7 +245,8 @@ class _Survey(SpanRecorder):
         new = list(self.graph.nodes)[num_nodes:]
         for node in new:
             if node.op != "call_module":
-                check_changes(self._root, node.meta.get("mutated_storages", ()))
+                with self._noted_misuse():
+                    check_changes(self._root, node.meta.get("mutated_storages", ()))
         if not self._has_looked and any(self._uses_parameters(node) for node in new):
             self.users.append(number)
             self._is_user_last, self._reachable = True, set()

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,7 @@ class Topology:
         num_stages: Stages of the pipeline.
         device: This rank's device.
         backward_group: Process group with the ranks of ``group`` in the reverse order.
+        timeout: How long a rank waits for another.
     """
 
     group: dist.ProcessGroup | None
@@ -34,6 +35,7 @@ class Topology:
     num_stages: int
     device: torch.device
     backward_group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
         """Itself: process groups belong to this process, and cannot be copied."""
@@ -49,20 +51,21 @@ class Topology:
         return self.num_stages - 1 - stage
 
 
-def make_topology(device: torch.device) -> Topology:
+def make_topology(device: torch.device, timeout: timedelta | None = None) -> Topology:
     """One pipeline over all ranks. Called by every rank, with the default process group initialised."""
     num_stages = dist.get_world_size()
     # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
     order: dict[str, Any] = {"ranks": list(reversed(range(num_stages))), "sort_ranks": False} if num_stages > 1 else {}
-    group = dist.new_group(**order)
-    control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", **order)
+    group = dist.new_group(timeout=timeout, **order)
+    control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout, **order)
     return Topology(
         group=group,
-        backward_group=dist.new_group(),  # in the order of the ranks, against which the stages run
+        backward_group=dist.new_group(timeout=timeout),  # in the order of the ranks, against which the stages run
         control_group=control,
         stage_index=dist.get_rank(group),
         num_stages=num_stages,
         device=device,
+        timeout=timeout,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
 from lightning_fxpipe._compat import folder_writer, tree_map

@@ -239,23 +239,20 @@ def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
     assert second.found == whole.found[3:]
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_lightning_takes_a_skipped_batch_for_none_with_any_number_of_processes(num_processes: int) -> None:
-    outputs: list[Any] = []
+def test_a_signal_to_stop_ends_training_at_the_next_batch() -> None:
+    class Stops(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            _compat_lightning.stop_at_next_batch(trainer)
 
-    class Skips(L.pytorch.strategies.SingleDeviceStrategy):
-        world_size = num_processes
+    trainer = make_trainer(max_epochs=1, callbacks=[Stops()])
+    with pytest.raises(SystemExit):
+        trainer.fit(Counted(), loader())
+    assert trainer.fit_loop.epoch_loop.total_batch_idx == 0
 
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            _compat_lightning.allow_skipped_batches(self.lightning_module.trainer)
-            return _compat_lightning.SkippedBatch()
 
-    class Keeping(L.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, output: Any, batch: Any, batch_idx: int) -> None:
-            outputs.append(output)
-
-    make_trainer(max_epochs=1, callbacks=[Keeping()], strategy=Skips("cpu")).fit(Counted(), loader())
-    assert outputs == [{}, {}, {}]
+def test_lightnings_own_class_is_found_behind_the_users() -> None:
+    assert _compat_lightning.lightning_class(LitModel("mlp")) is L.LightningModule
+    assert _compat_lightning.lightning_class(nn.Linear(1, 1)) is None
 
 
 # ------------------------------------------------------------------ the first batch of a loader
@@ -470,7 +467,9 @@ def test_throughputs_are_those_of_the_monitors() -> None:
     trainer = make_trainer(callbacks=[callback])
     trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
     callback.setup(trainer, LitModel("mlp"), "fit")
-    assert {throughput.world_size for throughput in _compat_lightning.throughputs(trainer)} == {1}
+    found = _compat_lightning.throughputs(trainer)
+    assert {throughput.world_size for _, throughput in found} == {1}
+    assert {id(monitor) for monitor, _ in found} == {id(callback)}
 
 
 @pytest.mark.parametrize(("interval", "by_time"), [(2, False), (0.5, False), ("00:00:00:10", True)])

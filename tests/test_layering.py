@@ -91,6 +91,7 @@ ORDER = [
         "step",
         "topology",
         "commands",
+        "replica",
         "agreement",
         "sparing",
         "loading",
@@ -113,6 +114,7 @@ ORDER = [
         "optimizers",
         "coupling",
         "wholemodel",
+        "hookcode",
         "hooks",
         "locations",
         "safetensorfiles",
@@ -128,6 +130,7 @@ ORDER = [
         "precision",
         "session",
         "checkpointhooks",
+        "replicastrategy",
         "checkpointstrategy",
         "strategy",
         "__init__",
@@ -143,6 +146,7 @@ KNOW_LIGHTNING = {
     "_compat",
     "_compat_lightning",
     "messages",
+    "hookcode",
     "hooks",
     "support",
     "runplan",
@@ -150,6 +154,7 @@ KNOW_LIGHTNING = {
     "checkpoint",
     "checkpointhooks",
     "checkpointstrategy",
+    "replicastrategy",
     "session",
     "launching",
     "strategy",
@@ -283,6 +288,13 @@ def test_private_uses_are_found_in_every_form() -> None:
         "line 5: torch._C",
         "line 6: nn.Module._call_impl",
     ]
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module != "replica"])
+def test_the_packages_own_collectives_are_not_those_that_user_code_sees(module: str) -> None:
+    """``torch.distributed`` answers as one replica while a run is on."""
+    seen = {line: name for line, name, local in imports_of(tree_of(module)) if name == "torch.distributed"}
+    assert seen == {}
 
 
 def own_private_names() -> set[str]:

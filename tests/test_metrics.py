@@ -235,11 +235,11 @@ def test_a_step_that_logs_nothing_has_no_entries() -> None:
 
 
 def test_the_modules_log_is_its_own_again_after_the_block() -> None:
-    module = L.LightningModule()
+    module, original = L.LightningModule(), L.LightningModule.log
     with StepLog().capture(module):
-        assert "log" in vars(module)
+        assert L.LightningModule.log is not original
+    assert L.LightningModule.log is original
     assert "log" not in vars(module)
-    assert module.log.__func__ is L.LightningModule.log  # type: ignore[attr-defined]
 
 
 def test_the_modules_log_is_its_own_again_after_an_exception() -> None:
@@ -254,17 +254,35 @@ def test_the_modules_log_is_its_own_again_after_an_exception() -> None:
     assert module.log is mine
 
 
-def test_a_log_overridden_with_other_parameters_is_understood() -> None:
-    class Prefixed(L.LightningModule):
-        def log(self, name: str, value: Any, group: str = "train", **kwargs: Any) -> None:  # type: ignore[override]
-            raise AssertionError("captured, so not called")
+def test_a_log_overridden_with_other_parameters_runs_and_logs_what_it_gives_to_lightnings() -> None:
+    class Grouped:
+        def log(self, key: str, number: Any, group: str = "train", **kwargs: Any) -> None:
+            super().log(f"{group}/{key}", number, **kwargs)  # type: ignore[misc]
+
+    class Prefixed(Grouped, L.LightningModule):  # type: ignore[misc]
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, on_epoch=True, **kwargs)
 
     log, module = StepLog(), Prefixed()
     with log.capture(module):
         log.begin_microbatch(2)
         module.log("loss", 1.5, "eval")
-    (entry,) = log.entries()
-    assert (entry.name, entry.value, dict(entry.options)) == ("loss", 1.5, {"group": "eval"})
+        module.log_dict({"acc": 0.5})
+    found = [(entry.name, entry.value, dict(entry.options)) for entry in log.entries()]
+    assert found == [("eval/loss", 1.5, {"on_epoch": True}), ("train/acc", 0.5, found[1][2])]
+
+
+def test_another_modules_log_is_left_alone() -> None:
+    class Counts(L.LightningModule):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    log = StepLog()
+    with log.capture(Counts()):
+        log.begin_microbatch(1)
+        with pytest.warns(UserWarning, match="not registered"):
+            Counts().log("a", 1.0)
+    assert log.entries() == []
 
 
 def test_options_passed_through_kwargs_of_an_overridden_log_are_options() -> None:
@@ -278,7 +296,7 @@ def test_options_passed_through_kwargs_of_an_overridden_log_are_options() -> Non
             log.begin_microbatch(size)
             module.log("loss", value, prog_bar=True, reduce_fx="max", batch_size=10)
     (entry,) = log.entries()
-    assert (entry.value, entry.num_samples) == (5.0, 20)
+    assert (entry.name, entry.value, entry.num_samples) == ("train/loss", 5.0, 20)
     assert dict(entry.options) == {"prog_bar": True, "reduce_fx": "max"}
 
 
@@ -300,12 +318,14 @@ class Listening(nn.Module):
         super().__init__()
         self.calls: list[tuple[str, Tensor, dict[str, Any]]] = []
 
-    def log(self, name: str, value: Tensor, **options: Any) -> None:
-        self.calls.append((name, value, options))
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it has run in the step")
 
 
-def test_replay_makes_the_calls_again_with_the_batchs_values() -> None:
+def test_replay_makes_lightnings_calls_again_with_the_batchs_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the module overrides ``log`` with has run in the step, and renames nothing once more."""
     module = Listening()
+    monkeypatch.setattr(L.LightningModule, "log", lambda self, *args, **kwargs: self.calls.append((*args, kwargs)))
     entries = [
         LogEntry(name="a", value=1.5, options=(("prog_bar", True), ("on_epoch", True)), num_samples=9),
         LogEntry(name="b", value=2.0, options=(), num_samples=4),

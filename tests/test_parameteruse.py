@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,11 +63,36 @@ def write_all(module: Any) -> None:
     nn.utils.vector_to_parameters(torch.zeros(42), module.model.parameters())
 
 
+def by_name(module: Any) -> None:
+    module.model.load_state_dict({name: value * 0.9 for name, value in module.model.state_dict().items()})
+
+
+def caught(module: Any) -> None:
+    try:
+        module.model.weight.data.mul_(0.9)
+    except Exception:
+        return
+
+
 CHANGES = {
     "moves a teacher": (move_teacher, "teacher.weight"),
     "replaces data": (replace_data, "teacher.weight"),
     "clamps data": (clamp_data, "model.weight"),
     "writes all": (write_all, "model.weight"),
+    "a list of data": (lambda module: torch._foreach_mul_([p.data for p in module.model.parameters()], 0.9), "model.weight"),
+    "a list of detached": (lambda module: torch._foreach_clamp_max_([module.model.bias.detach()], 0.1), "model.bias"),
+    "a list, copied": (lambda module: torch._foreach_copy_([module.model.bias.data], [torch.zeros(6)]), "model.bias"),
+    "under no_grad": (lambda module: torch.no_grad()(module.model.weight.mul_)(0.9), "model.weight"),
+    "an operator": (lambda module: module.model.weight.data.__imul__(0.9), "model.weight"),
+    "an item": (lambda module: module.model.weight.data.__setitem__(0, 0.0), "model.weight"),
+    "a view": (lambda module: module.model.weight.data[0].zero_(), "model.weight"),
+    "an output": (lambda module: torch.mul(module.model.bias.data, 2, out=module.model.bias.data), "model.bias"),
+    "an initialiser": (lambda module: nn.init.normal_(module.model.weight), "model.weight"),
+    "other memory": (lambda module: module.model.bias.data.set_(torch.zeros(6)), "model.bias"),
+    "an array": (lambda module: module.model.bias.detach().numpy().fill(0), "model.bias"),
+    "an array of numpy": (lambda module: np.asarray(module.model.bias.data).fill(0), "model.bias"),
+    "by name": (by_name, "model.weight"),
+    "a caught error": (caught, "model.weight"),
 }
 
 
@@ -85,10 +111,54 @@ def test_a_step_that_looks_at_gradients_is_refused() -> None:
         survey(after=lambda module: module.model.weight.grad)
 
 
+def test_a_step_that_sets_gradients_is_refused() -> None:
+    with pytest.raises(ParameterMisuse, match=r"(?s)gradient of a parameter.*model\.bias"):
+        survey(before=lambda module: setattr(module.model.bias, "grad", torch.zeros(6)))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_freezes_parameters_is_refused(when: str) -> None:
+    with pytest.raises(ParameterMisuse, match=r"(?s)freezes or thaws.*model\.weight"):
+        survey(**{when: lambda module: module.model.requires_grad_(False)})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_replaces_parameters_is_refused(when: str) -> None:
+    with pytest.raises(ParameterMisuse, match=r"(?s)replaces.*model\.bias"):
+        survey(**{when: lambda module: setattr(module.model, "bias", nn.Parameter(torch.zeros(6)))})
+
+
+RUNNING = (
+    "clamps data",
+    "a list of data",
+    "a list of detached",
+    "an item",
+    "a view",
+    "an output",
+    "an initialiser",
+    "an array",
+)
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_a_change_that_comes_later_is_refused_where_it_is_made(name: str) -> None:
+    """A step may make it for the hundredth batch only, and then on the last stage."""
+    module = Lit(lambda _: None, lambda _: None)
+    action, fqn = CHANGES[name]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    with watched_step(module, BatchDraws(BATCH, 0)), pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*{fqn}"):
+        action(module)
+    for parameter, value in zip(module.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+
+
 def test_what_a_step_may_do() -> None:
     @torch.no_grad()
     def harmless(module: Any) -> None:
         module.center.mul_(0.9).add_(1.0)  # its own
+        module.teacher.requires_grad_(False)  # as it is
+        torch._foreach_add_([module.mean], 1.0)
+        module.outside = torch.zeros(6).numpy()
         module.mean.add_(1.0)
         module.seen = module.model.weight.norm(), module.model.weight.data.mean(), module.model.weight.shape
         module.copied = {name: value.clone() for name, value in module.model.state_dict().items()}

@@ -142,7 +142,7 @@ def test_a_trainer_finds_the_strategy_by_name_and_starts_no_process(monkeypatch:
     monkeypatch.setattr("subprocess.Popen", started)
     trainer = Trainer(strategy="fxpipe", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
     assert type(trainer.strategy) is FxPipeStrategy
-    assert trainer.num_devices == 2
+    assert (trainer.world_size, trainer.num_devices, trainer.num_nodes) == (1, 1, 1)  # one replica
     assert trainer.strategy.num_processes == 2
     assert trainer.strategy.root_device == torch.device("cpu")
     assert not torch.distributed.is_initialized()

@@ -31,6 +31,8 @@ STEP_PLACES = ("prelude", "forward", "backward", "tensor_hook", "scheduler", "op
 DATA_PLACES = ("dataset", "worker", "collate", "iterable", "sampler")
 LAST_STAGE_PLACES = ("after_model", "logger", "validation_loss")
 ERRORS = {"error": "ValueError", "memory": "MemoryError", "device_memory": "OutOfMemoryError", "own": "MyOwnError"}
+# Errors that cannot be sent, received or printed, or that Lightning's loops take for something else.
+ODD_ERRORS = {"unsendable": "Unsendable", "unreceivable": "Unreceivable", "speechless": "Speechless", "stop": "FxPipeError"}
 OTHER_KINDS = ("exit", "interrupt", "kill", "signal_self", "signal_group")
 
 
@@ -81,8 +83,9 @@ class Outcome:
         if self.seconds > limit_seconds:
             found.append(f"took {self.seconds:.1f} s")
         text = "".join(self.outputs)
-        if case.kind in ERRORS:
-            line = rf"^(?:\[rank\d\]: )?(?:[\w.]+\.)?{ERRORS[case.kind]}: injected fault"
+        if case.kind in ERRORS or case.kind in ODD_ERRORS:
+            says = {"speechless": "<exception str", "stop": "User code raised StopIteration"}.get(case.kind, "injected fault")
+            line = rf"^(?:\[rank\d\]: )?(?:[\w.]+\.)?{(ERRORS | ODD_ERRORS)[case.kind]}: {says}"
             times = [len(re.findall(line, text, re.MULTILINE)) for text in self.outputs]
             if sum(times) != 1:
                 found.append(f"the original error was told {times} times by the ranks")
@@ -97,7 +100,7 @@ class Outcome:
         stopped = [
             text
             for rank, text in enumerate(self.outputs)
-            if rank != case.rank and not re.search("^.*Error: injected", text, re.MULTILINE)
+            if rank != case.rank and not re.search(r"^.*(Error|able): injected", text, re.MULTILINE)
         ]
         if case.kind != "exit" and case.rank >= 0 and any(text.count("Traceback") for text in stopped):
             found.append("other ranks print tracebacks")
@@ -152,6 +155,27 @@ class MyOwnError(BaseException):
     """Which no ``except Exception`` catches."""
 
 
+class Unsendable(Exception):
+    """Which cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be taken apart")
+
+
+class Unreceivable(Exception):
+    """Which can be pickled, and not be made again."""
+
+    def __init__(self, message: str, further: int) -> None:
+        super().__init__(message)
+
+
+class Speechless(Exception):
+    """Which cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
 class _Fault:
     """Makes the case's fault happen on its rank."""
 
@@ -165,7 +189,8 @@ class _Fault:
             return
         self._calls += 1
         # An error repeats itself: the step runs on fakes first, where it may not count.
-        if self._calls == self._case.at or (self._calls > self._case.at and self._case.kind in ERRORS):
+        repeats = self._case.kind in ERRORS or self._case.kind in ODD_ERRORS
+        if self._calls == self._case.at or (self._calls > self._case.at and repeats):
             (self._folder / "fault").write_text(str(time.time()))
             self._happen(self._case.kind)
 
@@ -177,6 +202,10 @@ class _Fault:
             raise {"error": ValueError, "memory": MemoryError, "device_memory": torch.OutOfMemoryError, "own": MyOwnError}[
                 kind
             ](message)
+        if kind == "unreceivable":
+            raise Unreceivable(message, 1)
+        if kind in ODD_ERRORS:
+            raise {"unsendable": Unsendable, "speechless": Speechless, "stop": StopIteration}[kind](message)
         if kind == "exit":
             sys.exit(3)
         if kind == "interrupt":
@@ -217,6 +246,7 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             fault("forward")
+            fault("caught")
             y = self.linear(Backward.apply(x))
             if y.requires_grad and type(y) is Tensor:
                 y.register_hook(lambda gradient: fault("tensor_hook"))
@@ -246,8 +276,13 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
             fault("after_model")
             return output.pow(2).mean()
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self._loss(batch)
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            try:
+                loss = self._loss(batch)
+            except Exception:
+                if case.place == "caught":
+                    return None
+                raise
             self.log("loss", loss)
             return loss
 

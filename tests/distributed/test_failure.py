@@ -7,12 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lightning_fxpipe.gradients import SharedParameters
+from lightning_fxpipe.topology import make_topology
 from tests.distributed.faults import Case, random_cases, run_cases
+from tests.distributed.pool import RankPool
 
 # Different kinds, and different ways in which the other ranks may be waiting meanwhile.
 CASES = [
@@ -21,6 +27,10 @@ CASES = [
     Case(place="callback.on_train_epoch_end", kind="memory", rank=1),
     Case(place="worker", kind="error", rank=1, at=2),
     Case(place="write_checkpoint", kind="own", rank=1),
+    Case(place="write_checkpoint", kind="unreceivable", rank=1),
+    Case(place="write_checkpoint", kind="unsendable", rank=0),
+    Case(place="after_model", kind="stop", rank=0, at=3),
+    Case(place="caught", kind="error", rank=1, at=9),
 ]
 FURTHER_CASES = [
     Case(place="forward", kind="kill", rank=0, at=9, num_ranks=3),
@@ -33,6 +43,15 @@ FURTHER_CASES = [
     Case(place="optimizer", kind="signal_group", rank=0),
     Case(place="callback.teardown", kind="error", rank=1),
     Case(place="between_runs", kind="error", rank=1),
+    Case(place="write_checkpoint", kind="unsendable", rank=1),
+    Case(place="write_checkpoint", kind="unreceivable", rank=0),
+    Case(place="write_checkpoint", kind="speechless", rank=1),
+    Case(place="prelude", kind="speechless", rank=1, at=6),
+    Case(place="prelude", kind="stop", rank=1, at=6),
+    Case(place="forward", kind="stop", rank=1, at=9),
+    Case(place="module.on_train_batch_start", kind="stop", rank=1),
+    Case(place="caught", kind="device_memory", rank=0, at=9),
+    Case(place="callback.on_train_epoch_end", kind="exit", rank=1),
 ]
 
 
@@ -92,10 +111,15 @@ trainer.fit(Lit(), data)
 """
 
 
-def run_script(folder: Path, fault: str) -> tuple[int, str]:
+EARLY_SCRIPT = SCRIPT.replace(
+    "torch.manual_seed(0)\n", "if os.environ.get('LOCAL_RANK', '0') != '0':\n    sys.exit(0)\ntorch.manual_seed(0)\n"
+)
+
+
+def run_script(folder: Path, fault: str, text: str = SCRIPT) -> tuple[int, str]:
     """Exit status and output of the script; all of its processes have ended."""
     script, output = folder / "script.py", folder / "output"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     with output.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, str(script), fault], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -136,3 +160,35 @@ def test_an_interrupt_of_the_main_process_ends_the_run_in_order(tmp_path: Path) 
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in output
     assert "on_exception 0 KeyboardInterrupt" in output
     assert "on_exception 1 KeyboardInterrupt" in output
+
+
+def test_a_process_that_ends_well_before_the_ranks_meet_is_not_waited_for(tmp_path: Path) -> None:
+    status, output = run_script(tmp_path, "none", EARLY_SCRIPT)
+    assert status == 1
+    assert "rank 1 with exit status 0" in output
+    assert "end early" in output
+
+
+# --------------------------------------------------------------------------- how long a rank waits
+
+
+def wait_in_vain() -> list[float]:
+    """Seconds until a rank has given up waiting in each of the pipeline's groups."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    topology = make_topology(torch.device("cpu"), timedelta(seconds=1))
+    shared = SharedParameters([((0, 1), torch.zeros(1))], topology.timeout)
+    dist.barrier()
+    seconds = []
+    for group in (topology.group, topology.control_group, topology.backward_group, shared.groups[0]):
+        if dist.get_rank() == 0:
+            began = time.monotonic()
+            with pytest.raises(RuntimeError, match="Timed out|timed out|timeout"):
+                dist.recv(torch.zeros(1), src=1, group=group)
+            seconds.append(time.monotonic() - began)
+    dist.barrier()
+    return seconds
+
+
+def test_a_rank_waits_in_no_group_longer_than_it_is_told(ranks: Callable[[int], RankPool]) -> None:
+    assert all(seconds < 20 for seconds in ranks(2).run(wait_in_vain)[0])
