@@ -375,7 +375,7 @@ def return_memory() -> None:
 
 
 def abort_process_groups() -> None:
-    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.13-2.15."""
+    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.11-2.15."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
@@ -455,6 +455,6 @@ class _StandIn:
 
 
 def end_workers(loader: Any) -> None:
-    """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.13."""
+    """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.11-2.15."""
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
