@@ -43,9 +43,22 @@ class StageOptimizer:
         self._whole: list[list[Tensor]] = []
         self._left: list[list[Tensor]] = []  # what the groups have while the others are hidden
         self._shows_others = True
+        self._is_running = False
         self._names: list[list[str] | None] = []  # that the user has given the parameters
         self.group_fqns: tuple[tuple[str, ...], ...] = ()  # of the whole model's parameters in each group
-        self._elsewhere = self._take_dropped(dropped or {})
+        self._elsewhere: dict[str, Any] = {}  # states that other ranks may need
+        self.begin_run(dropped or {})
+
+    def belongs_to(self, module: nn.Module, dropped: Mapping[int, Tensor]) -> bool:
+        """Whether all of its parameters are those of a module, or were before some were dropped."""
+        fqns = self._fqns()
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return self._module is module and all(id(p) in fqns or id(p) in dropped for p in parameters)
+
+    def begin_run(self, dropped: Mapping[int, Tensor]) -> None:
+        """Follows the module, which has been split; arguments and errors as the constructor's."""
+        self._is_running = True
+        self._elsewhere = self._take_dropped(dropped)
         self._elsewhere |= self.hide_others()
 
     def _take_dropped(self, dropped: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -144,6 +157,9 @@ class StageOptimizer:
 
         The module may be whole again or not.
         """
+        if not self._is_running:
+            return
+        self._is_running = False
         self._follow_groups()
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
@@ -253,6 +269,24 @@ class StageOptimizer:
             expected="'state', by parameter, and 'param_groups', as torch's optimizers have them; others beside them are kept",
             todo="Bring the optimizer's state_dict into this form, or train without checkpoints (enable_checkpointing=False).",
         )
+
+
+def kept_through(
+    optimizers: Sequence[StageOptimizer], module: nn.Module, dropped: Mapping[int, Tensor], group: dist.ProcessGroup | None
+) -> list[StageOptimizer]:
+    """The optimizers of an earlier run in one that does not train: checkpoints have their states. Called by every rank.
+
+    Args:
+        optimizers: The optimizers of the last run.
+        module: The module of this run, split.
+        dropped: What stands for parameters that were dropped, by their identity.
+        group: The pipeline's ranks.
+    """
+    kept = [optimizer for optimizer in optimizers if optimizer.belongs_to(module, dropped)]
+    for optimizer in kept:
+        optimizer.begin_run(dropped)
+        optimizer.spread_states(group)
+    return kept
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -38,7 +38,7 @@ from lightning_fxpipe.loading import in_step
 from lightning_fxpipe.materialise import Constructions
 from lightning_fxpipe.messages import inform
 from lightning_fxpipe.metricstates import one_replica
-from lightning_fxpipe.optimizers import StageOptimizer
+from lightning_fxpipe.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.precision import PipelinePrecision, step_context
@@ -249,6 +249,9 @@ class FxPipeStrategy(CheckpointStrategy):
         self.session.prepare(trainer)
         if trainer.state.fn is TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+        else:
+            group = self.topology.control_group
+            self._stage_optimizers = kept_through(self._stage_optimizers, self.module, self.session.dropped, group)
         checkpoints = CheckpointHooks(
             self.session,
             self.topology,

@@ -238,6 +238,14 @@ class TrainsOn(L.Callback):
 AGAIN: dict[str, Any] = {"callbacks": lambda folder: [TrainsOn()], "calls": ("fit", "validate", "fit")}
 
 
+class SavesInValidation(L.Callback):
+    """Saves in a ``validate`` after ``fit``."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == "validate":
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "kept" / "validated.ckpt")
+
+
 class NoOptimizer(Net):
     def configure_optimizers(self) -> None:
         return None
@@ -278,6 +286,12 @@ RUNS: dict[str, Run] = {
     "made before": Run(module=MadeBefore, **AGAIN),
     "made before, saving": Run(
         module=MadeBefore, callbacks=lambda f: [checkpoints(f)], resume_from="kept/epoch=1.ckpt", **SAVING
+    ),
+    "saved in validate": Run(
+        module=InOrder,
+        callbacks=lambda f: [SavesInValidation(), TrainsOn()],
+        calls=("fit", "validate"),
+        resume_from="kept/validated.ckpt",
     ),
     "given": Run(module=Given, **AGAIN),
     "cached": Run(module=Cached, **AGAIN),
