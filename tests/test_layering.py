@@ -37,6 +37,7 @@ ORDER = [
         "kinds",
         "snapshot",
         "exchange",
+        "placement",
         "writes",
         "madeup",
         "undo",
@@ -125,6 +126,7 @@ ORDER = [
         "support",
         "runplan",
         "attributes",
+        "examplerun",
         "precision",
         "session",
         "checkpointhooks",
@@ -141,6 +143,7 @@ ORDER = [
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
 KNOW_LIGHTNING = {
     "_compat",
+    "examplerun",
     "_compat_lightning",
     "messages",
     "hooks",
