@@ -23,10 +23,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import FakeWorld, TorchDispatchMode, patched_attributes
+from lightning_fxpipe._compat import FakeWorld, TorchDispatchMode, function_mode_removed, patched_attributes
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.exchange import exchanged_tensors, named_tensors
-from lightning_fxpipe.hooks import Hooks
+from lightning_fxpipe.hooks import Frame, Hooks
 from lightning_fxpipe.placement import Placement
 from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
 from lightning_fxpipe.snapshot import Snapshot
@@ -73,7 +73,7 @@ class ExampleRuns:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             before = StepAttributes(self._module, {})
-            with self._hooks.running(trainer) as frame, self._traceable():
+            with self._hooks.running(trainer) as frame, self._traceable(frame):
                 result = hook(*args, **kwargs)
             if frame.values is not None:  # on every rank, if any rank has looked at another's
                 self._share_changes(before, frame.values)
@@ -100,14 +100,14 @@ class ExampleRuns:
                     buffer.copy_(buffers[fqn])
 
     @contextmanager
-    def _traceable(self) -> Iterator[None]:
+    def _traceable(self, frame: Frame) -> Iterator[None]:
         """In the block ``torch.jit.trace``, which takes parameters past torch's functions, finds the real ones."""
         original = torch.jit.trace
 
         def trace(func: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(func, nn.Module) or not any(parameter.is_meta for parameter in func.parameters()):
                 return original(func, *args, **kwargs)  # type: ignore[no-untyped-call]
-            with _in_place(self._module, self._hooks.values()):
+            with _in_place(self._module, self._hooks.values()), function_mode_removed(frame.view):
                 return original(func, *args, **kwargs)  # type: ignore[no-untyped-call]
 
         with patched_attributes((torch.jit, "trace", trace)):
