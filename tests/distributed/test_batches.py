@@ -131,6 +131,10 @@ def graphs(make: Callable[..., Any]) -> Any:
     return DataLoader([graph(index, make) for index in range(4)], batch_size=None)
 
 
+def numbers() -> Any:
+    return DataLoader([{"scale": 1.0}, {"scale": 0.5}], batch_size=None)  # type: ignore[arg-type]
+
+
 def detections() -> Any:
     """Batches of four images of different sizes; where all have as many boxes, it is as many as there are images."""
     samples = []
@@ -152,7 +156,7 @@ RUNS: dict[str, Callable[[], Run]] = {
     "dataclass, auto": lambda: _run(partial(GraphModel, partial(graphs, GraphRecord)), "auto"),
     "boxes": lambda: _run(partial(Detector, detections), 1),
     "boxes, two microbatches": lambda: _run(partial(Detector, detections), 2),
-    "numbers": lambda: _run(partial(Numbers, lambda: [{"scale": 1.0}, {"scale": 0.5}]), "auto"),
+    "numbers": lambda: _run(partial(Numbers, numbers), "auto"),
 }
 
 

@@ -115,7 +115,10 @@ class KeepsGraph(Logger):
         example = model._apply_batch_transfer_handler(model._on_before_batch_transfer(model.example_input_array))
         if self.traces:
             graph = torch.jit.trace(model, example, check_trace=False)
-            self.kept += [re.sub(r"_mangle_\d+", "", str(graph.inlined_graph)), *(p.detach() for p in graph.parameters())]
+            self.kept += [
+                re.sub(r"_mangle_\d+", "", str(graph.inlined_graph)),
+                *(p.detach().clone() for p in graph.parameters()),
+            ]
         else:
             self.kept.append(model(example).detach())
 
