@@ -17,7 +17,7 @@ from typing import Any
 from lightning_fxpipe._compat_lightning import first_loader_batch
 from lightning_fxpipe.commands_checkpoint import add_commands
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.microbatch import batch_size, default_num_microbatches
+from lightning_fxpipe.microbatch import count_samples, default_num_microbatches
 from lightning_fxpipe.planning import make_plan
 
 _PLAN_EPILOG = """\
@@ -87,7 +87,8 @@ def _plan(options: argparse.Namespace) -> int:
     data.prepare_data()
     data.setup("fit")
     batch = first_loader_batch(data.train_dataloader())
-    count = options.num_microbatches or default_num_microbatches(batch_size(batch, options.batch_dim), num_stages)
+    num_samples = count_samples(batch, options.num_microbatches, options.batch_dim).num_samples
+    count = options.num_microbatches or default_num_microbatches(num_samples, num_stages)
     plan = make_plan(model, batch, num_stages=num_stages, num_microbatches=count, batch_dim=options.batch_dim)
     print(plan)
     if options.output:

@@ -53,6 +53,8 @@ NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+_META = torch.device("meta")
+
 
 class FakeWorld:
     """One trace's fake tensors, with the symbols of their sizes and the guards on those symbols."""
@@ -88,10 +90,13 @@ class FakeWorld:
         return fake
 
     def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """A fake of a parameter or buffer. One on the meta device is taken as if it were on ``device``."""
-        if tensor.is_meta and device is not None and device.type != "meta":
+        """A fake of a parameter or buffer, as if it were on ``device``, if that is given."""
+        if device is not None and device not in (tensor.device, _META):
             with self.mode, torch.no_grad():
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                if tensor.layout is torch.strided:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                else:
+                    fake = self.mode.from_tensor(tensor.detach(), static_shapes=True).to(device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)
             return fake.requires_grad_(tensor.requires_grad)
@@ -348,6 +353,28 @@ def wrapped_step_hooks(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], A
     finally:
         for hooks, originals in before:
             hooks.update({key: hook for key, hook in originals.items() if key in hooks})
+
+
+def tensors_moved_along(root: nn.Module) -> list[Tensor]:
+    """The tensors that ``root.to(...)`` moves besides parameters and buffers, such as the states of metrics: those that a class
+    asks about in an ``_apply`` of its own. Nothing is moved. torch 2.11-2.15."""
+    moved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        moved.append(tensor)
+        return tensor
+
+    def of_torch(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        return module
+
+    asked = [module for module in root.modules() if type(module)._apply is not nn.Module._apply]
+    asked = [module for module in asked if not type(module)._apply.__module__.startswith("torch.nn")]
+    with patched_attributes((nn.Module, "_apply", of_torch)):
+        for module in asked:
+            before = dict(vars(module))
+            module._apply(note)  # type: ignore[no-untyped-call]
+            vars(module).update(before)
+    return moved
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -53,7 +53,7 @@ _Voted = tuple[list[float], list[dict[str, float] | None]]
 
 
 @dataclass(kw_only=True)
-class _Frame:
+class Frame:
     """A hook that is running.
 
     Attributes:
@@ -86,7 +86,7 @@ class Hooks:
         self._whole = whole
         self._topology = topology
         self._replica = replica
-        self._frame: _Frame | None = None
+        self._frame: Frame | None = None
         self._agreed = False
         self._reported: set[str] = set()
         self._installed = ExitStack()
@@ -134,6 +134,10 @@ class Hooks:
                 for part in with_inner(optimizer.optimizer):
                     stack.enter_context(wrapped_step_hooks(part, partial(self._wrapped, trainer)))
             yield
+
+    def patch(self, *patches: tuple[Any, str, Any]) -> None:
+        """Sets (object, name, value) for as long as the hooks are wrapped."""
+        self._installed.enter_context(patched_attributes(*patches))
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
@@ -192,13 +196,13 @@ class Hooks:
         return run
 
     @contextmanager
-    def running(self, trainer: Trainer) -> Iterator[None]:
+    def running(self, trainer: Trainer) -> Iterator[Frame]:
         """The block is user code, on every rank."""
-        view = WholeView(self._whole.placeholders(), self._values, self._gradients, self._topology.device)
-        self._frame = _Frame(view=view)
+        view = WholeView(self._whole.placeholders(), self.values, self._gradients, self._topology.device)
+        self._frame = frame = Frame(view=view)
         try:
             with view, self._whole_groups(), self._replica.acting(self._share):
-                yield
+                yield frame
             self._end(trainer)
         finally:
             self._frame = None
@@ -248,7 +252,8 @@ class Hooks:
 
     # ------------------------------------------------------------------ what ranks ask each other
 
-    def _values(self) -> dict[int, Tensor]:
+    def values(self) -> dict[int, Tensor]:
+        """Values of this rank's placeholders, by the placeholder's identity, for a hook that runs."""
         assert self._frame is not None
         if self._frame.values is None:
             self._vote({_VALUES: 1.0})

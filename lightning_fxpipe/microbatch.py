@@ -2,8 +2,11 @@
 
 The first dimension of every tensor with at least one is the batch. Data for each sample may also be no tensor: a list or tuple
 without tensors (strings, numbers, lists of words) or a numpy array is cut along where its length is the batch size; of nested
-ones the outermost of that length. Everything else, such as tensors without dimensions, strings and None, goes to every
+ones the outermost of that length. A list with one dict for each sample, as detectors get their targets, is cut in the same way,
+and lists of images beside it. Everything else, such as tensors without dimensions, strings and None, goes to every
 microbatch as it is. Batches may be dicts and other mappings, lists, tuples, named tuples, dataclasses, and pytrees.
+
+One microbatch is the batch itself, whatever that is: a graph, images of different sizes, nothing but numbers.
 
 Microbatches have equal sizes, as ``torch.chunk`` makes them, and the last may be smaller: it then runs as a pass of its own,
 because a pipeline schedule receives into buffers of one shape.
@@ -11,7 +14,7 @@ because a pipeline schedule receives into buffers of one shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,39 +41,130 @@ class Pass:
     size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """How many samples a batch has.
+
+    Attributes:
+        num_samples: So many; 1 where the batch is one piece.
+        reason: Why it is one piece though the user has not said so; else None.
+    """
+
+    num_samples: int
+    reason: str | None = None
+
+
+def count_samples(batch: Any, num_microbatches: int | None, batch_dim: int = 0) -> Counted:
+    """How many samples a batch has, of whatever kind it is.
+
+    Args:
+        batch: The batch.
+        num_microbatches: How many microbatches the user wants; None leaves it to us.
+        batch_dim: Dimension of the batch in its tensors.
+
+    Raises:
+        BatchError: The user wants several, and the batch cannot be split.
+    """
+    try:
+        return Counted(num_samples=max(batch_size(batch, batch_dim), 1))
+    except BatchError as error:
+        if num_microbatches not in (None, 1):
+            raise
+        return Counted(num_samples=1, reason=error.observed if num_microbatches is None else None)
+
+
 def batch_size(batch: Any, batch_dim: int = 0) -> int:
     """The common size of the batch's tensors in the dimension that is the batch.
 
     That is ``batch_dim``; for a tensor with fewer dimensions, such as labels beside sequences of shape (time, batch, features),
-    the first. A tensor without dimensions has none, and goes whole to each microbatch.
+    the first. A tensor without dimensions has none, and goes whole to each microbatch. Where that gives no common size, and
+    the batch has lists with one dict for each sample, it is their length.
 
     Raises:
         BatchError: No tensor has such a dimension, or two disagree on it.
     """
-    named = [
+    named = _sizes(batch, batch_dim)
+    sizes = {size for _, size in named}
+    num_dicts = _num_dicts(batch, batch_dim) if len(sizes) != 1 else None
+    if num_dicts is not None:
+        return num_dicts
+    if not named:
+        raise _indivisible(
+            f"no tensor with a batch dimension in a batch of type {type(batch).__name__}",
+            f"at least one tensor with the batch as dimension {batch_dim}",
+        )
+    if len(sizes) > 1:
+        raise _indivisible(
+            f"tensors of different batch size: {', '.join(f'batch{path}: {size}' for path, size in named[:8])}",
+            f"one size for dimension {batch_dim} of every tensor, and for the first of those that have fewer; or lists with a "
+            "dict for each sample",
+        )
+    return int(sizes.pop())
+
+
+def _indivisible(observed: str, expected: str) -> BatchError:
+    return BatchError(
+        "The batch cannot be split into microbatches.",
+        observed=observed,
+        expected=expected,
+        todo="Set FxPipeStrategy(num_microbatches=1), which splits no batch, as graphs need it. Or give every tensor the batch "
+        "as that dimension, or name another with batch_dim=...; what has none, such as class weights, belongs into the module, "
+        "or into a tensor without dimensions.",
+    )
+
+
+def _sizes(batch: Any, batch_dim: int, num_samples: int | None = None) -> list[tuple[str, int]]:
+    """The sizes of the batch's tensors in the dimension that is the batch, with their paths; with ``num_samples`` without what
+    is in lists that have an entry for each sample."""
+    return [
         (path, tensor.shape[_dim_of(tensor, batch_dim)])
-        for path, leaf in leaves_with_path(batch)
+        for path, leaf in _leaves(batch, num_samples)
         for tensor in Template.of(leaf).tensors  # of one, or of an object that hides some
         if tensor.dim() > 0
     ]
-    sizes = {size for _, size in named}
-    if not named:
-        raise BatchError(
-            "The batch cannot be split into microbatches.",
-            observed=f"no tensor with a batch dimension in a batch of type {type(batch).__name__}",
-            expected=f"at least one tensor with the batch as dimension {batch_dim}",
-            todo="Return tensors from the dataloader, in a dict, list or tuple.",
-        )
-    if len(sizes) > 1:
-        listed = ", ".join(f"batch{path}: {size}" for path, size in named[:8])
-        raise BatchError(
-            "The batch cannot be split into microbatches.",
-            observed=f"tensors of different batch size: {listed}",
-            expected=f"one size for dimension {batch_dim} of every tensor, and for the first of those that have fewer",
-            todo="Give every tensor the batch as that dimension, or name another with FxPipeStrategy(batch_dim=...). What has "
-            "none, such as class weights, belongs into the module, or into a tensor without dimensions.",
-        )
-    return int(sizes.pop())
+
+
+def _leaves(value: Any, num_samples: int | None, path: str = "") -> Iterator[tuple[str, Any]]:
+    if num_samples is not None and _has_samples(value, num_samples):
+        return
+    container = opened(value)
+    if container is None:
+        yield path, value
+        return
+    for name, entry in container.entries:
+        yield from _leaves(entry, num_samples, path + name)
+
+
+def _num_dicts(batch: Any, batch_dim: int) -> int | None:
+    """The length of the lists with one dict for each sample; None where there are none, or it is not that of the batch."""
+    lengths = {len(entries) for entries in _lists_of_dicts(batch)}
+    if len(lengths) != 1:
+        return None
+    (length,) = lengths
+    return length if {size for _, size in _sizes(batch, batch_dim, length)} <= lengths else None
+
+
+def _lists_of_dicts(value: Any) -> Iterator[Sequence[Any]]:
+    """The outermost lists in a batch whose entries are dicts, or objects, with tensors."""
+    if _is_list_of_dicts(value):
+        yield value
+        return
+    container = opened(value)
+    for _, entry in container.entries if container is not None else ():
+        yield from _lists_of_dicts(entry)
+
+
+def _is_list_of_dicts(value: Any) -> bool:
+    if type(value) not in (list, tuple) or not value:
+        return False
+    return not any(isinstance(entry, (Tensor, list, tuple, str)) or not Template.of(entry).tensors for entry in value)
+
+
+def _has_samples(value: Any, num_samples: int) -> bool:
+    """Whether a list beside lists of dicts has an entry for each sample, too: a dict or an image."""
+    if type(value) not in (list, tuple) or len(value) != num_samples:
+        return False
+    return _is_list_of_dicts(value) or all(isinstance(entry, Tensor) for entry in value)
 
 
 def tensors_without_batch(batch: Any) -> tuple[str, ...]:
@@ -122,36 +216,46 @@ def default_num_microbatches(num_samples: int, num_stages: int) -> int:
 
 
 def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[Any]:
-    """The microbatches, as views of the batch.
+    """The microbatches, as views of the batch; a single one is the batch itself.
 
     Raises:
         BatchError: There are several, and an object in the batch hides tensors.
     """
     total = sum(part.count * part.size for part in passes)
+    if len(passes) == 1 and passes[0].count == 1:
+        return [batch]
+    by_sample = _num_dicts(batch, batch_dim) == total
     microbatches = []
     start = 0
     for part in passes:
         for _ in range(part.count):
-            microbatches.append(_part(batch, _Samples(start=start, size=part.size, total=total, dim=batch_dim)))
+            samples = _Samples(start=start, size=part.size, total=total, dim=batch_dim, by_sample=by_sample)
+            microbatches.append(_part(batch, samples))
             start += part.size
     return microbatches
 
 
-def first_microbatch(batch: Any, num_microbatches: int, batch_dim: int = 0) -> tuple[Any, int]:
-    """The first microbatch and its size."""
-    total = batch_size(batch, batch_dim)
-    size = plan_passes(total, num_microbatches)[0].size
-    return _part(batch, _Samples(start=0, size=size, total=total, dim=batch_dim)), size
+def first_microbatch(batch: Any, num_microbatches: int | None, num_stages: int, batch_dim: int = 0) -> tuple[Any, int]:
+    """The first microbatch and its size; arguments as :func:`count_samples`.
+
+    Raises:
+        BatchError: The user wants several, and the batch cannot be split.
+    """
+    total = count_samples(batch, num_microbatches, batch_dim).num_samples
+    passes = plan_passes(total, num_microbatches or default_num_microbatches(total, num_stages))
+    return split_batch(batch, passes, batch_dim)[0], passes[0].size
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Samples:
-    """The samples ``start`` to ``start + size`` of a batch of ``total``, whose tensors have them in dimension ``dim``."""
+    """The samples ``start`` to ``start + size`` of a batch of ``total``, whose tensors have them in dimension ``dim``; with
+    ``by_sample`` it has lists with one dict for each."""
 
     start: int
     size: int
     total: int
     dim: int
+    by_sample: bool
 
 
 def _part(value: Any, samples: _Samples) -> Any:
@@ -163,7 +267,7 @@ def _part(value: Any, samples: _Samples) -> Any:
             return value
         shared = value if value.requires_grad else value.data
         return shared.narrow(_dim_of(value, samples.dim), samples.start, samples.size)
-    if _is_per_sample(value, samples.total):
+    if _is_per_sample(value, samples.total) or (samples.by_sample and _has_samples(value, samples.total)):
         return value[samples.start : samples.start + samples.size]
     container = opened(value)
     if container is None:

@@ -101,10 +101,10 @@ def make_plan(
 
     Raises:
         TraceError: The call cannot be found or recorded.
-        BatchError: The batch has no batch dimension, or several sizes of it.
+        BatchError: The batch cannot be split into several microbatches.
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
     """
-    batch, size = first_microbatch(example_batch, num_microbatches, batch_dim)
+    batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
     call = locate_region(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
     plan = plan_region(module, call, num_stages=num_stages)
     return dataclasses.replace(plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))

@@ -10,7 +10,7 @@ to rehearse the prelude for every microbatch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,10 +22,13 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe._compat import patched_attributes, tree_map
 from lightning_fxpipe._compat_lightning import log_replaced, silenced_loggers
 from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
+from lightning_fxpipe.objects import is_value, lasting_objects
+from lightning_fxpipe.placement import Placement
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.silence import silenced
 from lightning_fxpipe.stepcode import reads_run_state, uses_arguments_after_batch
+from lightning_fxpipe.structure import NotFillable, Template
 from lightning_fxpipe.torchcalls import LOOKS
 from lightning_fxpipe.undo import undone
 
@@ -60,14 +63,21 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Iterator[Rehearsal]:
+def rehearsed(
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device | None = None,
+) -> Iterator[Rehearsal]:
     """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
 
-    What the step changes is put back afterwards, see :mod:`lightning_fxpipe.undo`; what it logs is dropped.
+    What the step changes is put back afterwards, see :mod:`lightning_fxpipe.undo`; what it logs is dropped. With ``device`` the
+    module, wherever it is, is as if it were there.
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
-    args, kwargs = tree_map(lambda leaf: _copied(leaf, copies), (args, dict(kwargs)))
+    args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
     muted = log_replaced(root, say_nothing, "log", "log_dict")
     generators = python_rng()
@@ -79,6 +89,7 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
         silenced_loggers(root),
         metrics_as_one_call(held_metrics(root).values(), count=False),
         noted_reads(root, lambda: True) as reads,
+        Placement(root, device).pretended() if device is not None else nullcontext(),
         _Looks() as looks,
     ):
         try:
@@ -93,12 +104,23 @@ def rehearsed(root: nn.Module, function: Callable[..., Any], args: tuple[Any, ..
             rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
 
 
-def _copied(leaf: Any, copies: dict[int, Tensor]) -> Any:
-    if not isinstance(leaf, Tensor):
+def _copied(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:
+    """A copy of a tensor, or of an object such as a graph with its tensors, which a step may write to, too."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    if isinstance(leaf, Tensor):
+        return copied(leaf)
+    if is_value(leaf):
         return leaf
-    if id(leaf) not in copies:
-        copies[id(leaf)] = leaf.clone()
-    return copies[id(leaf)]
+    try:
+        template = Template.of(leaf, shared=lasting_objects(root))
+    except NotFillable:
+        return leaf
+    return template.fill([copied(tensor) for tensor in template.tensors])
 
 
 class _Looks(TorchFunctionMode):

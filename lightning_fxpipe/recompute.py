@@ -32,6 +32,7 @@ from lightning_fxpipe._compat import (
     tree_map,
 )
 from lightning_fxpipe.exchange import exchanged_tensors
+from lightning_fxpipe.placement import Placement
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols, tensor_bytes
 from lightning_fxpipe.snapshot import Snapshot
@@ -193,15 +194,13 @@ class _Rehearsal:
         self._traced = traced
         self._is_kept_apart = is_kept_apart
         self._changed = _changed_storages(traced)
-        # Where the trace took the module's own tensors to be, placeholders without data included.
-        self._device = next((node.meta["val"].device for node in traced.input_nodes), torch.device("cpu"))
         self._world = FakeWorld()
         self._results: dict[fx.Node, Any] = {}
 
     def run(self) -> None:
         """Fills the attributes."""
         context = self._traced.signature.context
-        autocast = torch.autocast(self._device.type, enabled=context.autocast_enabled, dtype=context.autocast_dtype)
+        autocast = torch.autocast(self._traced.device.type, enabled=context.autocast_enabled, dtype=context.autocast_dtype)
         with self._world.active(), torch.no_grad(), autocast:
             for node in self._traced.graph.nodes:
                 if node.op in ("placeholder", "get_attr"):
@@ -272,9 +271,14 @@ class _Rehearsal:
     def _call_module(self, module: nn.Module, args: Any, kwargs: Any, watch: _OperatorWatch) -> Any:
         """Runs a module as in training and as in evaluation: it must do the same, and keep nothing of it."""
         runs = []
+        placement = Placement(module, self._traced.device)
+
+        def fake(tensor: Tensor, _: str) -> Tensor:
+            return self._world.static(tensor, placement.device_of(tensor))
+
         for training in (False, True):
             watch.reset()
-            with exchanged_tensors(module, lambda tensor, _: self._world.static(tensor, self._device)):
+            with exchanged_tensors(module, fake), placement.named():
                 for child in module.modules():
                     child.training = training
                 before, generators = Snapshot({"self": module}), python_rng()

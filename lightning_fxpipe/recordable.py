@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.objects import lasting_objects
+from lightning_fxpipe.placement import device_of
 from lightning_fxpipe.prelude import PreludeFacts
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.shapes import DimGroups
@@ -249,5 +250,4 @@ def context_of(call: Recordable) -> CallContext:
     """The modes that the call is made under."""
     if call.context is not None:
         return call.context
-    tensors = Template.of(call.example()).tensors
-    return CallContext.current(tensors[0].device.type if tensors else "cpu")
+    return CallContext.current(device_of(Template.of(call.example()).tensors).type)

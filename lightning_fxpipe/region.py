@@ -21,6 +21,7 @@ from lightning_fxpipe._compat_lightning import takes_batch_idx
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.inputgradient import depends_on_parameters, input_gradient
+from lightning_fxpipe.placement import device_of
 from lightning_fxpipe.prelude import rehearsed
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.torchcalls import CallContext
@@ -79,17 +80,22 @@ def holds_any(module: nn.Module) -> bool:
 class _RegionReached(BaseException):
     """Ends the step at the region's call; not an ``Exception``, so that the step's own handlers let it pass."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         self.module, self.args_, self.kwargs_ = module, args, kwargs
-        tensor = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-        self.context = CallContext.current(tensor.device.type if tensor is not None else "cpu")
+        self.context = CallContext.current(device.type)
 
 
 def find_region(
-    root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, is_region: IsRegion = trains
+    root: nn.Module,
+    step: StepCall,
+    *,
+    batch_size: int,
+    batch_dim: int = 0,
+    device: torch.device | None = None,
+    is_region: IsRegion = trains,
 ) -> RegionCall:
     """Runs the step up to the region's call and returns that call. Random number generators and what the step
-    sets on the module are left as they were.
+    sets on the module are left as they were. With ``device`` the module, wherever it is, is as if it were there.
 
     Raises:
         NoModelCall: The step never makes such a call.
@@ -103,7 +109,8 @@ def find_region(
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if id(module) in paths and holds_any(module):
             if is_region(module):
-                found.append(_RegionReached(module, args, kwargs))
+                found_on = device or device_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+                found.append(_RegionReached(module, args, kwargs, found_on))
                 raise found[-1]
             prelude[paths[id(module)]] = None
         return original_call(module, *args, **kwargs)
@@ -112,7 +119,7 @@ def find_region(
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
-            rehearsed(root, step.function, step.args, step.kwargs) as rehearsal,
+            rehearsed(root, step.function, step.args, step.kwargs, device) as rehearsal,
         ):
             step.function(*rehearsal.args, **rehearsal.kwargs)
     except (_RegionReached, Exception):

@@ -19,7 +19,7 @@ from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import raising_source
 from lightning_fxpipe.madeup import MadeUp
 from lightning_fxpipe.messages import logger, told
-from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
+from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.region import StepCall, holds_any, trains
@@ -158,8 +158,7 @@ class _Trial:
             is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn is TrainerFn.FITTING
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
             dim = self.options.batch_dim
-            count = self.options.num_microbatches or default_num_microbatches(batch_size(batch, dim), self.num_stages)
-            microbatch, size = first_microbatch(batch, count, dim)
+            microbatch, size = first_microbatch(batch, self.options.num_microbatches, self.num_stages, dim)
             region = locate_first_region(
                 self.module,
                 partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),

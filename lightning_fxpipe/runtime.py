@@ -22,7 +22,7 @@ from lightning_fxpipe.commands import Command, Commands
 from lightning_fxpipe.errors import BatchError, UnsupportedError
 from lightning_fxpipe.interleaved import InterleavedPass, Interleaving, ParkedLoss, StepTail
 from lightning_fxpipe.metrics import LogEntry, StepLog
-from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, split_batch
+from lightning_fxpipe.microbatch import count_samples, default_num_microbatches, split_batch
 from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchDraws
@@ -96,6 +96,8 @@ class PipelineRuntime:
         self._interleaving = Interleaving(options=loss or LossOptions(), is_asked_for=schedule == "1f1b")
         self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule == "1f1b")
         self._sparing = sparing
+        self._log = trace_log
+        self._told_of_one_piece = False
         self._commands = Commands(topology)
         self._passes: list[RegionPass] = []  # of the running batch
         self._interleaved: InterleavedPass | None = None
@@ -113,7 +115,7 @@ class PipelineRuntime:
             metrics: The module's metrics, by name.
         """
         self.end_batch()
-        num_samples = batch_size(batch, self._batch_dim)
+        num_samples = self._count_samples(batch)
         found, batch = self._traces.find(step, batch, num_samples)
         if found is None and not self._topology.is_last:
             return BatchResult(num_microbatches=0)
@@ -146,6 +148,16 @@ class PipelineRuntime:
             entries=log.entries,
             rng=rng,
         )
+
+    def _count_samples(self, batch: Any) -> int:
+        counted = count_samples(batch, self._num_microbatches, self._batch_dim)
+        if counted.reason is not None and not self._told_of_one_piece:
+            self._told_of_one_piece = True
+            self._log.warn(
+                f"A batch cannot be split into microbatches, and runs as one: the stages wait for each other. It has "
+                f"{counted.reason}. FxPipeStrategy(num_microbatches=1) says that it is meant so."
+            )
+        return counted.num_samples
 
     def _region_call(self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws) -> _RegionCall:
         trace, shapes = found

@@ -13,11 +13,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, SubmoduleAttributes, take_over
 from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.examplerun import ExampleRuns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import SharedParameters, clip_by_global_norm
@@ -90,8 +90,6 @@ class Session:
         self.is_split = True
         self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device, materials)
         self._materials = materials
-        for metric in (child for child in module.modules() if isinstance(child, Metric)):
-            metric.to(topology.device)
         belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
@@ -123,6 +121,8 @@ class Session:
             # The whole pipeline is the device that works on a batch.
             throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_stages
         self.hooks.install(trainer)
+        if self._topology.num_stages > 1:
+            self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
         self._sparing.watch(
             Watched(
                 running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),

@@ -16,6 +16,7 @@ from lightning_fxpipe._compat import return_memory
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.materialise import Materials, check_is_whole, placeholder_for, put_in_place
+from lightning_fxpipe.placement import move
 from lightning_fxpipe.plan import PartitionPlan
 
 
@@ -35,7 +36,7 @@ class Dropped:
 def drop_other_stages(
     root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device, materials: Materials | None = None
 ) -> list[Dropped]:
-    """Moves the stage's own tensors to ``device`` and drops those of the other stages, in place.
+    """Drops the tensors of the other stages, in place, and moves the rest of the module to ``device`` as Lightning does.
 
     Args:
         root: The module.
@@ -64,7 +65,6 @@ def drop_other_stages(
         _materialise(root, is_own, materials)
     for module, name, fqn, tensor in list(named_tensors(root)):
         if is_own(fqn):
-            move_to(module, name, tensor, device)
             continue
         if id(tensor) not in placeholders:
             placeholders[id(tensor)] = placeholder_for(tensor)
@@ -73,6 +73,7 @@ def drop_other_stages(
         setattr(module, name, placeholders[id(tensor)])
     for entry in dropped:
         entry.parameter.data = _without_memory(entry.parameter.data)
+    move(root, device)
     return_memory()
     return dropped
 
@@ -91,16 +92,6 @@ def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Mate
             materials.placed(fqn, made[key])
         if made[key] is not tensor:
             setattr(module, name, made[key])
-
-
-def move_to(module: nn.Module, name: str, tensor: Tensor, device: torch.device) -> None:
-    """Moves a tensor, a parameter in place so that whoever refers to it sees the move."""
-    if tensor.device == device:
-        return
-    if isinstance(tensor, nn.Parameter):
-        tensor.data = tensor.data.to(device)
-    else:
-        setattr(module, name, tensor.to(device))
 
 
 def _without_memory(data: Tensor) -> Tensor:

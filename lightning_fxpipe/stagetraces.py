@@ -165,7 +165,14 @@ class StageTraces:
                 break
         if any(known.span is None for known in self._known):
             try:
-                region = find_region(self._root, call, batch_size=size, batch_dim=self._batch_dim, is_region=self._is_staged)
+                region = find_region(
+                    self._root,
+                    call,
+                    batch_size=size,
+                    batch_dim=self._batch_dim,
+                    device=self._topology.device,
+                    is_region=self._is_staged,
+                )
             except FxPipeError:
                 _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
                 return

@@ -215,7 +215,7 @@ class FxPipeStrategy(CheckpointStrategy):
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
-            set_rng_state({key: value for key, value in state.items() if key != "cuda"})
+            set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

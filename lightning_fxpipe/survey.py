@@ -20,6 +20,7 @@ from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.inputgradient import InputGradient, functions_before, input_gradient
 from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes, check_same_parameters, parameters_by_name
+from lightning_fxpipe.placement import device_of
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, WantedResults
 from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
@@ -59,7 +60,7 @@ def locate_region(
         step: The step, with a microbatch.
         batch_size: Samples in that.
         batch_dim: Dimension of the batch in its tensors.
-        device: Where the fakes are.
+        device: Where the module is taken to be; by default where the batch is.
         fallback: What is a model, where the step cannot run on fakes.
         needs_model: Whether a step that uses a parameter without calling a module is refused: there is nothing to cut.
 
@@ -68,15 +69,16 @@ def locate_region(
         UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline, or
             the step changes them.
     """
+    device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
     survey = _survey(root, _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
     because = survey.ends_because()
     if because:
         _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
     if not survey.users:
-        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=fallback)
+        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=fallback)
         return replace(region, ends_because=because)
     if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
-        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, is_region=holds_any)
+        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=holds_any)
         return replace(region, wanted=survey.wanted_of_call(survey.users[0]), ends_because=because)
     first, last = survey.users[0], survey.users[-1]
     return StepRegion(

@@ -33,6 +33,7 @@ from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
+from lightning_fxpipe.placement import Placement, device_of
 from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
 from lightning_fxpipe.record import Recorder, RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, context_of, sign, taken_apart
@@ -68,6 +69,7 @@ class TracedRegion:
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
     constants: Mapping[str, Tensor] = field(repr=False)
     world: FakeWorld = field(repr=False)
+    device: torch.device  # that the module runs on
     opened: tuple[str, ...]
     kept_whole: Mapping[str, str]
     record: StepRecord | None = field(default=None, repr=False)
@@ -166,7 +168,7 @@ def trace_region(
         call: The call, with real example tensors.
         opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
             everything down to torch.nn's own modules.
-        device: Device that parameters on the meta device are taken to be on.
+        device: Device that the module is taken to be on; by default that of the call's tensors.
         wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
             are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
             the call.
@@ -245,6 +247,7 @@ def _record(
         wanted=chosen,
         constants=recorder.constants,
         world=run.world,
+        device=run.placement.device,
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(kept_whole),
         record=call.record_of(recorder),
@@ -282,6 +285,7 @@ class FakeRun:
     Attributes:
         world: The fakes' world.
         recorder: The recorder, active.
+        placement: Where the fakes of the module's tensors are.
         example: The region's example with fakes for its tensors.
         lasting: By ``id``, objects that modules keep from one call to the next.
         input_shapes: Shapes of the fakes.
@@ -292,6 +296,7 @@ class FakeRun:
 
     world: FakeWorld
     recorder: Recorder
+    placement: Placement
     example: Any
     lasting: Mapping[int, Any]
     input_shapes: tuple[tuple[Any, ...], ...]
@@ -309,12 +314,12 @@ def fake_run(
     lasting = lasting_objects(root)
     template = taken_apart(root, call, lasting)
     context = context_of(call)
-    device = device or next((tensor.device for tensor in template.tensors), torch.device("cpu"))
+    placement = Placement(root, device or device_of(template.tensors))
     fqns: dict[int, str] = {}
 
     def fake_of(tensor: Tensor, fqn: str) -> Tensor:
         # A step may have kept what a metric gave it for a microbatch, and the batch's rest is traced now.
-        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, device)
+        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, placement.device_of(tensor))
         fqns[id(fake)] = fqn
         return fake
 
@@ -327,6 +332,7 @@ def fake_run(
 
     with (
         exchanged_tensors(root, fake_of),
+        placement.named(),
         torch.inference_mode(False),
         context.active(),
     ):
@@ -334,7 +340,7 @@ def fake_run(
             modules=dict(root.named_modules()),
             tensor_fqns=fqns,
             is_whole=is_whole,
-            device_type=device.type,
+            device_type=placement.device.type,
             lasting=lasting,
         )
         recorder = call.make_recorder(settings)
@@ -355,6 +361,7 @@ def fake_run(
                 yield FakeRun(
                     world=world,
                     recorder=recorder,
+                    placement=placement,
                     example=template.fill(fakes),
                     lasting=lasting,
                     input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),

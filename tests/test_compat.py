@@ -23,6 +23,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_fxpipe import _compat, _compat_lightning
 from lightning_fxpipe._compat import FakeTensor, FakeWorld
@@ -625,3 +626,26 @@ def test_schemas_tell_what_an_operator_writes(call: Any, written: str) -> None:
     with Watch():
         call(x, y)
     assert "".join(sorted(found)) == written
+
+
+# ------------------------------------------------------------------ what moves along with a module
+
+
+def test_an_apply_of_a_class_s_own_tells_what_moves_along_with_a_module() -> None:
+    class Moves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.lstm, self.mean = nn.Linear(2, 2), nn.LSTM(2, 2), MeanMetric()
+            self.table, self.other = torch.ones(2), torch.ones(2)
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            super()._apply(fn, recurse)
+            self.table = fn(self.table)
+            return self
+
+    module = Moves()
+    found = [id(tensor) for tensor in _compat.tensors_moved_along(module)]
+    assert {id(module.table), id(module.mean.mean_value)} <= set(found)
+    assert id(module.other) not in found
+    assert not set(found) & {id(parameter) for parameter in module.parameters()}
+    assert module.to(torch.float64).table.dtype == torch.float64

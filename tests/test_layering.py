@@ -37,6 +37,7 @@ ORDER = [
         "kinds",
         "snapshot",
         "exchange",
+        "placement",
         "writes",
         "madeup",
         "undo",
@@ -127,6 +128,7 @@ ORDER = [
         "support",
         "runplan",
         "attributes",
+        "examplerun",
         "precision",
         "session",
         "checkpointhooks",
@@ -144,6 +146,7 @@ ORDER = [
 NEVER_IMPORTED = {"__main__": {"session", "strategy", "__init__"}}
 KNOW_LIGHTNING = {
     "_compat",
+    "examplerun",
     "_compat_lightning",
     "messages",
     "hookcode",

@@ -17,6 +17,7 @@ from lightning_fxpipe.errors import BatchError
 from lightning_fxpipe.microbatch import (
     Pass,
     batch_size,
+    count_samples,
     default_num_microbatches,
     first_microbatch,
     plan_passes,
@@ -248,7 +249,7 @@ def test_tensors_inside_an_object_of_any_type_are_split() -> None:
 
 def test_first_microbatch_is_the_first_of_the_split() -> None:
     batch = (samples(7, 2), samples(7))
-    part, size = first_microbatch(batch, 4)
+    part, size = first_microbatch(batch, 4, 2)
     expected = split_batch(batch, plan_passes(7, 4))[0]
     assert size == 2
     assert torch.equal(part[0], expected[0])
@@ -274,6 +275,99 @@ def test_tensors_of_different_sizes_are_named() -> None:
     assert caught.value.observed == (
         "tensors of different batch size: batch['x']: 4, batch['nested'][0]: 4, batch['nested'][1]: 3, batch['weights']: 10"
     )
+
+
+class Graph:
+    """A graph, or several in one, as libraries for them make batches."""
+
+    def __init__(self, num_nodes: int = 5, num_edges: int = 7, num_graphs: int = 3) -> None:
+        self.x = samples(num_nodes, 2)
+        self.edge_index = torch.zeros(2, num_edges, dtype=torch.long)
+        self.y = samples(num_graphs)
+
+
+class GraphTuple(NamedTuple):
+    x: Tensor
+    edge_index: Tensor
+
+
+def boxes(*counts: int) -> list[dict[str, Tensor]]:
+    """Targets of a detector: for each image so many boxes."""
+    return [{"boxes": samples(count, 4) + 100 * i, "labels": samples(count).long()} for i, count in enumerate(counts)]
+
+
+def images(*sizes: int) -> list[Tensor]:
+    return [samples(3, size, size) + 100 * i for i, size in enumerate(sizes)]
+
+
+UNCUTTABLE: dict[str, Any] = {
+    "graph": Graph(),
+    "graph in a dict": {"graph": Graph(), "label": samples(3)},
+    "named tuple": GraphTuple(samples(5, 2), torch.zeros(2, 7, dtype=torch.long)),
+    "images of different sizes": {"images": images(4, 5), "labels": samples(2)},
+    "no tensor": {"a": 1, "b": ["x"]},
+    "numbers alone": {"scale": torch.tensor(1.0)},
+}
+
+
+@pytest.mark.parametrize("name", UNCUTTABLE)
+def test_any_batch_is_one_microbatch(name: str) -> None:
+    batch = UNCUTTABLE[name]
+    for num_microbatches in (1, None):
+        counted = count_samples(batch, num_microbatches)
+        assert counted.num_samples == 1
+        assert (counted.reason is None) == (num_microbatches == 1)
+        microbatch, size = first_microbatch(batch, num_microbatches, 2)
+        assert microbatch is batch
+        assert size == 1
+
+
+@pytest.mark.parametrize("name", UNCUTTABLE)
+def test_several_microbatches_of_what_cannot_be_split_are_refused(name: str) -> None:
+    with pytest.raises(BatchError, match="cannot be split") as caught:
+        count_samples(UNCUTTABLE[name], 2)
+    assert "num_microbatches=1" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 1, 4])
+def test_a_batch_of_no_samples_is_one_microbatch(num_microbatches: int | None) -> None:
+    batch = {"x": samples(0, 3), "y": samples(0)}
+    counted = count_samples(batch, num_microbatches)
+    assert (counted.num_samples, counted.reason) == (1, None)
+    assert first_microbatch(batch, num_microbatches, 2) == (batch, 1)
+
+
+@pytest.mark.parametrize("counts", [(2, 3, 1, 2), (4, 4, 4, 4), (0, 0, 0, 0)])
+def test_a_list_with_a_dict_for_each_sample_is_cut_like_the_samples(counts: tuple[int, ...]) -> None:
+    batch = {"images": samples(4, 3, 2, 2), "targets": boxes(*counts), "names": ["a", "b", "c", "d"]}
+    assert batch_size(batch) == 4
+    first, second = split_batch(batch, plan_passes(4, 2))
+    assert torch.equal(first["images"], batch["images"][:2])
+    assert (first["targets"], second["targets"]) == (batch["targets"][:2], batch["targets"][2:])
+    assert (first["names"], second["names"]) == (["a", "b"], ["c", "d"])
+
+
+def test_images_of_different_sizes_are_cut_beside_their_targets() -> None:
+    batch = (images(4, 5, 6), boxes(1, 2, 4))
+    assert batch_size(batch) == 3
+    assert split_batch(batch, plan_passes(3, 2)) == [(batch[0][:2], batch[1][:2]), (batch[0][2:], batch[1][2:])]
+
+
+def test_a_batch_may_be_a_list_with_a_dict_for_each_sample() -> None:
+    batch = [{"image": image, **target} for image, target in zip(images(4, 5, 6, 7), boxes(1, 2, 4, 2), strict=True)]
+    assert batch_size(batch) == 4
+    assert split_batch(batch, plan_passes(4, 2)) == [batch[:2], batch[2:]]
+
+
+def test_dicts_of_batches_are_no_samples() -> None:
+    batch = [{"x": samples(8)}, {"x": samples(8)}]
+    assert batch_size(batch) == 8
+    assert [len(part[1]["x"]) for part in split_batch(batch, plan_passes(8, 2))] == [4, 4]
+
+
+def test_targets_for_other_samples_than_the_batch_s_are_not_cut() -> None:
+    with pytest.raises(BatchError, match="different batch size"):
+        batch_size({"x": samples(8, 2), "targets": boxes(1, 2, 4)})
 
 
 # -------------------------------------------------------------------------------------------------------------- merging

@@ -15,7 +15,7 @@ from lightning_fxpipe import PartitionPlan, make_plan
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.planning import plan_region
 from lightning_fxpipe.region import StepCall, find_region
-from lightning_fxpipe.shard import drop_other_stages, move_to
+from lightning_fxpipe.shard import drop_other_stages
 from tests.models import make_model, make_samples
 
 CPU = torch.device("cpu")
@@ -237,20 +237,11 @@ def test_a_single_lost_parameter_is_named_alone() -> None:
     assert "others" not in str(caught.value)
 
 
-def test_nothing_moves_to_the_device_where_it_is() -> None:
-    module = nn.BatchNorm1d(2)
+def test_nothing_of_its_own_stage_is_exchanged() -> None:
+    module, plan = planned("mixed", 2)
     before = all_tensors(module)
-    for name, tensor in before.items():
-        move_to(module, name, tensor, CPU)
-    assert all(all_tensors(module)[name] is tensor for name, tensor in before.items())
-
-
-def test_a_moved_buffer_is_replaced_in_its_module() -> None:
-    module = nn.BatchNorm1d(2)
-    assert module.running_mean is not None
-    move_to(module, "running_mean", module.running_mean, torch.device("meta"))
-    assert module.running_mean.is_meta
-    assert "running_mean" in dict(module.named_buffers())
+    drop_other_stages(module, plan, 1, CPU)
+    assert all(tensor.is_meta or tensor is before[fqn] for fqn, tensor in all_tensors(module).items())
 
 
 @pytest.mark.gpu
