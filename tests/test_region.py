@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -410,14 +411,24 @@ def test_hooks_on_the_module_run_around_the_replacement() -> None:
 
 def test_a_second_call_is_refused_at_the_users_line() -> None:
     module, x = Lit(), batch_of()
-    with replaced_region(module, "model", lambda x: x):
+    with pytest.raises(UnsupportedError, match="calls model twice") as caught, replaced_region(module, "model", lambda x: x):
         module.model(x)
-        with pytest.raises(UnsupportedError, match="calls model twice") as caught:
-            module.model(x)
+        module.model(x)
     assert caught.value.where is not None
     path, _, line = caught.value.where.rpartition(":")
     assert path == __file__
     assert "module.model(x)" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+
+
+def test_a_refusal_that_the_step_catches_is_raised_at_its_end() -> None:
+    module, x = Lit(), batch_of()
+    with (
+        pytest.raises(UnsupportedError, match="calls model twice"),
+        replaced_region(module, "model", lambda x: x),
+        contextlib.suppress(Exception),
+    ):
+        module.model(x)
+        module.model(x)
 
 
 def test_each_block_counts_its_own_calls() -> None:
