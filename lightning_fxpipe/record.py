@@ -41,7 +41,7 @@ from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import GraphWriter
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
 from lightning_fxpipe.probe import Probe, ProbeFailed
-from lightning_fxpipe.randomness import DRAWN_AHEAD, Draw, LikeTensor, drawn_now_or_ahead
+from lightning_fxpipe.randomness import Draw, LikeTensor, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
 from lightning_fxpipe.recurrent import shaped
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.signals import MustStayWhole, RecordError
@@ -111,7 +111,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if self._paused and self._seen is not None:
             self._seen.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if self._paused or is_query(func):
-            if self._whole_path is not None and func in DRAWN_AHEAD:
+            if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
             return shaped(func, args)(*args, **kwargs)
         return self._record_function(func, args, kwargs)
@@ -137,8 +137,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 raise RecordError(f"{target} has an effect that a graph cannot hold")
             return result
         ahead: tuple[fx.Node, ...] = ()
-        if func in DRAWN_AHEAD and isinstance(result, Tensor) and "out" not in kwargs:
-            target, ahead = drawn_now_or_ahead(func), (self._add_draw(func, args, kwargs, result),)
+        if can_be_drawn_ahead(func) and isinstance(result, Tensor) and "out" not in kwargs:
+            operation, target = "call_function", drawn_now_or_ahead(func)
+            ahead = (self._add_draw(func, args, kwargs, result),)
         node_args = (*ahead, *(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
@@ -152,7 +153,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _add_draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> fx.Node:
         """An input for a tensor that may be drawn before the region runs, see :mod:`lightning_fxpipe.randomness`."""
         with self.paused():
-            node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", torch.empty_like(result))
+            numbers = torch.empty(shape_drawn_ahead(func, args, kwargs), dtype=result.dtype, device=result.device)
+            node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", numbers)
         node.meta["draw"] = Draw(function=func, args=_without_data(args), kwargs=_without_data(kwargs))
         return node
 

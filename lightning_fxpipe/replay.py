@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed, tree_flatten
 from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_call
+from lightning_fxpipe.distributions import unvalidated_distributions
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.parameteruse import check_call
 from lightning_fxpipe.randomness import BatchDraws
-from lightning_fxpipe.sizes import SymbolicSize
+from lightning_fxpipe.sizes import SymbolicSize, as_size
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
@@ -115,7 +116,7 @@ class Replayer:
             UnsupportedError: The step takes another path than the one recorded.
         """
         mode = _Replay(self, batch, draws, run)
-        with calls_through(mode):
+        with calls_through(mode), unvalidated_distributions():
             yield
         if self.record.first < mode.count <= self.record.last:  # one that makes none of them skips the batch
             raise UnsupportedError(
@@ -233,7 +234,7 @@ class _Replay(StepMode):
         for path, attribute, key in call.sides:
             if key in self._tensors:
                 setattr(self._replayer.root.get_submodule(path), attribute, self._tensors[key])
-        return call.result.fill(tensors)
+        return call.result.structure.fill(tensors, [self._replayer.constant(as_size(size)) for size in call.result.sizes])
 
     def _remember(self, tensor: Tensor, key: TensorKey) -> None:
         """The first identity of a tensor is its own, as when the step was recorded."""

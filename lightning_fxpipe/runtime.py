@@ -369,7 +369,7 @@ class _RegionCall:
                 raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
             with mode.in_stage():
                 outputs = self._run(list(inputs))
-            return traced.result(outputs)
+            return traced.result(outputs, self._sizes)
 
         path = traced.signature.path
         assert path is not None

@@ -41,6 +41,7 @@ from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.silence import silenced
+from lightning_fxpipe.sizes import SymbolicSize, as_size
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
 from lightning_fxpipe.wording import error_words, without_symbols
@@ -64,6 +65,7 @@ class TracedRegion:
     batch_symbols: frozenset[Any]  # that stand for the number of samples; usually one
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
     output_structure: Structure = field(repr=False)
+    output_sizes: tuple[Any, ...]  # sizes in the result that are no part of a tensor
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
     constants: Mapping[str, Tensor] = field(repr=False)
     world: FakeWorld = field(repr=False)
@@ -121,15 +123,16 @@ class TracedRegion:
         template = Template.of((args, dict(kwargs)), shared=self._lasting)
         return template.tensors if template.structure == self.signature.structure else None
 
-    def result(self, outputs: Sequence[Any]) -> Any:
-        """What the module returns, of the type that it returns, from the graph's outputs."""
+    def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
+        """What the module returns, of the type that it returns, from the graph's outputs and the values of the symbols."""
         values: list[Any] = [
             Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
             for index in range(self.output_structure.num_tensors)
         ]
         for index, output in zip(self.wanted, outputs, strict=True):
             values[index] = output
-        return self.output_structure.fill(values)
+        numbers = [size.value(sizes or {}) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
+        return self.output_structure.fill(values, numbers)
 
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
@@ -239,6 +242,7 @@ def _record(
         batch_symbols=run.batch_symbols,
         input_shapes=run.input_shapes,
         output_structure=output.structure,
+        output_sizes=tuple(as_size(size) for size in output.sizes),
         wanted=chosen,
         constants=recorder.constants,
         world=run.world,
@@ -257,8 +261,8 @@ def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
         output = Template.of(result, shared=lasting)
     except NotFillable as error:
         raise RecordError(str(error)) from error
-    if output.sizes:
-        raise RecordError("the result has a size of a tensor in it, as a number")
+    if any(depends_on_data(size) for size in output.sizes):
+        raise RecordError("the result has a number in it that depends on data")
     return output
 
 

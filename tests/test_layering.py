@@ -51,6 +51,7 @@ ORDER = [
         "checkpointing",
         "probe",
         "calls",
+        "distributions",
         "randomness",
         "reads",
         "prelude",

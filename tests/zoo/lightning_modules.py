@@ -19,6 +19,7 @@ from tests.inmemory import InMemory
 from tests.lit import make_trainer, snapshot
 from tests.zoo import (
     steps_calls,
+    steps_distributions,
     steps_evaluation,
     steps_losses,
     steps_models,
@@ -44,6 +45,7 @@ CASES: dict[str, Case] = {
     **steps_shapes.CASES,
     **steps_skips.CASES,
     **steps_wrapped.CASES,
+    **steps_distributions.CASES,
 }
 
 
