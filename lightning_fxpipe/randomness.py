@@ -334,7 +334,8 @@ def _normal_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Te
     if not any(isinstance(arg, Tensor) for arg in args):
         return part
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    return part.mul_(std).add_(args[0])
+    result: Tensor = part * std + args[0]  # not in place: a part may be used again
+    return result
 
 
 def _bernoulli_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:

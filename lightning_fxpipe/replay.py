@@ -170,7 +170,7 @@ class _Replay(StepMode):
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._replayer.module_paths.get(id(module))
-        if self._in_stage or self._is_inside or path is None:
+        if self._in_stage or self._is_inside or path is None or path in self._record.transparent:
             return original_call(module, *args, **kwargs)
         return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
 

@@ -16,11 +16,11 @@ from lightning_fxpipe._compat_lightning import first_batch
 from lightning_fxpipe.messages import told
 from lightning_fxpipe.microbatch import batch_size, default_num_microbatches, first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import plan_region
+from lightning_fxpipe.planning import plan_regions
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages
-from lightning_fxpipe.survey import locate_first_region
+from lightning_fxpipe.survey import first_regions
 
 _STEPS = {
     TrainerFn.FITTING: StepKind.TRAIN,
@@ -115,7 +115,7 @@ class RunPlans:
         dim = self.options.batch_dim
         count = self.options.num_microbatches or default_num_microbatches(batch_size(batch, dim), num_stages)
         microbatch, size = first_microbatch(batch, count, dim)
-        region = locate_first_region(
+        found = first_regions(
             module,
             partial(StepCall.of_step, getattr(module, kind.value), microbatch),
             batch_size=size,
@@ -123,7 +123,7 @@ class RunPlans:
             device=device,
             fallback=trains if kind is StepKind.TRAIN else holds_any,
         )
-        plan = plan_region(module, region, num_stages=num_stages, device=device)
+        plan = plan_regions(module, found, num_stages=num_stages, device=device)
         return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
 
 

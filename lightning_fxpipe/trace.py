@@ -28,9 +28,10 @@ from lightning_fxpipe._compat import (
     tracing_friendly_torch,
 )
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import Attributes, exchanged_tensors, kept_generators
 from lightning_fxpipe.frames import raising_source, user_source
+from lightning_fxpipe.graphwriter import erase_unused
+from lightning_fxpipe.looks import Look, looks_hold
 from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
 from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
@@ -74,6 +75,7 @@ class TracedRegion:
     record: StepRecord | None = field(default=None, repr=False)
     drawing: frozenset[str] = frozenset()
     reads: Mapping[ReadKey, Any] = field(default_factory=dict, repr=False)
+    looks: tuple[Look, ...] = field(default=(), repr=False)
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
@@ -136,7 +138,16 @@ class TracedRegion:
 
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
-        return self.computes(call) and not changed_reads(self.root, self.reads)
+        is_same = self.computes(call) and not changed_reads(self.root, self.reads)
+        return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
+
+    def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the code would see the same values where it has looked at them, for inputs that :meth:`computes` accepts."""
+        if not self.looks:
+            return True
+        sizes = self.bind_sizes(tuple(tuple(tensor.shape) for tensor in inputs))
+        named = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(inputs)}
+        return sizes is not None and looks_hold(self.looks, named, sizes, self.constants)
 
     def computes(self, call: Recordable) -> bool:
         """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
@@ -157,6 +168,7 @@ def trace_region(
     device: torch.device | None = None,
     wanted: Collection[int] | None = None,
     check: bool = True,
+    answers_looks: bool = True,
 ) -> TracedRegion:
     """Records the call of one module.
 
@@ -173,6 +185,7 @@ def trace_region(
             are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
             the call.
         check: Whether to record twice and compare; without, the graph is good for planning only.
+        answers_looks: Whether modules that look at values of the inputs may be opened; otherwise they stay whole.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
@@ -181,12 +194,12 @@ def trace_region(
     kept_whole: dict[str, str] = {}
     while True:
         try:
-            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted)
-            again = _record(root, call, signature, opened, kept_whole, device, wanted)[0] if check else traced
+            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted, answers_looks)
+            again = _record(root, call, signature, opened, kept_whole, device, wanted, answers_looks)[0] if check else traced
         except MustStayWhole as stop:
             if stop.path in ("", call.opened_path) or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
-            kept_whole[stop.path] = stop.reason
+            kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
         except RecordError as error:
             raise _untraceable(root, call, error.reason, error.source) from error
         else:
@@ -205,6 +218,7 @@ def _record(
     kept_whole: dict[str, str],
     device: torch.device | None,
     wanted: Collection[int] | None,
+    answers_looks: bool,
 ) -> tuple[TracedRegion, bool]:
     """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
@@ -218,7 +232,7 @@ def _record(
             actually_opened[path] = None
         return whole
 
-    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device) as run:
+    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device, answers_looks) as run:
         recorder = run.recorder
         try:
             result = call.run(root, recorder, run.example)
@@ -232,7 +246,7 @@ def _record(
         output = _taken_apart(result, run.lasting)
         chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
         recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
-    _erase_unused(recorder.graph)
+    erase_unused(recorder.graph)
     traced = TracedRegion(
         graph=recorder.graph,
         root=root,
@@ -250,6 +264,7 @@ def _record(
         kept_whole=dict(kept_whole),
         record=call.record_of(recorder),
         reads=run.reads,
+        looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
@@ -305,7 +320,11 @@ class FakeRun:
 
 @contextmanager
 def fake_run(
-    root: nn.Module, call: Recordable, is_whole: Callable[[str, nn.Module], bool], device: torch.device | None
+    root: nn.Module,
+    call: Recordable,
+    is_whole: Callable[[str, nn.Module], bool],
+    device: torch.device | None,
+    answers_looks: bool = True,
 ) -> Iterator[FakeRun]:
     """Exchanges all tensors of the module for fakes, and records what the block runs."""
     world = FakeWorld()
@@ -341,6 +360,7 @@ def fake_run(
             is_whole=is_whole,
             device_type=device.type,
             lasting=lasting,
+            answers_looks=answers_looks,
         )
         recorder = call.make_recorder(settings)
         fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
@@ -407,20 +427,6 @@ def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, sec
 
 def _name(root: nn.Module, call: Recordable) -> str:
     return call.label if call.opened_path is None else type(root.get_submodule(call.opened_path)).__name__
-
-
-def _erase_unused(graph: fx.Graph) -> None:
-    """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
-    for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
-            continue
-        if node.meta.get("mutated_storages"):
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
-            continue
-        if not draws(node):
-            graph.erase_node(node)
 
 
 def _holds(condition: sympy.Basic, sizes: Mapping[Any, int]) -> bool:

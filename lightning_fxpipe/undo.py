@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.exchange import kept_generators
+from lightning_fxpipe.exchange import kept_generators, remembered_generators
 from lightning_fxpipe.rng import isolated_rng
 
 # Beyond this many objects (a replay buffer in the module) remembering them would take longer than what they are needed for.
@@ -65,6 +65,28 @@ def undone(root: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> Iterator
             yield
         finally:
             memory.restore()
+
+
+@contextmanager
+def undone_if_raised(kind: type[Exception], root: nn.Module) -> Iterator[None]:
+    """Where the block raises an error of a kind, the module and all that it holds are what they were before it, but for what
+    lies deeper than can be remembered.
+
+    Args:
+        kind: The kind.
+        root: The module.
+    """
+    memory = _Memory()
+    with suppress(TooMuchToUndo):
+        for module in root.modules():
+            memory.remember_attributes(module)
+    rewind_generators = remembered_generators(root)
+    try:
+        yield
+    except kind:
+        memory.restore()
+        rewind_generators()
+        raise
 
 
 class _Memory:

@@ -21,6 +21,7 @@ from tests.zoo import (
     steps_calls,
     steps_distributions,
     steps_evaluation,
+    steps_looks,
     steps_losses,
     steps_models,
     steps_prelude,
@@ -46,6 +47,7 @@ CASES: dict[str, Case] = {
     **steps_skips.CASES,
     **steps_wrapped.CASES,
     **steps_distributions.CASES,
+    **steps_looks.CASES,
 }
 
 
