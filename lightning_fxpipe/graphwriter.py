@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import SYMBOLIC_TYPES, FakeTensor, tree_leaves
+from lightning_fxpipe._compat import SYMBOLIC_TYPES, FakeTensor, depends_on_data, tree_leaves
+from lightning_fxpipe.examples import draws
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.objects import PLAIN_TYPES, refill, tensor_of
 from lightning_fxpipe.signals import HiddenTensor, RecordError
@@ -168,3 +169,17 @@ class GraphWriter:
             yield
         finally:
             self._paused = before
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
+            continue
+        if node.meta.get("mutated_storages"):
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
+            continue
+        if not draws(node):
+            graph.erase_node(node)

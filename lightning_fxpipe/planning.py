@@ -5,25 +5,25 @@ follows from it (:mod:`lightning_fxpipe.following`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx, nn
 
 from lightning_fxpipe._compat import size_hint
 from lightning_fxpipe.cost import Chain, Unit, build_chain, canonical_fqns
-from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
+from lightning_fxpipe.granularity import cut_costs, open_until_balanced, prelude_fqns, stage_weights, unused_fqns
 from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
-from lightning_fxpipe.partition import lightest_maximum, solve
+from lightning_fxpipe.partition import solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.sizes import tensor_bytes
-from lightning_fxpipe.survey import locate_region
-from lightning_fxpipe.trace import TracedRegion, trace_region
-
-# A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
-GOOD_ENOUGH = 1.05
+from lightning_fxpipe.survey import regions
+from lightning_fxpipe.trace import trace_region
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,49 +105,59 @@ def make_plan(
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
     """
     batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
-    call = locate_region(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
-    plan = plan_region(module, call, num_stages=num_stages)
+    found = regions(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
+    plan = plan_regions(module, found, num_stages=num_stages)
     return dataclasses.replace(plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
+
+
+def plan_regions(
+    root: nn.Module, calls: Iterable[Recordable], *, num_stages: int, device: torch.device | None = None
+) -> PartitionPlan:
+    """Plans the first of several regions that can be recorded and cut. Arguments and errors as :func:`plan_region`."""
+    first: FxPipeError | None = None
+    for call in calls:
+        try:
+            return plan_region(root, call, num_stages=num_stages, device=device)
+        except (TraceError, PartitionError) as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
     """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as :func:`make_plan`."""
-    chain = open_until_balanced(root, call, num_stages=num_stages, device=device)
+    try:
+        return _plan_region(root, call, num_stages, device, answers_looks=False)
+    except PartitionError:  # modules that look at values stayed whole, and may not have to
+        return _plan_region(root, call, num_stages, device, answers_looks=True)
+
+
+def _plan_region(
+    root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None, *, answers_looks: bool
+) -> PartitionPlan:
+    trace = partial(trace_region, root, call, device=device, answers_looks=answers_looks)
+    chain = open_until_balanced(trace, call, num_stages)
     assignment = _best_assignment(chain, call, num_stages)
     needed = _opened_by_a_cut(assignment)
     # Once more, now compared with a second recording; what could not be opened is asked for again, so that the plan says why.
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
-    chain = build_chain(trace_region(root, call, opened={*needed, *unable}, device=device))
+    chain = build_chain(trace(opened={*needed, *unable}))
     assignment = _best_assignment(chain, call, num_stages)
     return describe_plan(assignment, call)
 
 
 def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignment:
     try:
-        return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), _cut_costs(chain), num_stages))
+        return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), cut_costs(chain), num_stages))
     except PartitionError as error:
         obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
-        whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()][:4]
+        whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()]
         more = [f"{len(obstacles)} more where none may fall, such as: {obstacles[0]}"] if obstacles else []
         observed = "; ".join([str(error.observed), *more, *([f"kept whole: {', '.join(whole)}"] if whole else [])])
-        raise PartitionError(error.what, observed=observed, expected=error.expected, todo=error.todo) from None
-
-
-def open_until_balanced(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> Chain:
-    """Traces at the coarsest granularity whose best partition is good enough.
-
-    Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
-    where a cut may have to fall inside: first those that lie across an ideal cut, then all that are heavy, until the heaviest
-    stage is within :data:`GOOD_ENOUGH` of the lower bound or nothing heavy is left to open.
-    """
-    opened: set[str] = set()
-    while True:
-        traced = trace_region(root, call, opened=opened, device=device, check=False)
-        chain = build_chain(traced)
-        candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
-        if not candidates:
-            return chain
-        opened |= candidates
+        todo = error.todo
+        if whole:
+            todo = f"{todo} Or change the code that keeps modules whole: what looks at values into a submodule of its own."
+        raise PartitionError(error.what, observed=observed, expected=error.expected, todo=todo) from None
 
 
 def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
@@ -160,82 +170,6 @@ def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
         return sum(any(inside == path or inside.startswith(f"{path}.") for inside in of_stage) for of_stage in paths)
 
     return tuple(path for path in assignment.chain.traced.opened if stages_inside(path) > 1)
-
-
-def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: set[str]) -> set[str]:
-    costs = _cut_costs(chain)
-    if num_stages < 1:
-        return set()  # the solver says what is wrong
-    total = sum(weights)
-    openable = {
-        position: str(unit.nodes[0].target)
-        for position, unit in enumerate(chain.units)
-        if unit.nodes[0].op == "call_module" and _can_open(chain.traced, str(unit.nodes[0].target), opened)
-    }
-    num_legal = sum(cost is not None for cost in costs)
-    if num_legal < num_stages - 1:
-        return set(openable.values())
-    heaviest = lightest_maximum(weights, costs, num_stages)
-    closed = max((weight for position, weight in enumerate(weights) if position not in openable), default=0)
-    bound = max(-(-total // num_stages), closed)
-    if heaviest <= GOOD_ENOUGH * bound:
-        return set()
-    ends = []
-    reached = 0
-    for weight in weights:
-        reached += weight
-        ends.append(reached)
-    quantiles = [total * k / num_stages for k in range(1, num_stages)]
-    across = {
-        path
-        for position, path in openable.items()
-        if any(ends[position] - weights[position] < quantile < ends[position] for quantile in quantiles)
-    }
-    slack = (GOOD_ENOUGH - 1) * bound
-    return across or {path for position, path in openable.items() if weights[position] > slack}
-
-
-def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
-    module = traced.root.get_submodule(path)
-    return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
-
-
-def stage_weights(chain: Chain, call: Recordable) -> list[int]:
-    """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
-    weights = [unit.num_parameters for unit in chain.units]
-    if weights:
-        root = chain.traced.root
-        outside = set(_outside(chain)) - set(_prelude_fqns(root, call))
-        weights[-1] += sum(parameter.numel() for fqn, parameter in root.named_parameters() if fqn in outside)
-    return weights
-
-
-def _outside(chain: Chain) -> tuple[str, ...]:
-    used = {fqn for unit in chain.units for fqn in unit.tensor_fqns}
-    return tuple(fqn for fqn, _ in chain.traced.root.named_parameters() if fqn not in used)
-
-
-def _prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
-    names = canonical_fqns(root)
-    prefixes = tuple(f"{path}." if path else "" for path in call.prelude_paths)
-    return tuple(fqn for fqn, _ in root.named_parameters() if names[fqn].startswith(prefixes)) if prefixes else ()
-
-
-def _cut_costs(chain: Chain) -> list[int | None]:
-    """Bytes that a cut makes move: the tensors that cross it, and the gradients of parameters that both sides use."""
-    sizes = {fqn: p.numel() * p.dtype.itemsize for fqn, p in chain.traced.root.named_parameters()}
-    first_use: dict[str, int] = {}
-    last_use: dict[str, int] = {}
-    for position, unit in enumerate(chain.units):
-        for fqn in unit.tensor_fqns & sizes.keys():
-            first_use.setdefault(fqn, position)
-            last_use[fqn] = position
-    costs: list[int | None] = []
-    for position, (unit, site) in enumerate(zip(chain.units[:-1], chain.sites[:-1], strict=True)):
-        shared = sum(sizes[fqn] for fqn, first in first_use.items() if first <= position < last_use[fqn])
-        # A cut after a recomputed unit is the cut before it.
-        costs.append(None if site.obstacle or unit.is_recomputed else site.num_bytes + shared)
-    return costs
 
 
 def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
@@ -256,8 +190,8 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
                 outputs=() if stage == assignment.num_stages - 1 else _boundary_tensors(assignment, stage),
             )
         )
-    prelude = _prelude_fqns(root, call)
-    outside = tuple(fqn for fqn in _outside(chain) if fqn not in prelude)
+    prelude = prelude_fqns(root, call)
+    outside = tuple(fqn for fqn in unused_fqns(chain) if fqn not in prelude)
     return PartitionPlan(
         region=chain.traced.signature.label,
         stages=tuple(stages),
@@ -265,7 +199,7 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
         parameter_shapes={fqn: tuple(parameter.shape) for fqn, parameter in root.named_parameters()},
         outside_fqns=outside,
         outside_reason=call.ends_because if outside else "",
-        prelude_fqns=tuple(fqn for fqn in prelude if fqn in _outside(chain)),
+        prelude_fqns=tuple(fqn for fqn in prelude if fqn in unused_fqns(chain)),
         opened=chain.traced.opened,
         kept_whole=chain.traced.kept_whole,
         recomputed=_recomputed_tensors(assignment),

@@ -13,6 +13,7 @@ run's seed, the batch, the microbatch and the stage: two stages do not repeat ea
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_fxpipe._compat import tree_map
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
@@ -141,11 +143,12 @@ class LikeTensor:
 class Draw:
     """A random tensor that the region's own Python draws.
 
-    With several microbatches, every rank draws it before the region, so that the generators stay in lock step and the first
-    microbatch can draw for all.
+    With several microbatches, every rank draws the numbers behind it before the region, so that the generators stay in lock
+    step and the first microbatch can draw for all. What the function makes of them and of tensors that only a stage has, the
+    stage computes.
 
     Attributes:
-        function: One of :data:`DRAWN_AHEAD`.
+        function: One that :func:`can_be_drawn_ahead`.
         args, kwargs: Its arguments, with :class:`LikeTensor` for tensors and symbolic sizes.
     """
 
@@ -153,31 +156,39 @@ class Draw:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
-    def make(self, draws: BatchDraws, sizes: Mapping[Any, int]) -> Tensor:
-        """Draws it for given values of the symbols."""
+    def make(self, draws: BatchDraws, sizes: Mapping[Any, int]) -> Tensor | None:
+        """Draws its numbers for given values of the symbols; None where the stage must draw them."""
 
         def concrete(leaf: Any) -> Any:
             if isinstance(leaf, LikeTensor):
                 return torch.empty(tree_map(concrete, leaf.shape), dtype=leaf.dtype, device=leaf.device)
             return leaf.value(sizes) if isinstance(leaf, SymbolicSize) else leaf
 
-        tensor: Tensor = draws.call(self.function, tree_map(concrete, self.args), tree_map(concrete, dict(self.kwargs)))
-        return tensor
+        return draws.ahead(self.function, tree_map(concrete, self.args), tree_map(concrete, dict(self.kwargs)))
+
+
+def can_be_drawn_ahead(function: Callable[..., Any]) -> bool:
+    """Whether the random numbers behind a function's result follow from sizes and the generator alone."""
+    kind = _RANDOM.get(function)
+    return kind is not None and kind.whole is not None
+
+
+def shape_drawn_ahead(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    """Shape of the random numbers behind a function's result."""
+    return _RANDOM[function].shape(args, kwargs)
 
 
 @cache
 def drawn_now_or_ahead(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with one more argument in front: the tensor that was drawn before, or None to draw it here and now."""
+    """``function`` with one more argument in front: the numbers that were drawn before, or None to draw them here and now."""
+    kind = _RANDOM[function]
 
     def drawn(ahead: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if ahead is None else ahead
+        return function(*args, **kwargs) if ahead is None else kind.finish(ahead, args, kwargs)
 
     drawn.__name__ = f"drawn_{function.__name__}"
     return drawn
 
-
-# Whose result follows from sizes and the generator alone.
-DRAWN_AHEAD = frozenset({torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like})
 
 Shape = tuple[int, ...]
 Arguments = Mapping[str, Any]
@@ -227,18 +238,30 @@ class BatchDraws:
         kind = _RANDOM.get(function)
         if kind is None or self._size == self._batch_size or "out" in kwargs:
             return function(*args, **kwargs)
+        part = self._part(kind, function, args, kwargs)
+        return function(*args, **kwargs) if part is None else kind.finish(part, args, kwargs)
+
+    def ahead(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+        """The numbers behind ``function(*args, **kwargs)``, of whose tensors only the shapes count; None where the call itself
+        must draw them."""
+        kind = _RANDOM[function]
+        if self._size == self._batch_size:
+            assert kind.whole is not None
+            return kind.whole(function, kind.shape(args, kwargs), args, kwargs)
+        return self._part(kind, function, args, kwargs)
+
+    def _part(self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+        """The running microbatch's part of what is drawn for the whole batch; None where it must make its own."""
         position, self._position = self._position, self._position + 1
         if position == len(self._made):
             self._made.append((function, *self._draw(kind, function, args, kwargs)))
         known, drawn, dim = self._made[position]
-        if known is not function or drawn is None:
-            self.own.add(function.__name__)
-            return function(*args, **kwargs)
-        part = drawn if dim is None else drawn.narrow(dim, self._start, min(self._size, drawn.shape[dim] - self._start))
-        if tuple(part.shape) != kind.shape(args, kwargs):
-            self.own.add(function.__name__)
-            return function(*args, **kwargs)
-        return kind.finish(part.clone(), args, kwargs)
+        if known is function and drawn is not None:
+            part = drawn if dim is None else drawn.narrow(dim, self._start, min(self._size, drawn.shape[dim] - self._start))
+            if tuple(part.shape) == kind.shape(args, kwargs):
+                return part.clone()
+        self.own.add(function.__name__)
+        return None
 
     def _draw(
         self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments
@@ -258,8 +281,8 @@ def _size_argument(skip: int) -> Callable[[tuple[Any, ...], Arguments], Shape]:
     """Shape of a factory whose size follows ``skip`` other arguments, as numbers or as one sequence."""
 
     def shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
-        size = kwargs.get("size", args[skip] if len(args) == skip + 1 else args[skip:])
-        return (size,) if isinstance(size, int) else tuple(size)
+        size: Any = kwargs.get("size", args[skip] if len(args) == skip + 1 else args[skip:])
+        return tuple(size) if isinstance(size, (tuple, list)) else (size,)
 
     return shape
 
@@ -311,7 +334,8 @@ def _normal_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Te
     if not any(isinstance(arg, Tensor) for arg in args):
         return part
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    return part.mul_(std).add_(args[0])
+    result: Tensor = part * std + args[0]  # not in place: a part may be used again
+    return result
 
 
 def _bernoulli_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
@@ -346,6 +370,31 @@ def _multinomial_arguments(args: tuple[Any, ...], kwargs: Arguments) -> tuple[in
     return int(num_samples), bool(args[2] if len(args) > 2 else kwargs.get("replacement", False))
 
 
+def _gumbel_arguments(args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+    bound = inspect.signature(functional.gumbel_softmax).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _gumbel_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    return tuple(_gumbel_arguments(args, kwargs)["logits"].shape)
+
+
+def _gumbel_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    logits: Tensor = _gumbel_arguments(args, kwargs)["logits"]
+    return logits.new_empty(shape).exponential_()
+
+
+def _gumbel_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """What torch makes of its exponential numbers, which it draws out of anybody's sight."""
+    given = _gumbel_arguments(args, kwargs)
+    soft: Tensor = ((given["logits"] - part.log()) / given["tau"]).softmax(given["dim"])
+    if not given["hard"]:
+        return soft
+    index = soft.max(given["dim"], keepdim=True)[1]
+    return torch.zeros_like(soft).scatter_(given["dim"], index, 1.0) - soft.detach() + soft
+
+
 _LIKE = _Kind(_first_shape, _like_other)
 _IN_PLACE = _Kind(_first_shape, _like_other, _written)
 _UNDIVIDED = _Kind(_first_shape)
@@ -369,6 +418,7 @@ _RANDOM: dict[Callable[..., Any], _Kind] = {
     torch.bernoulli: _Kind(_first_shape, _bernoulli_whole, _bernoulli_finish),
     torch.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
     Tensor.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
+    functional.gumbel_softmax: _Kind(_gumbel_shape, _gumbel_whole, _gumbel_finish),
     torch.poisson: _UNDIVIDED,
     torch.randperm: _Kind(lambda args, kwargs: (int(args[0]),)),
     **{

@@ -39,19 +39,30 @@ from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.exchange import OwnAttributes
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import GraphWriter
+from lightning_fxpipe.looks import Looks
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
 from lightning_fxpipe.probe import Probe, ProbeFailed
-from lightning_fxpipe.randomness import DRAWN_AHEAD, Draw, LikeTensor, drawn_now_or_ahead
+from lightning_fxpipe.randomness import Draw, LikeTensor, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
 from lightning_fxpipe.recurrent import shaped
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.structure import graft
-from lightning_fxpipe.torchcalls import NORMALISATIONS, CallContext, is_query, running_statistics, target_of, watch_mutation
+from lightning_fxpipe.torchcalls import (
+    LOOKS,
+    NORMALISATIONS,
+    CallContext,
+    is_query,
+    running_statistics,
+    target_of,
+    watch_mutation,
+)
 from lightning_fxpipe.wording import error_words
 
 DRAW_PREFIX = "region_draw_"
+# Functions whose tensor arguments stand for numbers.
+_FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +75,7 @@ class RecorderSettings:
         is_whole: Whether a module, given its path and itself, stays whole.
         device_type: Device whose autocast state is part of a node's context.
         lasting: By ``id``, objects that modules keep from one call to the next.
+        answers_looks: Whether a module inside the region's that looks at values of the inputs may be opened.
     """
 
     modules: Mapping[str, nn.Module]
@@ -71,6 +83,7 @@ class RecorderSettings:
     is_whole: Callable[[str, nn.Module], bool]
     device_type: str
     lasting: Mapping[int, Any]
+    answers_looks: bool = True
 
 
 class Recorder(GraphWriter, TorchFunctionMode):
@@ -86,6 +99,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
+        self.looks = Looks()
         self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
@@ -112,14 +126,20 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if self._paused and self._seen is not None:
             self._seen.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if self._paused or is_query(func):
-            if self._whole_path is not None and func in DRAWN_AHEAD:
+            if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
             return shaped(func, args)(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in LOOKS and self._follows_from_inputs(args[0]):
+            return self._look(func, args[0])
         if func is Tensor.__bool__ and isinstance(args[0], FakeTensor):
             return self._decide(args[0])
+        if func is Tensor.__getitem__:
+            args = (args[0], self._with_numbers(args[1]))
+        elif func in _FACTORIES:
+            args = tuple(tree_map(self._bound, args))
         if func is torch.autograd.grad:
             raise RecordError("torch.autograd.grad differentiates what several stages compute")
         operation, target, extra = target_of(func)
@@ -138,8 +158,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 raise RecordError(f"{target} has an effect that a graph cannot hold")
             return result
         ahead: tuple[fx.Node, ...] = ()
-        if func in DRAWN_AHEAD and isinstance(result, Tensor) and "out" not in kwargs:
-            target, ahead = drawn_now_or_ahead(func), (self._add_draw(func, args, kwargs, result),)
+        if can_be_drawn_ahead(func) and isinstance(result, Tensor) and "out" not in kwargs:
+            operation, target = "call_function", drawn_now_or_ahead(func)
+            ahead = (self._add_draw(func, args, kwargs, result),)
         node_args = (*ahead, *(self.argument(arg) for arg in args), *extra)
         node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
@@ -153,7 +174,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _add_draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> fx.Node:
         """An input for a tensor that may be drawn before the region runs, see :mod:`lightning_fxpipe.randomness`."""
         with self.paused():
-            node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", torch.empty_like(result))
+            numbers = torch.empty(shape_drawn_ahead(func, args, kwargs), dtype=result.dtype, device=result.device)
+            node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", numbers)
         node.meta["draw"] = Draw(function=func, args=_without_data(args), kwargs=_without_data(kwargs))
         return node
 
@@ -303,11 +325,38 @@ class Recorder(GraphWriter, TorchFunctionMode):
         except NoExample:
             return None
 
+    def _follows_from_inputs(self, tensor: Any) -> bool:
+        node = self._nodes.get(id(tensor)) if isinstance(tensor, FakeTensor) else None
+        return node is not None and any(other.op == "placeholder" and "draw" not in other.meta for other in cone(node))
+
+    def _look(self, func: Callable[..., Any], tensor: Tensor) -> Any:
+        """Answers code that looks at a value as in the traced call; a call with another answer gets a trace of its own."""
+        if len(self._module_stack) > 1 and not self._settings.answers_looks:
+            raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
+        try:
+            if self._examples is None:
+                raise NoExample("there is no example")
+            with self.paused():
+                return self.looks.answer(func, self._tensor_argument(tensor), self._examples)
+        except NoExample as error:
+            if func is Tensor.__bool__:
+                return self._decide(tensor)
+            raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
+
+    def _with_numbers(self, value: Any) -> Any:
+        """An index with a number in place of each tensor that bounds a slice."""
+        if isinstance(value, tuple):
+            return tuple(self._with_numbers(item) for item in value)
+        if isinstance(value, slice):
+            return slice(*(self._bound(bound) for bound in (value.start, value.stop, value.step)))
+        return value
+
+    def _bound(self, value: Any) -> Any:
+        return self._look(Tensor.__index__, value) if self._follows_from_inputs(value) else value
+
     def _decide(self, tensor: Tensor) -> bool:
         """Answers ``if tensor:`` in opened code as the traced call does, and has it checked in every later call."""
         node = self._tensor_argument(tensor)
-        if len(self._module_stack) > 1 and any(other.op == "placeholder" for other in cone(node)):
-            raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
         try:
             if self._examples is None:
                 raise NoExample("there is no example")

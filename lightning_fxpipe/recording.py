@@ -1,4 +1,4 @@
-"""Routes the calls of modules, autograd functions and checkpoints through a recorder."""
+"""Routes the calls of modules, autograd functions and checkpoints through a recorder; distributions check no arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_fxpipe._compat import FakeTensor, checkpoints_replaced, patched_attributes
 from lightning_fxpipe.calls import calls_through
+from lightning_fxpipe.distributions import unvalidated_distributions
 from lightning_fxpipe.record import Recorder
 
 
@@ -28,7 +29,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         # ``len(tensor)`` must be an int, which would fix the batch size for good.
         return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
 
-    with calls_through(recorder):
+    with calls_through(recorder), unvalidated_distributions():
         original_apply = vars(torch.autograd.Function)["apply"]
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed, tree_flatten
 from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_call
+from lightning_fxpipe.distributions import unvalidated_distributions
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.parameteruse import check_call
 from lightning_fxpipe.randomness import BatchDraws
-from lightning_fxpipe.sizes import SymbolicSize
+from lightning_fxpipe.sizes import SymbolicSize, as_size
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
@@ -132,7 +133,7 @@ class Replayer:
             UnsupportedError: The step takes another path than the one recorded.
         """
         mode = _Replay(self, batch, draws, run)
-        with calls_through(mode):
+        with calls_through(mode), unvalidated_distributions():
             yield
         mode.check_refused()
         if self.record.first < mode.count <= self.record.last:  # one that makes none of them skips the batch
@@ -187,7 +188,7 @@ class _Replay(StepMode):
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         path = self._replayer.module_paths.get(id(module))
-        if self._in_stage or self._is_inside or path is None:
+        if self._in_stage or self._is_inside or path is None or path in self._record.transparent:
             return original_call(module, *args, **kwargs)
         return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
 
@@ -253,7 +254,7 @@ class _Replay(StepMode):
         for path, attribute, key in call.sides:
             if key in self._tensors:
                 setattr(self._replayer.root.get_submodule(path), attribute, self._tensors[key])
-        return call.result.fill(tensors)
+        return call.result.structure.fill(tensors, [self._replayer.constant(as_size(size)) for size in call.result.sizes])
 
     def _remember(self, tensor: Tensor, key: TensorKey) -> None:
         """The first identity of a tensor is its own, as when the step was recorded."""

@@ -21,12 +21,12 @@ from lightning_fxpipe.madeup import MadeUp
 from lightning_fxpipe.messages import logger, told
 from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import plan_region
+from lightning_fxpipe.planning import plan_regions
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.stepcode import assigned_anywhere
 from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages
-from lightning_fxpipe.survey import locate_first_region
+from lightning_fxpipe.survey import first_regions
 from lightning_fxpipe.wording import error_words
 
 _STEPS = {
@@ -159,7 +159,7 @@ class _Trial:
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
             dim = self.options.batch_dim
             microbatch, size = first_microbatch(batch, self.options.num_microbatches, self.num_stages, dim)
-            region = locate_first_region(
+            found = first_regions(
                 self.module,
                 partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
                 batch_size=size,
@@ -167,7 +167,7 @@ class _Trial:
                 device=self.device,
                 fallback=trains if trains_here else holds_any,
             )
-            plan = plan_region(self.module, region, num_stages=self.num_stages, device=self.device)
+            plan = plan_regions(self.module, found, num_stages=self.num_stages, device=self.device)
             return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
 
 

@@ -9,19 +9,19 @@ and autograd on the whole batch, as on one device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.agreement import check_agreement, digest
+from lightning_fxpipe.batchresult import BatchResult
 from lightning_fxpipe.batchtraces import BatchTraces, Found
 from lightning_fxpipe.commands import Command, Commands
-from lightning_fxpipe.errors import BatchError, UnsupportedError
+from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
 from lightning_fxpipe.interleaved import InterleavedPass, Interleaving, ParkedLoss, StepTail
-from lightning_fxpipe.metrics import LogEntry, StepLog
+from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.microbatch import count_samples, default_num_microbatches, split_batch
 from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.plan import PartitionPlan
@@ -31,6 +31,7 @@ from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.schedule import ScheduleName
+from lightning_fxpipe.signals import StepFailed
 from lightning_fxpipe.sparing import Sparing
 from lightning_fxpipe.split import boundary_specs
 from lightning_fxpipe.stagetraces import StageTrace
@@ -39,27 +40,6 @@ from lightning_fxpipe.structure import describe
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.weighting import Finding, LossOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchResult:
-    """What this rank's run of a step gave; all but ``num_microbatches`` is there on the last stage only.
-
-    Attributes:
-        num_microbatches: Microbatches of the batch; 0 where no model was called.
-        output: What the step returned.
-        loss: In training, the value of its loss; None where the step returned none, to skip the batch.
-        finding: What it showed of the loss, where it was looked at.
-        entries: What it logged.
-        rng: State of the generators, where the step drew numbers that the other ranks did not.
-    """
-
-    num_microbatches: int
-    output: Any = None
-    loss: float | None = None
-    finding: Finding | None = None
-    entries: list[LogEntry] = field(default_factory=list)
-    rng: dict[str, Any] | None = None
 
 
 class PipelineRuntime:
@@ -74,6 +54,7 @@ class PipelineRuntime:
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
         sparing: Knows the ranks that get batches without values; None where all have them.
+        no_placeholders: In this context a look at a tensor of another stage is an error.
     """
 
     def __init__(
@@ -87,8 +68,10 @@ class PipelineRuntime:
         schedule: ScheduleName = "auto",
         loss: LossOptions | None = None,
         sparing: Sparing | None = None,
+        no_placeholders: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = root
+        self._no_placeholders = no_placeholders
         self._topology = topology
         self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
@@ -113,6 +96,10 @@ class PipelineRuntime:
             step: The step.
             batch: The batch.
             metrics: The module's metrics, by name.
+
+        Raises:
+            CannotFollow: The step trains nothing, and cannot run in stages.
+            StepFailed: The same, raised on the last stage only; the other ranks return.
         """
         self.end_batch()
         num_samples = self._count_samples(batch)
@@ -125,7 +112,7 @@ class PipelineRuntime:
         around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
         before = rng_state() if call is None else None
         try:
-            with log.capture(self._root), step.context(), around:
+            with log.capture(self._root), step.context(), self._behind_stages(step, call), around:
                 output = step.function(batch, *step.rest)
         except BaseException:
             if call is None or call.leaving.error is None:
@@ -158,6 +145,22 @@ class PipelineRuntime:
                 f"{counted.reason}. FxPipeStrategy(num_microbatches=1) says that it is meant so."
             )
         return counted.num_samples
+
+    @contextmanager
+    def _behind_stages(self, step: Step, call: _RegionCall | None) -> Iterator[None]:
+        """The block runs the step's code; behind the region no other rank waits for this one, if nothing is trained."""
+        if step.is_training or not self._topology.is_last or self._topology.num_stages == 1:
+            yield
+            return
+        try:
+            with self._no_placeholders():
+                yield
+        except PeerError:
+            raise
+        except FxPipeError as error:
+            if call is not None and not call.has_run:
+                raise
+            raise StepFailed(error) from error
 
     def _region_call(self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws) -> _RegionCall:
         trace, shapes = found
@@ -352,6 +355,7 @@ class _RegionCall:
         self.rng_before_region: dict[str, Any] | None = None
         self.tail: StepTail | None = None
         self.joined: tuple[Tensor, ...] = ()
+        self.has_run = False  # all ranks have done their part
         self._batch = batch
         self._rng_at_start = rng_state() if runtime.may_interleave(step) else None
         self.leaving = Leaving()
@@ -384,7 +388,7 @@ class _RegionCall:
                 raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
             with mode.in_stage():
                 outputs = run(list(inputs))
-            return traced.result(outputs)
+            return traced.result(outputs, self._sizes)
 
         path = traced.signature.path
         assert path is not None
@@ -413,6 +417,7 @@ class _RegionCall:
                 set_rng_state(before_draws)
                 values = self._values(inputs)
                 _, joined = self._runtime.run_pass(setup, values, self._step, self._trace)
+        self.has_run = True
         if joined is None:
             raise StageExit(())
         assert setup.tail is not None

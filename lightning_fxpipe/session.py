@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, SubmoduleAttributes, take_over
+from lightning_fxpipe.batchresult import BatchResult
 from lightning_fxpipe.cost import canonical_fqns
+from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.examplerun import ExampleRuns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
@@ -31,17 +33,20 @@ from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.parameteruse import check_same_parameters, parameters_by_name
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.replica import Replica
-from lightning_fxpipe.rng import set_rng_state
-from lightning_fxpipe.runtime import BatchResult, PipelineRuntime
+from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.runtime import PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
+from lightning_fxpipe.signals import CannotFollow, StepFailed
 from lightning_fxpipe.sparing import Sparing, Watched
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import batch_norms, report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
+from lightning_fxpipe.undo import undone_if_raised
 from lightning_fxpipe.weighting import Finding, LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
+from lightning_fxpipe.wholestep import WholeSteps
 
 _STEPS: dict[RunningStage | None, StepKind] = {
     RunningStage.TRAINING: StepKind.TRAIN,
@@ -98,6 +103,9 @@ class Session:
         self._finding: Finding | None = None
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
         self.trace_log = TraceLog(inform, warn, told=told)
+        self._whole_steps = WholeSteps(module, plan, topology, warn)
+        self._ran: set[StepKind] = set()  # steps that have run for a batch
+        self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._runtime = PipelineRuntime(
             module,
             plan,
@@ -107,6 +115,7 @@ class Session:
             loss=loss,
             trace_log=self.trace_log,
             sparing=sparing,
+            no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
         )
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
@@ -252,20 +261,30 @@ class Session:
             self._materials = None
         is_last = self._topology.is_last
         metrics = held_metrics(self.module)
+        start = None if step.is_training else rng_state()
         before = StepAttributes(self.module, self._common_buffers(), step.function) if is_last else None
         states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
-        result = self._runtime.run(step, batch, metrics)
+        try:
+            result = self._run_once(step, batch, metrics)
+        except CannotFollow as error:
+            return self._run_whole(step, batch, error.reason, start)
+        if result.failure is not None:  # on the last stage; what the step has done so far is undone
+            before = states = None
         output = result.output
         changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
         sent = self.hooks.sendable_output(step.kind.value, output)
         finding = None if result.finding is self._finding else result.finding
         self._finding = result.finding
-        told = (result.rng, *changed, sent, trainer.should_stop, finding)
+        told = (result.rng, *changed, sent, trainer.should_stop, finding, result.buffers, result.failure)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
         loss, entries, news = self._channel.share(result.loss, result.entries, news)
+        if news is not None and news[-1] is not None:
+            return self._run_whole(step, batch, news[-1], start)
+        self._ran.add(step.kind)
         if news is not None and not is_last:
-            rng, attributes, buffers, counted, sent, trainer.should_stop, finding = news
+            rng, attributes, buffers, counted, sent, trainer.should_stop, finding, others_buffers, _ = news
+            self._whole_steps.change_buffers(others_buffers)
             if finding is not None:
                 self._runtime.learn(finding)
             if rng is not None:
@@ -275,6 +294,31 @@ class Session:
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries), output
+
+    def _run_once(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
+        """Runs one batch, in stages or without."""
+        if self._whole_steps.takes(step.kind):
+            return self._whole_steps.run(step, batch, metrics)
+        # The first batch is tried: later ones pay for no watch.
+        self._is_tried = self._topology.is_last and not step.is_training and step.kind not in self._ran
+        try:
+            with undone_if_raised(StepFailed, self.module) if self._is_tried else nullcontext():
+                return self._runtime.run(step, batch, metrics)
+        except StepFailed as error:
+            if not self._is_tried:
+                raise error.reason from error
+            return BatchResult(num_microbatches=0, failure=error.reason)
+
+    def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, rng: dict[str, Any] | None) -> tuple[BatchResult, Any]:
+        """Runs a batch again, which cannot run in stages, and the later ones of the same step. Called by every rank."""
+        assert rng is not None
+        set_rng_state(rng)
+        self._whole_steps.take(step.kind, reason)
+        return self._run(step, batch)
+
+    def end_evaluation(self) -> None:
+        """After the last batch of a loop that trains nothing. Called by every rank."""
+        self._whole_steps.give_back()
 
     def _buffers_before(self) -> dict[str, Tensor]:
         """Copies of this stage's buffers, but for those of BatchNorm, of which the user has been told."""

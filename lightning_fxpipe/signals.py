@@ -1,7 +1,8 @@
-"""What ends a recording before its time."""
+"""What ends a recording, or the run of a batch, before its time."""
 
 from __future__ import annotations
 
+from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.frames import user_source
 
 
@@ -24,3 +25,19 @@ class MustStayWhole(BaseException):
     def __init__(self, path: str, reason: str, source: str | None) -> None:
         super().__init__(path)
         self.path, self.reason, self.source = path, reason, source
+
+
+class CannotFollow(Exception):
+    """A step that trains nothing cannot be cut as the plan says. Raised on every rank.
+
+    Args:
+        reason: The error that says why.
+    """
+
+    def __init__(self, reason: FxPipeError) -> None:
+        super().__init__(reason.what)
+        self.reason = reason
+
+
+class StepFailed(CannotFollow):
+    """The same, found on the last stage's rank alone, after the others have done their part of the batch."""

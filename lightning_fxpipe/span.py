@@ -11,9 +11,9 @@ made it. Numbers are the same in every run of the step, fake or real, as long as
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,11 +46,15 @@ class Span:
     Attributes:
         first, last: Numbers of the first and last call.
         wanted: The tensors that later code uses, in the order in which they are made.
+        answers: What code before the region has seen when it looked at values, by the number of the call.
+        transparent: Paths of modules whose forward counts as the step's own code: it is its calls that have numbers.
     """
 
     first: int
     last: int
     wanted: tuple[TensorKey, ...]
+    answers: Mapping[int, Any] = field(default_factory=dict)
+    transparent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,8 @@ class StepRegion:
             calls=tuple(recorder.calls),
             inputs=tuple(recorder.inputs),
             outputs=self.span.wanted,
+            answers=self.span.answers,
+            transparent=self.span.transparent,
         )
 
 
@@ -160,6 +166,8 @@ class SpanRecorder(Recorder):
         def record() -> Any:
             return super(SpanRecorder, self).call_module(original_call, module, args, kwargs)
 
+        if not self._is_nested and path in self._span.transparent:
+            return original_call(module, *args, **kwargs)
         if self._is_nested or path is None:
             return record()
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
@@ -192,7 +200,7 @@ class SpanRecorder(Recorder):
         self._count += 1
         if number < self._span.first:
             with self.paused():
-                result = function(*args, **kwargs)
+                result = self._span.answers[number] if number in self._span.answers else function(*args, **kwargs)
             self._remember_result(number, result)
             return result
         if number == self._span.first:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
 
-from lightning_fxpipe.agreement import check_agreement
-from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
+from lightning_fxpipe.agreement import check_agreement, gathered
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.following import follow_plan, trace_for_plan
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.plan import PartitionPlan
@@ -21,13 +21,14 @@ from lightning_fxpipe.prelude import PreludeFacts, rehearsed
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.reads import ReadKey, changed_reads
 from lightning_fxpipe.recordable import Recordable, RegionCall, Signature, sign
-from lightning_fxpipe.region import StepCall, find_region, trains
+from lightning_fxpipe.region import NoModelCall, StepCall, find_region, trains
 from lightning_fxpipe.replay import RegionRehearsed, Replayer
 from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
+from lightning_fxpipe.signals import CannotFollow
 from lightning_fxpipe.span import Span, StepRegion
 from lightning_fxpipe.split import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.step import StepKind
-from lightning_fxpipe.survey import locate_region
+from lightning_fxpipe.survey import regions
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import Traced, TraceLog, input_constants, input_names
@@ -36,6 +37,9 @@ _logger = logging.getLogger("lightning_fxpipe")
 
 # A trace costs a fraction of a second to make, and little memory: its graph has tens of nodes.
 MAX_TRACES = 32
+
+
+_Cut = tuple[Recordable, Shapes, Assignment, DimGroups]
 
 
 class ValuesNeeded(Exception):
@@ -100,6 +104,7 @@ class StageTraces:
         Raises:
             NoModelCall: The step returns without calling the model.
             ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
+            CannotFollow: The step trains nothing, and cannot be cut as the plan says.
         """
         for is_span, region in self._regions(kind, call, size):
             signature, shapes = sign(self._root, region)
@@ -108,6 +113,7 @@ class StageTraces:
                 if alike and known.traced.signature == signature and known.traced.covers(region):
                     if is_span and not self._takes(known, kind, call, shapes):
                         continue
+                    self._note_looks(kind, known.traced)
                     if not has_values and self.looks_at_values(kind):
                         raise ValuesNeeded
                     self._known.remove(known)
@@ -148,6 +154,12 @@ class StageTraces:
         self._note_prelude(kind, rehearsal.facts)
         return is_same and (not found or found == expected)  # a step that skips the model has none
 
+    def _note_looks(self, kind: StepKind, traced: TracedRegion) -> None:
+        """Where the region itself looks at values, every microbatch is looked at before it runs."""
+        if traced.looks:
+            self._unfixed.add(kind)
+            self._looking.add(kind)
+
     def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
         if facts is not None:
             self.read_keys |= dict.fromkeys(facts.reads)
@@ -186,27 +198,7 @@ class StageTraces:
 
     def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
-        fallback = trains if kind is StepKind.TRAIN else self._is_staged
-        region = locate_region(
-            self._root,
-            call,
-            batch_size=size,
-            batch_dim=self._batch_dim,
-            device=self._topology.device,
-            fallback=fallback,
-            needs_model=False,
-        )
-        if isinstance(region, RegionCall):
-            self._note_prelude(kind, region.prelude)
-        signature, shapes = sign(self._root, region)
-        history = self._histories.get(signature, ShapeHistory)
-        history.observe(shapes, size, self._batch_dim)
-        groups = history.groups(shapes)
-        assignment, symbolic = self._assignment(region, groups, history)
-        for group in symbolic:
-            tensor, dim = group[0]
-            if _is_specialised(assignment.chain.traced, tensor, dim):
-                history.note_specialised(group, shapes[tensor][dim])
+        region, shapes, assignment, symbolic = self._agreed(kind, partial(self._cut, kind, call, size))
         check_agreement(
             self._topology.control_group,
             (symbolic, [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]),
@@ -223,6 +215,7 @@ class StageTraces:
             stage=build_stage(assignment, self._topology.stage_index),
             stages_with_inputs=stages_with_inputs(assignment),
         )
+        self._note_looks(kind, made.traced)
         self._warn_of_changes(region)
         self._known = [*self._known[-(MAX_TRACES - 1) :], made]
         self.read_keys |= dict.fromkeys(made.traced.reads)
@@ -231,13 +224,70 @@ class StageTraces:
         record = Traced(
             step=kind.value,
             seconds=seconds,
-            signature=signature,
+            signature=assignment.chain.traced.signature,
             shapes=shapes,
             names=input_names(region),
             constants=input_constants(region),
         )
         self._log.add(record, frozenset(open_dims))
         return made, shapes
+
+    def _agreed(self, kind: StepKind, cut: Callable[[], _Cut]) -> _Cut:
+        """What ``cut`` gives on every rank.
+
+        Raises:
+            CannotFollow: It failed on one of them, in a step that trains nothing.
+        """
+        if kind is StepKind.TRAIN or self._topology.num_stages == 1:
+            return cut()
+        made: _Cut | None = None
+        failure: FxPipeError | None = None
+        try:
+            made = cut()
+        except NoModelCall:
+            raise
+        except FxPipeError as error:
+            failure = error
+        failures = [found for found in gathered(self._topology.control_group, failure) if found is not None]
+        if failures:
+            raise CannotFollow(failures[-1])
+        assert made is not None
+        return made
+
+    def _cut(self, kind: StepKind, call: StepCall, size: int) -> _Cut:
+        """The region of a step, the shapes that it gets, its stages, and the dimensions whose sizes are symbols."""
+        fallback = trains if kind is StepKind.TRAIN else self._is_staged
+        found = regions(
+            self._root,
+            call,
+            batch_size=size,
+            batch_dim=self._batch_dim,
+            device=self._topology.device,
+            fallback=fallback,
+            needs_model=False,
+        )
+        first: FxPipeError | None = None
+        for region in found:
+            try:
+                return self._cut_region(kind, region, size)
+            except (TraceError, PartitionError) as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _cut_region(self, kind: StepKind, region: Recordable, size: int) -> _Cut:
+        if isinstance(region, RegionCall):
+            self._note_prelude(kind, region.prelude)
+        signature, shapes = sign(self._root, region)
+        history = self._histories.get(signature, ShapeHistory)
+        history.observe(shapes, size, self._batch_dim)
+        groups = history.groups(shapes)
+        assignment, symbolic = self._assignment(region, groups, history)
+        for group in symbolic:
+            tensor, dim = group[0]
+            if _is_specialised(assignment.chain.traced, tensor, dim):
+                history.note_specialised(group, shapes[tensor][dim])
+        return region, shapes, assignment, symbolic
 
     def _warn_of_changes(self, region: Recordable) -> None:
         """Says once which attribute makes the model be traced again."""

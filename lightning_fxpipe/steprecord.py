@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_fxpipe._compat import TreeSpec
@@ -58,6 +59,8 @@ class StepRecord:
         calls: The calls between, in order.
         inputs: Where each of the graph's inputs comes from.
         outputs: Which tensors the graph's outputs are.
+        answers: What code before the region has seen when it looked at values, by the number of the call.
+        transparent: Paths of modules whose forward counts as the step's own code.
     """
 
     first: int
@@ -65,3 +68,5 @@ class StepRecord:
     calls: tuple[RecordedCall, ...]
     inputs: tuple[TensorKey, ...]
     outputs: tuple[TensorKey, ...]
+    answers: Mapping[int, Any] = field(default_factory=dict)
+    transparent: frozenset[str] = frozenset()

@@ -384,6 +384,18 @@ class FxPipeStrategy(CheckpointStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._evaluate(StepKind.PREDICT, args, kwargs)
 
+    @override
+    def on_validation_end(self) -> None:
+        self.session.end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self.session.end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.session.end_evaluation()
+
     def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with no_end_of_epoch(kind.value), self.session.hooks.suspended(), self.replica.computing():
             return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])

@@ -10,19 +10,20 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import FakeTensor, outside_fakes, size_hint, tree_leaves
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe._compat import SYMBOLIC_TYPES, FakeTensor, outside_fakes, size_hint, tree_leaves
+from lightning_fxpipe.errors import FxPipeError, TraceError
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.inputgradient import InputGradient, functions_before, input_gradient
 from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes, check_same_parameters, parameters_by_name
 from lightning_fxpipe.placement import device_of
 from lightning_fxpipe.record import RecorderSettings
-from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, WantedResults
+from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, RegionCall, WantedResults
 from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
@@ -31,13 +32,15 @@ from lightning_fxpipe.stepcode import code_of, locals_up_to, may_differ_between_
 from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import LOOKS
-from lightning_fxpipe.trace import fake_run
+from lightning_fxpipe.trace import fake_run, is_torch_leaf
 from lightning_fxpipe.wording import error_words
 
 _logger = logging.getLogger("lightning_fxpipe")
 _CONTAINERS = (list, tuple, dict)
 # A step that calls the model for none of so many batches is taken to have none.
 _MAX_SKIPPED = 3
+# Modules inside each other that are taken for the step's own code.
+_MAX_DEPTH = 4
 
 
 def locate_region(
@@ -80,31 +83,58 @@ def locate_region(
     if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
         region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=holds_any)
         return replace(region, wanted=survey.wanted_of_call(survey.users[0]), ends_because=because)
-    first, last = survey.users[0], survey.users[-1]
-    return StepRegion(
-        step=step,
-        span=Span(first=first, last=last, wanted=survey.used_after(first, last)),
-        batch_size=batch_size,
-        batch_dim=batch_dim,
-        ends_because=because,
-    )
+    return survey.region(step, batch_size, batch_dim)
 
 
-def locate_first_region(root: nn.Module, call: Callable[..., StepCall], **options: Any) -> Recordable:
-    """The region of a step at the start of a run, which may skip its first batches.
+def regions(root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, **options: Any) -> Iterator[Recordable]:
+    """What of a step may be pipelined: the best first, and then smaller regions, for where that cannot be recorded or cut.
+
+    A smaller one takes a module's forward for the step's own code: it ends where that looks at values which nobody knows
+    beforehand, and the rest of the step is ordinary Python on the last stage. Arguments and errors as :func:`locate_region`.
+    """
+    region = locate_region(root, step, batch_size=batch_size, batch_dim=batch_dim, **options)
+    whole = _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
+    transparent = frozenset({region.path} if isinstance(region, RegionCall) else ())
+    return chain([region], _smaller(root, whole, transparent, options.get("device")))
+
+
+def _smaller(
+    root: nn.Module, whole: _WholeStep, transparent: frozenset[str], device: torch.device | None
+) -> Iterator[StepRegion]:
+    for _ in range(_MAX_DEPTH):
+        if transparent:
+            try:
+                survey = _survey(root, replace(whole, span=replace(whole.span, transparent=transparent)), device)
+            except FxPipeError:
+                return  # the error of the best region says more
+        else:
+            survey = _survey(root, whole, device)
+        if not survey.users:
+            return
+        if transparent:
+            yield survey.region(whole.step, whole.batch_size, whole.batch_dim)
+        called = [call.name for call in survey.calls if call.number in survey.users and call.is_module]
+        deeper = transparent.union(path for path in called if not is_torch_leaf(path, root.get_submodule(path)))
+        if deeper == transparent:
+            return
+        transparent = deeper
+
+
+def first_regions(root: nn.Module, call: Callable[..., StepCall], **options: Any) -> Iterator[Recordable]:
+    """The regions of a step at the start of a run, which may skip its first batches.
 
     Args:
         root: The LightningModule.
         call: ``call(batch_idx=i)`` is the step with that index.
-        **options: For :func:`locate_region`.
+        **options: For :func:`regions`.
 
     Raises:
         NoModelCall: The step calls no model for any of the first indices.
     """
     for batch_idx in range(_MAX_SKIPPED):
         with suppress(NoModelCall):
-            return locate_region(root, call(batch_idx=batch_idx), **options)
-    return locate_region(root, call(batch_idx=_MAX_SKIPPED), **options)
+            return regions(root, call(batch_idx=batch_idx), **options)
+    return regions(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
 def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _Survey:
@@ -158,11 +188,12 @@ class _Survey(SpanRecorder):
     such a look is counted to the region, because whether it is made may depend on the value.
     """
 
-    def __init__(self, settings: RecorderSettings, root: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__(settings, Span(first=0, last=-1, wanted=()))
+    def __init__(self, settings: RecorderSettings, span: Span, root: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__(settings, span)
         self.users: list[int] = []
         self.calls_model = False
         self.misuse: ParameterMisuse | None = None
+        self.answers: dict[int, Any] = {}  # to looks at values, by the number of the call
         self.completed = False
         # Whether the step uses the same for every batch, as far as its code tells.
         self.is_fixed = not may_differ_between_batches(root, function)
@@ -192,7 +223,11 @@ class _Survey(SpanRecorder):
             shape = [size_hint(size) for size in args[0].shape]
             with self.paused(), outside_fakes():
                 return LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
-        return super().__torch_function__(func, types, args, kwargs)
+        number = self._count
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not self._is_nested and func in LOOKS and not isinstance(result, SYMBOLIC_TYPES):
+            self.answers[number] = result
+        return result
 
     def _note_look(self) -> None:
         self._has_looked = True
@@ -303,6 +338,14 @@ class _Survey(SpanRecorder):
         positions = tuple(i for i, key in enumerate(call.keys) if key in used or key.call != number)
         return WantedResults(positions=positions, total=len(call.keys)) if positions else None
 
+    def region(self, step: StepCall, batch_size: int, batch_dim: int) -> StepRegion:
+        """From the first to the last call that uses parameters."""
+        first, last = self.users[0], self.users[-1]
+        wanted, transparent = self.used_after(first, last), self._span.transparent
+        span = Span(first=first, last=last, wanted=wanted, answers=self.answers, transparent=transparent)
+        because = self.ends_because()
+        return StepRegion(step=step, span=span, batch_size=batch_size, batch_dim=batch_dim, ends_because=because)
+
     def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
         """The tensors made within the span that later code uses; all of them where that is not known."""
         calls = [call for call in self.calls if first <= call.number <= last]
@@ -323,4 +366,4 @@ class _WholeStep(StepRegion):
 
     def make_recorder(self, settings: RecorderSettings) -> _Survey:
         """A recorder for it."""
-        return _Survey(settings, self.root, self.step.function)
+        return _Survey(settings, self.span, self.root, self.step.function)

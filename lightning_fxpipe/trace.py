@@ -28,9 +28,10 @@ from lightning_fxpipe._compat import (
     tracing_friendly_torch,
 )
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.examples import draws
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.frames import raising_source, user_source
+from lightning_fxpipe.graphwriter import erase_unused
+from lightning_fxpipe.looks import Look, looks_hold
 from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
 from lightning_fxpipe.placement import Placement, device_of
@@ -42,6 +43,7 @@ from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.shapes import batch_dim_of
 from lightning_fxpipe.signals import MustStayWhole, RecordError
 from lightning_fxpipe.silence import silenced
+from lightning_fxpipe.sizes import SymbolicSize, as_size
 from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
@@ -66,6 +68,7 @@ class TracedRegion:
     batch_symbols: frozenset[Any]  # that stand for the number of samples; usually one
     input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
     output_structure: Structure = field(repr=False)
+    output_sizes: tuple[Any, ...]  # sizes in the result that are no part of a tensor
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
     constants: Mapping[str, Tensor] = field(repr=False)
     world: FakeWorld = field(repr=False)
@@ -75,6 +78,7 @@ class TracedRegion:
     record: StepRecord | None = field(default=None, repr=False)
     drawing: frozenset[str] = frozenset()
     reads: Mapping[ReadKey, Any] = field(default_factory=dict, repr=False)
+    looks: tuple[Look, ...] = field(default=(), repr=False)
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
@@ -124,19 +128,29 @@ class TracedRegion:
         template = Template.of((args, dict(kwargs)), shared=self._lasting)
         return template.tensors if template.structure == self.signature.structure else None
 
-    def result(self, outputs: Sequence[Any]) -> Any:
-        """What the module returns, of the type that it returns, from the graph's outputs."""
+    def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
+        """What the module returns, of the type that it returns, from the graph's outputs and the values of the symbols."""
         values: list[Any] = [
             Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
             for index in range(self.output_structure.num_tensors)
         ]
         for index, output in zip(self.wanted, outputs, strict=True):
             values[index] = output
-        return self.output_structure.fill(values)
+        numbers = [size.value(sizes or {}) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
+        return self.output_structure.fill(values, numbers)
 
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
-        return self.computes(call) and not changed_reads(self.root, self.reads)
+        is_same = self.computes(call) and not changed_reads(self.root, self.reads)
+        return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
+
+    def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the code would see the same values where it has looked at them, for inputs that :meth:`computes` accepts."""
+        if not self.looks:
+            return True
+        sizes = self.bind_sizes(tuple(tuple(tensor.shape) for tensor in inputs))
+        named = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(inputs)}
+        return sizes is not None and looks_hold(self.looks, named, sizes, self.constants)
 
     def computes(self, call: Recordable) -> bool:
         """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
@@ -157,6 +171,7 @@ def trace_region(
     device: torch.device | None = None,
     wanted: Collection[int] | None = None,
     check: bool = True,
+    answers_looks: bool = True,
 ) -> TracedRegion:
     """Records the call of one module.
 
@@ -173,6 +188,7 @@ def trace_region(
             are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
             the call.
         check: Whether to record twice and compare; without, the graph is good for planning only.
+        answers_looks: Whether modules that look at values of the inputs may be opened; otherwise they stay whole.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
@@ -181,12 +197,12 @@ def trace_region(
     kept_whole: dict[str, str] = {}
     while True:
         try:
-            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted)
-            again = _record(root, call, signature, opened, kept_whole, device, wanted)[0] if check else traced
+            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted, answers_looks)
+            again = _record(root, call, signature, opened, kept_whole, device, wanted, answers_looks)[0] if check else traced
         except MustStayWhole as stop:
             if stop.path in ("", call.opened_path) or stop.path in kept_whole:
                 raise _untraceable(root, call, stop.reason, stop.source) from stop
-            kept_whole[stop.path] = stop.reason
+            kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
         except RecordError as error:
             raise _untraceable(root, call, error.reason, error.source) from error
         else:
@@ -205,6 +221,7 @@ def _record(
     kept_whole: dict[str, str],
     device: torch.device | None,
     wanted: Collection[int] | None,
+    answers_looks: bool,
 ) -> tuple[TracedRegion, bool]:
     """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
@@ -218,7 +235,7 @@ def _record(
             actually_opened[path] = None
         return whole
 
-    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device) as run:
+    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device, answers_looks) as run:
         recorder = run.recorder
         # Modules that the region calls are looked after by the recorder.
         roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
@@ -234,7 +251,7 @@ def _record(
         output = _taken_apart(result, run.lasting)
         chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
         recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
-    _erase_unused(recorder.graph)
+    erase_unused(recorder.graph)
     traced = TracedRegion(
         graph=recorder.graph,
         root=root,
@@ -244,6 +261,7 @@ def _record(
         batch_symbols=run.batch_symbols,
         input_shapes=run.input_shapes,
         output_structure=output.structure,
+        output_sizes=tuple(as_size(size) for size in output.sizes),
         wanted=chosen,
         constants=recorder.constants,
         world=run.world,
@@ -252,6 +270,7 @@ def _record(
         kept_whole=dict(kept_whole),
         record=call.record_of(recorder),
         reads=run.reads,
+        looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
@@ -263,8 +282,8 @@ def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
         output = Template.of(result, shared=lasting)
     except NotFillable as error:
         raise RecordError(str(error)) from error
-    if output.sizes:
-        raise RecordError("the result has a size of a tensor in it, as a number")
+    if any(depends_on_data(size) for size in output.sizes):
+        raise RecordError("the result has a number in it that depends on data")
     return output
 
 
@@ -307,7 +326,11 @@ class FakeRun:
 
 @contextmanager
 def fake_run(
-    root: nn.Module, call: Recordable, is_whole: Callable[[str, nn.Module], bool], device: torch.device | None
+    root: nn.Module,
+    call: Recordable,
+    is_whole: Callable[[str, nn.Module], bool],
+    device: torch.device | None,
+    answers_looks: bool = True,
 ) -> Iterator[FakeRun]:
     """Exchanges all tensors of the module for fakes, and records what the block runs."""
     world = FakeWorld()
@@ -342,6 +365,7 @@ def fake_run(
             is_whole=is_whole,
             device_type=placement.device.type,
             lasting=lasting,
+            answers_looks=answers_looks,
         )
         recorder = call.make_recorder(settings)
         fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
@@ -408,20 +432,6 @@ def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, sec
 
 def _name(root: nn.Module, call: Recordable) -> str:
     return call.label if call.opened_path is None else type(root.get_submodule(call.opened_path)).__name__
-
-
-def _erase_unused(graph: fx.Graph) -> None:
-    """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
-    for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
-            continue
-        if node.meta.get("mutated_storages"):
-            continue
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
-            continue
-        if not draws(node):
-            graph.erase_node(node)
 
 
 def _holds(condition: sympy.Basic, sizes: Mapping[Any, int]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.snapshot import user_state
 from lightning_fxpipe.writes import undone_writes
 
@@ -35,3 +35,24 @@ def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[None]:
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+@contextmanager
+def undone_if_raised(kind: type[Exception], root: nn.Module) -> Iterator[None]:
+    """Where the block raises an error of a kind, the module and all that its code reaches are what they were before it.
+
+    Args:
+        kind: The kind.
+        root: The module.
+    """
+    before, state = user_state(root), rng_state()
+    tensors = [tensor for tensor in (*before.tensors(), *root.buffers()) if not tensor.is_meta]
+    values = [tensor.detach().clone() for tensor in tensors]
+    try:
+        yield
+    except kind:
+        before.restore()
+        set_rng_state(state)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data.copy_(value)
+        raise

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
+from lightning_fxpipe.granularity import GOOD_ENOUGH, stage_weights
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan
-from lightning_fxpipe.planning import GOOD_ENOUGH, Assignment, make_plan, plan_region, stage_weights
+from lightning_fxpipe.planning import Assignment, make_plan, plan_region
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.region import StepCall, find_region
 from lightning_fxpipe.table import human_bytes

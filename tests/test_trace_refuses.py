@@ -159,13 +159,15 @@ def test_hook_on_a_gradient_is_refused() -> None:
     assert names(trace(Around(Hooked()), batch(), opened=("inner",))) == ["embed", "inner"]
 
 
-def test_size_as_a_result_is_refused() -> None:
+def test_size_as_a_result_has_the_value_of_each_batch() -> None:
     class Sizes(TwoLayers):
         def forward(self, x: Tensor) -> Any:
             return self.last(self.first(x)), x.shape[0]
 
-    with pytest.raises(TraceError, match="a size of a tensor"):
-        trace(Sizes(), batch())
+    traced = trace(Sizes(), batch())
+    for size in (4, 7):
+        sizes = traced.bind_sizes(((size, *traced.input_shapes[0][1:]),))
+        assert traced.result(["logits"], sizes) == ("logits", size)
 
 
 class Opaque:

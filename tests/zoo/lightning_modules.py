@@ -19,7 +19,9 @@ from tests.inmemory import InMemory
 from tests.lit import make_trainer, snapshot
 from tests.zoo import (
     steps_calls,
+    steps_distributions,
     steps_evaluation,
+    steps_looks,
     steps_losses,
     steps_models,
     steps_prelude,
@@ -44,6 +46,8 @@ CASES: dict[str, Case] = {
     **steps_shapes.CASES,
     **steps_skips.CASES,
     **steps_wrapped.CASES,
+    **steps_distributions.CASES,
+    **steps_looks.CASES,
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, labelled, mlp
+from tests.zoo.steps_case import CLASSES, DIM, WIDTH, Case, Sgd, classifier, cross_entropy, labelled, mlp, unlabelled
 
 
 class Everywhere(Sgd):
@@ -161,6 +161,93 @@ class Generates(Sgd):
         return ids
 
 
+class Translates(Sgd):
+    """The right tokens go into the decoder in training, its own in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.encoder = nn.Embedding(9, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.target, self.decoder = nn.Embedding(9, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 9)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        _, state = self.encoder(self.source(source))
+        return self.head(self.decoder(self.target(target), state)[0])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        target = batch.flip(1)
+        return cross_entropy(self(batch, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        _, state = self.encoder(self.source(batch))
+        token, found = batch[:, -1:], []
+        for _ in range(batch.shape[1] - 1):
+            decoded, state = self.decoder(self.target(token), state)
+            token = self.head(decoded).argmax(-1)
+            found.append(token)
+        self.log("accuracy", (torch.cat(found, dim=1) == batch.flip(1)[:, 1:]).float().mean())
+
+
+class CallsCounted(nn.Linear):
+    """Counts its calls in a buffer, in evaluation only."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Denoises(Sgd):
+    """Validation logs the loss, and then the first batch's samples go through the model again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = CallsCounted(DIM, WIDTH), mlp(WIDTH, WIDTH, WIDTH, DIM)
+        self.num_validated = 0
+        self.samples: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.first(x).tanh())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        noise = torch.randn_like(batch)
+        return nn.functional.mse_loss(self(batch + noise), noise)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.num_validated += 1
+        noise = torch.randn_like(batch)
+        self.log("val_loss", nn.functional.mse_loss(self(batch + noise), noise))
+        if batch_idx == 0:
+            x = torch.randn(3, DIM)
+            while x.norm() > 0 and len(self.samples) < 4:
+                x = x - 0.1 * self(x) + 0.01 * torch.randn_like(x)
+                self.samples.append(x)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({"validated": float(self.num_validated), "spread": torch.cat(self.samples).std()})
+        self.log("calls", self.first.calls.sum())
+        self.samples.clear()
+
+
+class DecodesFirst(OnlyTheEncoder):
+    """Validation goes backwards through the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = mlp(DIM, WIDTH, DIM), mlp(DIM, WIDTH, CLASSES)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.head(batch[0])
+        self.log("cycle", (self.encoder(batch[0] * logits.mean(1, keepdim=True))).norm())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.encoder(batch[0] * self.head(batch[0]).mean())
+
+
 def sentences() -> list[Any]:
     g = torch.Generator().manual_seed(3)
     return [torch.randint(9, (8, 5), generator=g) for _ in range(3)]
@@ -182,5 +269,8 @@ CASES: dict[str, Case] = {
     ),
     "other_inputs": Case(make=OtherInputs, batches=labelled, microbatches=(2,), evaluations=VAL_PREDICT),
     "no_model_in_validation": Case(make=NoModelInValidation, batches=labelled, microbatches=(2,), evaluations=("validate",)),
+    "translates": Case(make=Translates, batches=sentences, microbatches=(1, 2), evaluations=("validate",)),
+    "denoises": Case(make=Denoises, batches=unlabelled, microbatches=(1, 2), evaluations=("validate",)),
+    "decodes_first": Case(make=DecodesFirst, batches=labelled, microbatches=(2,), stages=3, evaluations=VAL_PREDICT),
     "generates": Case(make=Generates, batches=sentences, microbatches=(2,), evaluations=("predict",)),
 }
