@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat import return_memory, version_of
