@@ -376,7 +376,7 @@ def test_large_data_takes_little_time() -> None:
     taken = Snapshot({"self": module})
     module.data.append(5)  # type: ignore[operator, union-attr]
     taken.restore()
-    assert time.process_time() - begin < 1.0
+    assert time.process_time() - begin < 3.0
     assert len(module.data) == 1_000_000  # type: ignore[arg-type]
 
 
@@ -385,7 +385,7 @@ def test_many_modules_take_little_time() -> None:
     begin = time.process_time()
     taken = Snapshot({"self": module})
     taken.restore()
-    assert time.process_time() - begin < 1.5
+    assert time.process_time() - begin < 3.0
 
 
 def test_what_is_near_is_remembered_where_there_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
