@@ -418,7 +418,7 @@ def test_no_stages_is_an_error(num_stages: int) -> None:
 
 def test_batch_without_batch_dimension_is_an_error() -> None:
     with pytest.raises(BatchError):
-        make_plan(make_model("mlp"), {"x": 3}, num_stages=2)
+        make_plan(make_model("mlp"), {"x": 3}, num_stages=2, num_microbatches=2)
 
 
 def test_step_that_never_calls_the_model_is_an_error() -> None:
