@@ -63,13 +63,18 @@ class WholeModel:
         self._module = module
         self._plan = plan
         self._topology = topology
+        found = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if tensor.is_meta]
+        self._first = found[0] if found else None
         # Kept alive, so that no other tensor gets the identity of one.
-        self._placeholders = {id(tensor): tensor for *_, tensor in named_tensors(module) if tensor.is_meta}
+        self._placeholders = {id(tensor): tensor for *_, tensor in found}
         self._placeholders |= dropped or {}
 
     def placeholders(self) -> Mapping[int, Tensor]:
-        """This rank's placeholders, by their identity and by that of what they stand for."""
-        return self._placeholders
+        """This rank's placeholders, by their identity and that of what they stand for; none once the module is whole."""
+        if self._first is None:
+            return {}
+        owner, name, tensor = self._first
+        return self._placeholders if getattr(owner, name, None) is tensor else {}
 
     def values(self) -> dict[int, Tensor]:
         """The values of this rank's placeholders, by the placeholder's identity."""
