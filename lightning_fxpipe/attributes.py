@@ -66,7 +66,7 @@ class StepAttributes:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
         differences = [*self._before.differences(), *self._before.written_tensors()]
-        found = [_change(self._module, self._before, each) for each in differences if not _is_torchs_own(each.path)]
+        found = [_change(self._module, self._before, each) for each in differences if not _is_each_ranks(each.path)]
         buffers: dict[str, Tensor] = {}
         for fqn, (buffer, version) in self._buffers.items():
             now = self._module.get_buffer(fqn)
@@ -224,8 +224,10 @@ def _arrived(tensor: Tensor, stays: bool, device: torch.device | None = None) ->
     return tensor if stays or device is None else tensor.to(device)
 
 
-def _is_torchs_own(path: Path) -> bool:
-    """Whether a path leads into torch's own attributes of the module itself."""
+def _is_each_ranks(path: Path) -> bool:
+    """Whether a path leads into torch's own attributes of the module itself, or to the parameters that an optimizer steps."""
+    if path[0].startswith("optimizers["):
+        return ("key", "params") in path or ("key", "param_names") in path
     if len(path) < 2 or path[0] != "self":
         return False
     key = path[1][1]
