@@ -15,7 +15,7 @@ stage is built (:mod:`lightning_fxpipe.split`), on whichever tensor that stage h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.exchange import OwnAttributes
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import GraphWriter
+from lightning_fxpipe.kinds import is_users
 from lightning_fxpipe.looks import Looks
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
 from lightning_fxpipe.probe import Probe, ProbeFailed
@@ -110,6 +111,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._examples: Examples | None = None
         self._module_call = nn.Module.__call__
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
+        self._watches: list[Snapshot] = []  # of what opened code may change, which is running
         self._checkpoints: tuple[Checkpoint, ...] = ()  # that run now, the outermost first
         self._ambient = CallContext.current(self._device_type)
 
@@ -228,7 +230,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._in_own_call.append(module if original_call is not self._module_call else None)
         before, attributes, state = python_rng(), OwnAttributes(module), Snapshot({"self": module}, enters_modules=False)
         try:
-            result = original_call(module, *args, **kwargs)
+            with self.watching(state):
+                result = original_call(module, *args, **kwargs)
             if before != python_rng():
                 raise RecordError("its Python draws random numbers")
             left = attributes.assigned_tensors() if self._may_leave_tensors() else {}
@@ -260,7 +263,12 @@ class Recorder(GraphWriter, TorchFunctionMode):
         # What it draws is its own affair; what opened code draws would decide what is recorded.
         self._whole_path = path
         # The watch itself looks at all tensors, so it stands outside.
-        with watch_mutation([*touched, *own]) as mutated, self._seen_tensors(bool(objects)) as seen, isolated_rng():
+        with (
+            watch_mutation([*touched, *own]) as mutated,
+            self._seen_tensors(bool(objects)) as seen,
+            isolated_rng(),
+            self._own_effects(module),
+        ):
             result, sides = self._result_without_data(original_call, path, module, args, kwargs)
         self._whole_path = None
         mutated |= running_statistics(module)
@@ -383,6 +391,24 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._checkpoints = before
 
     # ------------------------------------------------------------------ state
+
+    @contextmanager
+    def watching(self, state: Snapshot) -> Iterator[None]:
+        """The block is opened code, of which ``state`` shows what it changes."""
+        self._watches.append(state)
+        try:
+            yield
+        finally:
+            self._watches.remove(state)
+
+    @contextmanager
+    def _own_effects(self, module: nn.Module) -> Iterator[None]:
+        """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
+        with ExitStack() as stack:
+            if any(is_users(type(child)) for child in module.modules()):
+                for state in self._watches:
+                    stack.enter_context(state.passing_over())
+            yield
 
     @property
     def is_recording(self) -> bool:

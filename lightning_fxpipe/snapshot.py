@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -106,6 +107,21 @@ class Snapshot:
                 continue
             if self._is_reached(index):
                 yield from _differing(record, now, self._path(index))
+
+    @contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """What the block changes is no difference, unless it was one before; :meth:`restore` does not put it back either."""
+        same = [
+            record
+            for record in self._records
+            if (now := record.kind.take(record.owner)) is not ABSENT and record.kind.is_same(now, record.contents)
+        ]
+        try:
+            yield
+        finally:
+            for record in same:
+                if (now := record.kind.take(record.owner)) is not ABSENT:
+                    record.contents = now
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were reached, but for parameters and buffers."""

@@ -241,7 +241,8 @@ def _record(
         roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
         before = Snapshot(roots, enters_modules=False)
         try:
-            result = call.run(root, recorder, run.example)
+            with recorder.watching(before):
+                result = call.run(root, recorder, run.example)
             drew = python_rng() != recorder.generators_before
         except Exception as error:
             reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
