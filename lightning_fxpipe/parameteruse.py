@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import FakeTensor, storage_key
+from lightning_fxpipe._compat import FakeTensor, storage_key, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.torchcalls import is_query
@@ -124,9 +124,14 @@ def check_changes(root: nn.Module, storages: Iterable[int]) -> None:
         ParameterMisuse: It changes another parameter.
     """
     changed = set(storages)
-    for fqn, parameter in root.named_parameters() if changed else ():
-        if storage_key(parameter) in changed and ("." in fqn or parameter.requires_grad):
-            raise _changes(root, parameter)
+    with unwatched_torch():  # who watches for looks at other stages' parameters means the step's
+        found = [
+            parameter
+            for fqn, parameter in (root.named_parameters() if changed else ())
+            if storage_key(parameter) in changed and ("." in fqn or parameter.requires_grad)
+        ]
+    if found:
+        raise _changes(root, found[0])
 
 
 def _changes(root: nn.Module, parameter: Tensor) -> ParameterMisuse:
