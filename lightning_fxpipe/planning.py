@@ -21,6 +21,7 @@ from lightning_fxpipe.partition import solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
 from lightning_fxpipe.region import StepCall
+from lightning_fxpipe.signals import CannotCut
 from lightning_fxpipe.sizes import tensor_bytes
 from lightning_fxpipe.survey import regions
 from lightning_fxpipe.trace import trace_region
@@ -117,7 +118,9 @@ def plan_regions(
     first: FxPipeError | None = None
     for call in calls:
         try:
-            return plan_region(root, call, num_stages=num_stages, device=device)
+            return _looked_at_twice(root, call, num_stages, device)
+        except CannotCut as signal:
+            raise first or signal.reason from None
         except (TraceError, PartitionError) as error:
             first = first or error
     assert first is not None
@@ -126,6 +129,10 @@ def plan_regions(
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
     """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as :func:`make_plan`."""
+    return plan_regions(root, [call], num_stages=num_stages, device=device)
+
+
+def _looked_at_twice(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> PartitionPlan:
     try:
         return _plan_region(root, call, num_stages, device, answers_looks=False)
     except PartitionError:  # modules that look at values stayed whole, and may not have to
@@ -157,7 +164,8 @@ def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignm
         todo = error.todo
         if whole:
             todo = f"{todo} Or change the code that keeps modules whole: what looks at values into a submodule of its own."
-        raise PartitionError(error.what, observed=observed, expected=error.expected, todo=todo) from None
+        more_exactly = PartitionError(error.what, observed=observed, expected=error.expected, todo=todo)
+        raise (more_exactly if whole else CannotCut(more_exactly)) from None
 
 
 def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:

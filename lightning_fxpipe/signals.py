@@ -27,6 +27,18 @@ class MustStayWhole(BaseException):
         self.path, self.reason, self.source = path, reason, source
 
 
+class CannotCut(Exception):
+    """A region has too few places for cuts, and nothing in it is closed: neither another look at it nor a part of it has more.
+
+    Args:
+        reason: The error that says so.
+    """
+
+    def __init__(self, reason: FxPipeError) -> None:
+        super().__init__(reason.what)
+        self.reason = reason
+
+
 class CannotFollow(Exception):
     """A step that trains nothing cannot be cut as the plan says. Raised on every rank.
 

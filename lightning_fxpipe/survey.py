@@ -28,7 +28,7 @@ from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.span import Span, SpanRecorder, StepRegion, run_step, step_name
-from lightning_fxpipe.stepcode import code_of, locals_up_to, may_differ_between_batches
+from lightning_fxpipe.stepcode import locals_up_to, may_differ_between_batches
 from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import LOOKS
@@ -197,7 +197,6 @@ class _Survey(SpanRecorder):
         self.completed = False
         # Whether the step uses the same for every batch, as far as its code tells.
         self.is_fixed = not may_differ_between_batches(root, function)
-        self._code = code_of(function)
         self._reachable: set[TensorKey] = set()  # what the step could use after the last of the users
         self._is_user_last = False
         self._uses: list[tuple[float, TensorKey]] = []  # (number of a call, what it uses)
@@ -308,7 +307,7 @@ class _Survey(SpanRecorder):
         if self._is_user_last:
             self._is_user_last = False
             with self.paused():
-                values = [*locals_up_to(self._code), *map(_held, self._root.modules())]
+                values = [*locals_up_to(run_step.__code__), *map(_held, self._root.modules())]
                 self._reachable = {key for value in values for key in self._keys_in(value)}
 
     def _keys_in(self, value: Any) -> list[TensorKey]:
