@@ -60,8 +60,10 @@ def _set_global(owner: Globals, name: str, value: Any) -> None:
 
 
 def _take_function(function: FunctionType) -> dict[str, Any]:
-    """What its closure holds, and its default values, which may be containers."""
+    """What its closure holds, and its default values, which may be containers; nothing of our own watches over user code."""
     found: dict[str, Any] = {}
+    if str(function.__globals__.get("__name__")).startswith("lightning_fxpipe."):
+        return found
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
