@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbol_hints, symbolic_expression, unknown_size
+from lightning_fxpipe._compat import (
+    depends_on_data,
+    outside_fakes,
+    size_hint,
+    symbol_hints,
+    symbolic_expression,
+    unknown_size,
+    unwatched_torch,
+)
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.structure import Structure, Template
 from lightning_fxpipe.wording import error_words
@@ -131,7 +139,8 @@ class Probe:
                 if example is None:
                     raise
                 shape = list(example.shape)
-            with outside_fakes(), torch.no_grad():
+            # Unwatched: what is made up here is nothing that the module draws.
+            with outside_fakes(), torch.no_grad(), unwatched_torch():
                 if tensor.is_floating_point():
                     made = torch.randn(shape, generator=generator).to(tensor.dtype).to(tensor.device)
                 elif example is not None:
