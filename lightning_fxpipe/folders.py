@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,7 +119,9 @@ class Folder:
         paths = {key: path for key, path in self.paths.items() if path[0] in roots}
         places = into or {}
         wanted = {key: self._place(key, places.get(path)) for key, path in paths.items() if is_wanted(path)}
-        with original_errors():
+        with original_errors(), warnings.catch_warnings():
+            # Each rank reads for itself, which torch takes for a process that is alone, and warns of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             # No value is asked for by its place in a dict or list: the keys are those of the metadata as they are.
             dcp_load(wanted, storage_reader=self._reader(), no_dist=True)
         result: dict[str, Any] = {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -41,40 +42,51 @@ _ONLY_IN_USER_CODE = ("new_group", "destroy_process_group")
 _ALIASES = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
 
 
+class _Now(threading.local):
+    """What runs in a thread: user code that computes, or that acts; or neither, as in one that writes a checkpoint."""
+
+    is_computing = False
+    is_acting = False
+
+
 class Replica:
     """Answers for the default process group. Made by every rank of the pipeline.
 
     Args:
         share: Gives every rank rank 0's argument. Called by every rank.
-
-    Attributes:
-        is_computing: Whether user code runs that must do the same on every rank.
     """
 
     def __init__(self, share: Share) -> None:
-        self.is_computing = False
-        self._is_acting = False
+        self._now = _Now()
         self._share_together = share
         self._share: Share = _own
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether user code runs in this thread that must do the same on every rank."""
+        return self._now.is_computing
+
+    @contextmanager
+    def _being(self, *, computing: bool, acting: bool) -> Iterator[None]:
+        now = self._now
+        before = now.is_computing, now.is_acting
+        now.is_computing, now.is_acting = computing, acting
+        try:
+            yield
+        finally:
+            now.is_computing, now.is_acting = before
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """The block is user code that computes: a step, or what makes its data."""
-        before, self.is_computing = self.is_computing, True
-        try:
+        with self._being(computing=True, acting=self._now.is_acting):
             yield
-        finally:
-            self.is_computing = before
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """The block is no user code, in a block that is."""
-        before = self.is_computing, self._is_acting
-        self.is_computing = self._is_acting = False
-        try:
+        with self._being(computing=False, acting=False):
             yield
-        finally:
-            self.is_computing, self._is_acting = before
 
     @contextmanager
     def acting(self, share: Share | None = None) -> Iterator[None]:
@@ -83,12 +95,12 @@ class Replica:
         Args:
             share: In place of the one that every rank must call.
         """
-        before = self.is_computing, self._is_acting, self._share
-        self.is_computing, self._is_acting, self._share = False, True, share or self._share_together
+        before, self._share = self._share, share or self._share_together
         try:
-            yield
+            with self._being(computing=False, acting=True):
+                yield
         finally:
-            self.is_computing, self._is_acting, self._share = before
+            self._share = before
 
     def computes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`computing`."""
@@ -138,7 +150,7 @@ class Replica:
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             is_own = arguments.get("group") in (None, seen.group.WORLD)
-            if not is_own or not (is_everybodys or self._is_acting or self.is_computing):
+            if not is_own or not (is_everybodys or self._now.is_acting or self.is_computing):
                 return original(*args, **kwargs)
             result = answer(**{name: value for name, value in arguments.items() if name in taken})
             return _Done() if arguments.get("async_op") else result
@@ -148,7 +160,7 @@ class Replica:
     # ------------------------------------------------------------------ who and how many
 
     def _get_rank(self) -> int:
-        return real.get_rank() if self._is_acting and not self.is_computing else 0
+        return real.get_rank() if self._now.is_acting and not self.is_computing else 0
 
     def _get_world_size(self) -> int:
         return 1
@@ -173,13 +185,13 @@ class Replica:
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """Rank 0's values in place of the tensor's, where code acts."""
-        if self._is_acting and not self.is_computing:
+        if self._now.is_acting and not self.is_computing:
             with torch.no_grad():
                 tensor.copy_(self._share(tensor.detach().cpu()))
         return tensor
 
     def _shared_object(self, value: Any) -> Any:
-        return self._share(value) if self._is_acting and not self.is_computing else value
+        return self._share(value) if self._now.is_acting and not self.is_computing else value
 
     def _barrier(self) -> None:
         self._shared_object(None)

@@ -85,7 +85,8 @@ class Outcome:
         text = "".join(self.outputs)
         if case.kind in ERRORS or case.kind in ODD_ERRORS:
             says = {"speechless": "<exception str", "stop": "User code raised StopIteration"}.get(case.kind, "injected fault")
-            line = rf"^(?:\[rank\d\]: )?(?:[\w.]+\.)?{(ERRORS | ODD_ERRORS)[case.kind]}: {says}"
+            # What cannot be sent to other ranks is a RuntimeError that names it.
+            line = rf"^(?:\[rank\d\]: )?(?:RuntimeError: )?(?:[\w.]+\.)?{(ERRORS | ODD_ERRORS)[case.kind]}: {says}"
             times = [len(re.findall(line, text, re.MULTILINE)) for text in self.outputs]
             if sum(times) != 1:
                 found.append(f"the original error was told {times} times by the ranks")

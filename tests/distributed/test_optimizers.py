@@ -163,7 +163,6 @@ class Overrides(Net):
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         scheduler.step()
-        self.log("rate", scheduler.get_last_lr()[0])
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

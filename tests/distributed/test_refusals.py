@@ -9,9 +9,8 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_fxpipe import BatchError, FxPipeError, FxPipeStrategy, PartitionError, TraceError, UnsupportedError
+from lightning_fxpipe import FxPipeError, FxPipeStrategy, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.region import NoModelCall
 from tests.distributed.pool import RankPool
 from tests.lit import LitModel, make_loader, make_trainer
@@ -63,17 +62,6 @@ class Lbfgs(TwoLayers):
         return torch.optim.LBFGS(self.parameters())
 
 
-def strings_only() -> DataLoader[Any]:
-    return DataLoader(["a", "b", "c"], batch_size=2)  # type: ignore[arg-type]
-
-
-def sizes_that_differ() -> DataLoader[Any]:
-    def collate(samples: Any) -> Any:
-        return torch.randn(4, 12), torch.zeros(3, dtype=torch.long)
-
-    return DataLoader(range(8), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxPipeError], list[str]]] = {
     "more stages than legal cuts": (
         TwoLayers,
@@ -91,8 +79,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxP
     ),
     "untraceable root": (LooksAtValues, lambda: make_loader("mlp"), "auto", TraceError, ["test_refusals.py:"]),
     "never calls a model": (NeverCalls, lambda: make_loader("mlp"), "auto", NoModelCall, ["NeverCalls.training_step"]),
-    "no batch dimension": (lambda: LitModel("mlp"), strings_only, "auto", BatchError, ["no tensor with a batch dimension"]),
-    "different batch sizes": (lambda: LitModel("mlp"), sizes_that_differ, "auto", BatchError, ["[0]: 4", "[1]: 3"]),
     "manual optimization": (Manual, lambda: make_loader("mlp"), "auto", UnsupportedError, ["manual optimization"]),
 }
 

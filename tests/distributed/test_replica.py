@@ -152,6 +152,7 @@ RUNS = {
     "hooks of rank 0": Run(
         module=Guards,
         callbacks=lambda folder: [L.pytorch.callbacks.ModelCheckpoint(folder, monitor="steps", save_top_k=1)],
+        options={"enable_checkpointing": True},
     ),
     "own log": Run(module=OwnLog),
     "collectives": Run(module=Collective, look=lambda trainer, module, folder: module.names),
