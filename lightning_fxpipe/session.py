@@ -33,7 +33,7 @@ from lightning_fxpipe.optimizers import StageOptimizer
 from lightning_fxpipe.parameteruse import check_same_parameters, parameters_by_name
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.replica import Replica
-from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime import PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
@@ -43,7 +43,7 @@ from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.support import batch_norms, report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
-from lightning_fxpipe.undo import undone_if_raised
+from lightning_fxpipe.undo import Remembered
 from lightning_fxpipe.weighting import Finding, LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
 from lightning_fxpipe.wholestep import WholeSteps
@@ -261,7 +261,10 @@ class Session:
             self._materials = None
         is_last = self._topology.is_last
         metrics = held_metrics(self.module)
-        start = None if step.is_training else rng_state()
+        # The first batch is tried: later ones pay for no watch.
+        is_tried = not step.is_training and step.kind not in self._ran and not self._whole_steps.takes(step.kind)
+        start = Remembered(self.module) if is_tried else None
+        self._is_tried = is_tried and is_last
         before = StepAttributes(self.module, self._common_buffers(), step.function) if is_last else None
         states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
@@ -269,7 +272,7 @@ class Session:
             result = self._run_once(step, batch, metrics)
         except CannotFollow as error:
             return self._run_whole(step, batch, error.reason, start)
-        if result.failure is not None:  # on the last stage; what the step has done so far is undone
+        if result.failure is not None:  # on the last stage; what the step has done so far will be undone
             before = states = None
         output = result.output
         changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
@@ -299,20 +302,20 @@ class Session:
         """Runs one batch, in stages or without."""
         if self._whole_steps.takes(step.kind):
             return self._whole_steps.run(step, batch, metrics)
-        # The first batch is tried: later ones pay for no watch.
-        self._is_tried = self._topology.is_last and not step.is_training and step.kind not in self._ran
         try:
-            with undone_if_raised(StepFailed, self.module) if self._is_tried else nullcontext():
-                return self._runtime.run(step, batch, metrics)
+            return self._runtime.run(step, batch, metrics)
         except StepFailed as error:
             if not self._is_tried:
                 raise error.reason from error
             return BatchResult(num_microbatches=0, failure=error.reason)
 
-    def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, rng: dict[str, Any] | None) -> tuple[BatchResult, Any]:
-        """Runs a batch again, which cannot run in stages, and the later ones of the same step. Called by every rank."""
-        assert rng is not None
-        set_rng_state(rng)
+    def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, start: Remembered | None) -> tuple[BatchResult, Any]:
+        """Runs a batch again, which cannot run in stages, and the later ones of the same step. Called by every rank.
+
+        What the stages have changed in the first attempt is what it was at its ``start`` then; without one, it ran nothing.
+        """
+        if start is not None:
+            start.restore()
         self._whole_steps.take(step.kind, reason)
         return self._run(step, batch)
 

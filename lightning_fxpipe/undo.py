@@ -37,22 +37,21 @@ def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-@contextmanager
-def undone_if_raised(kind: type[Exception], root: nn.Module) -> Iterator[None]:
-    """Where the block raises an error of a kind, the module and all that its code reaches are what they were before it.
+class Remembered:
+    """What a module and all that its code reaches are now, with the values of buffers, and the random generators.
 
     Args:
-        kind: The kind.
         root: The module.
     """
-    before, state = user_state(root), rng_state()
-    tensors = [tensor for tensor in (*before.tensors(), *root.buffers()) if not tensor.is_meta]
-    values = [tensor.detach().clone() for tensor in tensors]
-    try:
-        yield
-    except kind:
-        before.restore()
-        set_rng_state(state)
-        for tensor, value in zip(tensors, values, strict=True):
+
+    def __init__(self, root: nn.Module) -> None:
+        self._state, self._rng = user_state(root), rng_state()
+        tensors = (tensor for tensor in (*self._state.tensors(), *root.buffers()) if not tensor.is_meta)
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Makes all of it what it was."""
+        self._state.restore()
+        set_rng_state(self._rng)
+        for tensor, value in self._values:
             tensor.data.copy_(value)
-        raise

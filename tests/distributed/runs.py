@@ -133,7 +133,7 @@ def _go(run: Run, folder: Path, stages: int, ckpt_path: str | None) -> dict[str,
     seen = {
         "losses": recorder.losses,
         "state": snapshot(module),
-        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "metrics": {key: float(value) for key, value in sorted(trainer.callback_metrics.items())},
         "counters": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
         "looked": run.look(trainer, module, folder),
         "rates": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],

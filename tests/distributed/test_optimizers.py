@@ -25,6 +25,8 @@ Ranks = Callable[[int], RankPool]
 class MadeBefore(Net):
     """The optimizer is made with the module, and serves every run."""
 
+    shuffle = False  # a resumed pipeline goes on with the random numbers of the checkpoint, which one device does not
+
     def __init__(self) -> None:
         super().__init__()
         self.optimizer = torch.optim.Adam(
