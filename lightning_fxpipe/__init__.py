@@ -1,8 +1,10 @@
 """Pipeline parallelism for unmodified LightningModules: ``Trainer(strategy="fxpipe")``."""
 
+import importlib
+import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
-
-from lightning.pytorch.strategies import StrategyRegistry
+from types import ModuleType
 
 from lightning_fxpipe.errors import BatchError as BatchError
 from lightning_fxpipe.errors import FxPipeError as FxPipeError
@@ -14,6 +16,7 @@ from lightning_fxpipe.plan import BoundaryTensor as BoundaryTensor
 from lightning_fxpipe.plan import PartitionPlan as PartitionPlan
 from lightning_fxpipe.plan import StageSpec as StageSpec
 from lightning_fxpipe.planning import make_plan as make_plan
+from lightning_fxpipe.roots import when_imported
 from lightning_fxpipe.strategy import FxPipeStrategy as FxPipeStrategy
 
 try:
@@ -37,6 +40,19 @@ __all__ = [
 
 # Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. A class name without options reaches the
 # Trainer as a name, in lower case, from LightningCLI's command line. Imported twice under test runners.
-for _name in ("fxpipe", "fxpipestrategy", "lightning_fxpipe.fxpipestrategy"):
-    if _name not in StrategyRegistry.available_strategies():
-        StrategyRegistry.register(_name, FxPipeStrategy, description="Pipeline parallelism for an unmodified LightningModule")
+_NAMES = ("fxpipe", "fxpipestrategy", "lightning_fxpipe.fxpipestrategy", "lightning_fxpipe.pl.fxpipestrategy")
+
+
+def _register(strategies: ModuleType, make: Callable[[], object]) -> None:
+    for name in _NAMES:
+        if name not in strategies.StrategyRegistry.available_strategies():
+            what = "Pipeline parallelism for an unmodified LightningModule"
+            strategies.StrategyRegistry.register(name, make, description=what)
+
+
+def _of_pytorch_lightning() -> object:
+    return importlib.import_module("lightning_fxpipe.pl").FxPipeStrategy()
+
+
+_register(sys.modules["lightning.pytorch.strategies"], FxPipeStrategy)
+when_imported("pytorch_lightning.strategies", lambda strategies: _register(strategies, _of_pytorch_lightning))

@@ -22,6 +22,7 @@ from torch import nn
 
 from lightning_fxpipe._compat import patched_attributes, tree_leaves, tree_map
 from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.roots import in_all_roots, of_root, root_name
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -79,8 +80,8 @@ def set_rank_zero_only(global_rank: int) -> None:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
-    for decorator in (rank_zero_only, utilities_rank_zero_only):
-        decorator.rank = global_rank  # type: ignore[attr-defined]
+    for decorator in (*in_all_roots(rank_zero_only), utilities_rank_zero_only):
+        decorator.rank = global_rank
 
 
 def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int) -> list[Any]:
@@ -127,7 +128,8 @@ def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
     """Starts a process for each rank, which gives its results back and ends with the run; for notebooks. Lightning 2.6."""
     from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 
-    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
+    launcher: Any = in_all_roots(_MultiProcessingLauncher)[-1 if root_name(strategy) == "pytorch_lightning" else 0]
+    return launcher(strategy, start_method=start_method)
 
 
 def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
@@ -151,7 +153,7 @@ def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
     if not source.is_defined():
         return None
     with isolated_rng():
-        batch = first_loader_batch(source.dataloader(), one_by_one=of_validation or trainer.state.fn is not TrainerFn.FITTING)
+        batch = first_loader_batch(source.dataloader(), one_by_one=of_validation or trainer.state.fn != TrainerFn.FITTING)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -166,7 +168,7 @@ def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
     """
     from lightning.pytorch.utilities import CombinedLoader
 
-    if isinstance(loaders, CombinedLoader):
+    if isinstance(loaders, in_all_roots(CombinedLoader)):
         one_by_one, loaders = loaders._mode == "sequential", loaders.iterables
     with isolated_rng():
         if not one_by_one:
@@ -251,6 +253,7 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
     """
     from lightning.pytorch import LightningModule, Trainer
 
+    own: Any = of_root(Trainer, trainer)
     made: dict[str, Any] = {}
 
     def loader(name: str, loop: Any) -> Any:
@@ -278,7 +281,7 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
         return min(limit, epochs * -(-length(train_loader) // trainer.accumulate_grad_batches))
 
     def unless(name: str, other: Callable[[], Any], is_known: Callable[[Any], bool]) -> property:
-        getter: Any = vars(Trainer)[name].fget
+        getter: Any = vars(own)[name].fget
 
         def read(asked: Any) -> Any:
             value = None if name == "estimated_stepping_batches" else getter(asked)  # which would start the loop's loaders
@@ -292,15 +295,16 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
     def optimizers(module: Any, *args: Any, **kwargs: Any) -> Any:
         return original(module, *args, **kwargs) or stand_in
 
-    original = LightningModule.optimizers
+    kind: Any = of_root(LightningModule, trainer.lightning_module)
+    original = kind.optimizers
     patches = [
-        (Trainer, "optimizers", unless("optimizers", lambda: [stand_in], bool)),
-        (Trainer, "lr_scheduler_configs", unless("lr_scheduler_configs", lambda: [stand_in], bool)),
-        (Trainer, "train_dataloader", unless("train_dataloader", train_loader, is_there)),
-        (Trainer, "val_dataloaders", unless("val_dataloaders", val_loader, is_there)),
-        (Trainer, "num_training_batches", unless("num_training_batches", lambda: length(train_loader), lambda n: n < 2**62)),
-        (Trainer, "estimated_stepping_batches", unless("estimated_stepping_batches", steps, is_there)),
-        (LightningModule, "optimizers", optimizers),
+        (own, "optimizers", unless("optimizers", lambda: [stand_in], bool)),
+        (own, "lr_scheduler_configs", unless("lr_scheduler_configs", lambda: [stand_in], bool)),
+        (own, "train_dataloader", unless("train_dataloader", train_loader, is_there)),
+        (own, "val_dataloaders", unless("val_dataloaders", val_loader, is_there)),
+        (own, "num_training_batches", unless("num_training_batches", lambda: length(train_loader), lambda n: n < 2**62)),
+        (own, "estimated_stepping_batches", unless("estimated_stepping_batches", steps, is_there)),
+        (kind, "optimizers", optimizers),
     ]
     with patched_attributes(*patches):
         yield
@@ -337,8 +341,10 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         return
     from lightning.pytorch import Trainer
 
+    own: Any = of_root(Trainer, trainer)
+
     def watched(name: str) -> property:
-        getter: Any = vars(Trainer)[name].fget
+        getter: Any = vars(own)[name].fget
 
         def read(trainer: Any) -> Any:
             value = getter(trainer)
@@ -347,7 +353,7 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
 
         return property(read)
 
-    with patched_attributes(*((Trainer, name, watched(name)) for name in ("global_step", "current_epoch"))):
+    with patched_attributes(*((own, name, watched(name)) for name in ("global_step", "current_epoch"))):
         yield
 
 
@@ -358,8 +364,9 @@ def weights_only_of_run() -> bool | None:
     """
     from lightning.pytorch import Trainer
 
+    codes = [kind._run.__code__ for kind in in_all_roots(Trainer)]
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not Trainer._run.__code__:
+    while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
     value = frame.f_locals.get("weights_only") if frame is not None else None
     return None if value is None else bool(value)
@@ -383,7 +390,7 @@ def averaged_modules(trainer: Trainer) -> list[nn.Module]:
     """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
     from lightning.pytorch.callbacks import WeightAveraging
 
-    averaging = [callback for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]  # type: ignore[attr-defined]
+    averaging = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(WeightAveraging))]  # type: ignore[attr-defined]
     return [callback._average_model.module for callback in averaging if callback._average_model is not None]
 
 
@@ -391,7 +398,7 @@ def throughputs(trainer: Trainer) -> list[tuple[Any, Any]]:
     """``ThroughputMonitor`` callbacks and what they count with, which has no public name. Lightning 2.6."""
     from lightning.pytorch.callbacks import ThroughputMonitor
 
-    monitors = [callback for callback in trainer.callbacks if isinstance(callback, ThroughputMonitor)]  # type: ignore[attr-defined]
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ThroughputMonitor))]  # type: ignore[attr-defined]
     return [(monitor, throughput) for monitor in monitors for throughput in monitor._throughputs.values()]
 
 
@@ -399,7 +406,7 @@ def has_no_optimizer(optimizers: Sequence[Any]) -> bool:
     """Whether ``configure_optimizers`` has returned None; Lightning then has an optimizer that does nothing. Lightning 2.6."""
     from lightning.pytorch.core.optimizer import _MockOptimizer
 
-    return len(optimizers) == 1 and isinstance(optimizers[0], _MockOptimizer)
+    return len(optimizers) == 1 and isinstance(optimizers[0], in_all_roots(_MockOptimizer))
 
 
 def validates_by_time(trainer: Trainer) -> bool:
@@ -426,7 +433,7 @@ def checkpoints_in_background(
             link(filepath, linkpath)
         trainer.strategy.barrier()
 
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]  # type: ignore[attr-defined]
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ModelCheckpoint))]  # type: ignore[attr-defined]
     patches = [(callback, "file_exists", partial(exists, callback)) for callback in callbacks]
     links = [(callback, "_link_checkpoint", link_once_saved) for callback in callbacks]
     with patched_attributes(*patches, *links):
@@ -437,7 +444,7 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
     """Where the Trainer looks for its last checkpoint, as far as that is known before a run."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]  # type: ignore[attr-defined]
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ModelCheckpoint))]  # type: ignore[attr-defined]
     default = os.path.join(trainer.default_root_dir, "checkpoints")
     folders = {str(callback.dirpath or default) for callback in callbacks} | {str(trainer.default_root_dir)}
     return sorted(folder for folder in folders if "://" not in folder)

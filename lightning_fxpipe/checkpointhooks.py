@@ -130,7 +130,7 @@ class CheckpointHooks:
                 save = save_folder_at if self._as_folder else save_file_at
                 save(location, checkpoint, names, self._topology)
                 return
-            in_background = self._in_background and not has_failed() and module.trainer.state.status is TrainerStatus.RUNNING
+            in_background = self._in_background and not has_failed() and module.trainer.state.status == TrainerStatus.RUNNING
             if self._as_folder:
                 parts = taken_parts(checkpoint, names)
                 write = folder_writer(parts, checkpoint, copied=in_background)

@@ -29,6 +29,7 @@ from lightning_fxpipe.exchange import exchanged_tensors, named_tensors
 from lightning_fxpipe.hooks import Frame, Hooks
 from lightning_fxpipe.placement import Placement
 from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
+from lightning_fxpipe.roots import in_all_roots, of_root
 from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.topology import Topology
 
@@ -116,7 +117,11 @@ class ExampleRuns:
 
 def _makes_summary(callback: Any) -> bool:
     """Whether a callback makes Lightning's model summary."""
-    return isinstance(callback, ModelSummary) and "on_fit_start" not in vars(callback) and _is_lightnings(callback.on_fit_start)
+    return (
+        isinstance(callback, in_all_roots(ModelSummary))
+        and "on_fit_start" not in vars(callback)
+        and _is_lightnings(callback.on_fit_start)
+    )
 
 
 def _is_lightnings(function: Any) -> bool:
@@ -125,7 +130,7 @@ def _is_lightnings(function: Any) -> bool:
 
 def _writes_graph(logger: Any) -> bool:
     """Whether a logger may call the model."""
-    return isinstance(logger, Logger) and is_overridden("log_graph", logger, Logger)
+    return isinstance(logger, in_all_roots(Logger)) and is_overridden("log_graph", logger, of_root(Logger, logger))
 
 
 def can_be_summarised_on_fakes(module: LightningModule, device: torch.device) -> bool:

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_fxpipe._compat import patched_attributes
 from lightning_fxpipe.bytecode import loaded_variables
 from lightning_fxpipe.replica import Replica
+from lightning_fxpipe.roots import in_all_roots, of_root
 
 # Those that run before the module is split, on one rank only, or on data, are left alone.
 _NOT_WRAPPED = {"setup", "configure_model", "configure_sharded_model", "on_exception", "state_dict", "load_state_dict"}
@@ -55,18 +56,18 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[Any, str]]:
     """Owner and name of each hook that runs user code."""
     for name in dict.fromkeys(_MODULE_HOOKS):
-        if name not in _NOT_WRAPPED and is_overridden(name, module):
+        if name not in _NOT_WRAPPED and is_overridden(name, module, of_root(LightningModule, module)):
             yield module, name
     for callback in callbacks(trainer):
         for name in _CALLBACK_HOOKS:
             is_user_code = _calls_users(callback) or not _is_own(getattr(callback, name))
-            if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, Callback):
+            if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
                 yield callback, name
 
 
 def _calls_users(callback: Callback) -> bool:
     """Whether the callback's inherited hooks run user code, or compare parameters of the whole model."""
-    return not _is_own(type(callback)) or isinstance(callback, BaseFinetuning)
+    return not _is_own(type(callback)) or isinstance(callback, in_all_roots(BaseFinetuning))
 
 
 def _is_own(thing: Any) -> bool:
@@ -82,9 +83,9 @@ def changes_batches(trainer: Trainer, module: LightningModule) -> bool:
     """Whether user code gets each batch between the loader and the step."""
     names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     data: Any = getattr(trainer, "datamodule", None)
-    return any(
-        is_overridden(name, module) or (data is not None and is_overridden(name, data, LightningDataModule)) for name in names
-    )
+    owners = [(module, of_root(LightningModule, module))]
+    owners += [(data, of_root(LightningDataModule, data))] if data is not None else []
+    return any(is_overridden(name, owner, kind) for owner, kind in owners for name in names)
 
 
 def readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:

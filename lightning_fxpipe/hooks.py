@@ -40,6 +40,7 @@ from lightning_fxpipe.messages import warn
 from lightning_fxpipe.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.replica import Replica
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
+from lightning_fxpipe.roots import in_all_roots
 from lightning_fxpipe.sending import sendable
 from lightning_fxpipe.sizes import plain_number
 from lightning_fxpipe.topology import Topology
@@ -107,15 +108,16 @@ class Hooks:
         patches.append((self._module, "teardown", self._last(self._wrapped(trainer, self._module.teardown))))
         for name in ("log", "log_dict"):
             patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
+        kinds = in_all_roots(BasePredictionWriter)
         if not trainer.is_global_zero:
             # Rank 0 has the predictions, and a file is written once.
             # In a step all ranks take themselves for rank 0.
             prints = type(self._module).print is lightning_class(self._module).print
             patches += [(self._module, "print", _do_nothing)] if prints else []
-            writers = [callback for callback in callbacks(trainer) if isinstance(callback, BasePredictionWriter)]
+            writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
         self._output_readers = readers(hooks, "output")
-        self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, BasePredictionWriter)], "batch")
+        self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
         self._changes_batches = changes_batches(trainer, self._module)
         self._installed.enter_context(patched_attributes(*patches))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as dist
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,7 +17,13 @@ from lightning_fxpipe.topology import Topology
 Broadcast = TypeVar("Broadcast")
 
 
-class ReplicaStrategy(ParallelStrategy):
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as Base
+else:
+    Base = object  # that of the Lightning that the strategy is for follows in the order of bases
+
+
+class ReplicaStrategy(Base):
     """What :class:`~lightning_fxpipe.strategy.FxPipeStrategy` says of processes.
 
     The Trainer takes ``trainer.world_size``, ``num_devices``, ``num_nodes`` and ``global_rank`` from its strategy.

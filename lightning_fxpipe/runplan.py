@@ -70,7 +70,7 @@ class RunPlans:
         if self._last is None or self._last[0] is not module:
             return None
         _, plan, planned_for = self._last
-        if trainer.state.fn is TrainerFn.FITTING and planned_for is not TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING and planned_for != TrainerFn.FITTING:
             return None
         return plan if plan.parameter_shapes == _shapes(module) else None
 
@@ -153,9 +153,9 @@ class _Trial:
         raise _not_tried(kind, failure) from failure
 
     def _plan(self, kind: StepKind, *, for_training: bool = True) -> PartitionPlan:
-        trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn is TrainerFn.FITTING)
+        trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING)
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
-            is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn is TrainerFn.FITTING
+            is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
             dim = self.options.batch_dim
             microbatch, size = first_microbatch(batch, self.options.num_microbatches, self.num_stages, dim)

@@ -34,6 +34,7 @@ from lightning_fxpipe.parameteruse import check_same_parameters, parameters_by_n
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.replica import Replica
 from lightning_fxpipe.rng import set_rng_state
+from lightning_fxpipe.roots import in_all_roots, of_root
 from lightning_fxpipe.runtime import PipelineRuntime
 from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.shard import drop_other_stages
@@ -162,8 +163,8 @@ class Session:
         """
         with self.hooks.running(trainer):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, BaseFinetuning):
-                    BaseFinetuning.on_fit_start(callback, trainer, self.module)
+                if isinstance(callback, in_all_roots(BaseFinetuning)):
+                    of_root(BaseFinetuning, callback).on_fit_start(callback, trainer, self.module)
 
     def train(self, step: Step, batch: Any) -> Any:
         """Runs a training batch up to its loss. Called by every rank.
@@ -220,7 +221,7 @@ class Session:
         """
         if self.module.trainer.interrupted:
             self.hooks.uninstall()  # otherwise hooks are still to come
-        if self.is_split and self.module.trainer.state.status is TrainerStatus.RUNNING and gathers is not False:
+        if self.is_split and self.module.trainer.state.status == TrainerStatus.RUNNING and gathers is not False:
             self.make_whole(num_copies=num_copies, must=gathers is True)
         for optimizer in optimizers:
             optimizer.end_run()
@@ -359,7 +360,7 @@ def init_context(
         device: This rank's device.
         empty_init: What the user has asked ``trainer.init_module`` for.
     """
-    is_running = module is not None and module.trainer.state.status is TrainerStatus.RUNNING
+    is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
     with precision.tensor_init_context():
         if empty_init or (empty_init is None and is_running):
             with constructions.recording(device, draws=not (is_running and _awaits_checkpoint(module))):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -62,7 +63,7 @@ from lightning_fxpipe.topology import make_group, make_topology
 from lightning_fxpipe.weighting import LossOptions, LossReductionName
 
 
-class FxPipeStrategy(CheckpointStrategy):
+class PipelineStrategy(CheckpointStrategy):
     """Pipeline parallelism for an unmodified LightningModule.
 
     The call of the model inside the step is traced, cut into stages with equally many parameters, and each stage lives on a
@@ -147,9 +148,9 @@ class FxPipeStrategy(CheckpointStrategy):
         self._patches = ExitStack()
         self._constructions = Constructions()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FxPipeStrategy:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStrategy:
         """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
-        copied: FxPipeStrategy = object.__new__(type(self))
+        copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
         fresh: dict[str, Any] = {"_topology": self._topology, "_session": None, "_precision": None, "_checkpoints": None}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
@@ -247,7 +248,7 @@ class FxPipeStrategy(CheckpointStrategy):
         if self._session is None or self._session.module is not self.module or not self._session.is_split:
             self._split(trainer)
         self.session.prepare(trainer)
-        if trainer.state.fn is TrainerFn.FITTING:
+        if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         else:
             group = self.topology.control_group
@@ -414,6 +415,10 @@ class FxPipeStrategy(CheckpointStrategy):
             if kind is StepKind.TRAIN and self._precision
             else 1.0,
         )
+
+
+class FxPipeStrategy(PipelineStrategy, ParallelStrategy):
+    __doc__ = PipelineStrategy.__doc__
 
 
 def _saving_group(timeout: timedelta) -> dist.ProcessGroup | None:

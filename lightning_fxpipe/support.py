@@ -25,6 +25,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import inform, warn
 from lightning_fxpipe.metriccalls import held_metrics
 from lightning_fxpipe.plan import PartitionPlan
+from lightning_fxpipe.roots import in_all_roots, of_root, root_name
 from lightning_fxpipe.twins import CannotTryError
 
 
@@ -93,13 +94,29 @@ def check_sampler(loader: Any) -> None:
             )
 
 
+def check_one_root(trainer: Trainer, module: LightningModule) -> None:
+    """Raises :class:`UnsupportedError` where objects of ``lightning`` and of ``pytorch_lightning`` come together."""
+    expected = root_name(trainer)
+    things = [trainer.strategy, module, getattr(trainer, "datamodule", None), *getattr(trainer, "callbacks", ())]
+    strangers = [type(thing).__name__ for thing in things if root_name(thing) not in (None, expected)]
+    if strangers:
+        other = "lightning" if expected == "pytorch_lightning" else "pytorch_lightning"
+        raise UnsupportedError(
+            "The run mixes `lightning` and `pytorch_lightning`, whose classes are not the same.",
+            observed=f"a Trainer of {expected}, and {', '.join(strangers)} of {other}",
+            todo=f"Import all of them from one of the two. The strategy of {expected} is strategy='fxpipe'"
+            + (", or lightning_fxpipe.pl.FxPipeStrategy." if expected == "pytorch_lightning" else ", or FxPipeStrategy."),
+        )
+
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
+    check_one_root(trainer, module)
     faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
-    if trainer.state.fn is TrainerFn.FITTING:
+    if trainer.state.fn == TrainerFn.FITTING:
         faults += list(_fit_faults(module))
     faults += list(_step_faults(trainer, module))
     if faults:
@@ -225,7 +242,7 @@ _STEPS = {
 
 def _step_faults(trainer: Trainer, module: LightningModule) -> Iterator[Fault]:
     for name in _STEPS[trainer.state.fn or TrainerFn.FITTING]:
-        if is_overridden(name, module) and takes_loader(getattr(module, name)):
+        if is_overridden(name, module, of_root(LightningModule, module)) and takes_loader(getattr(module, name)):
             yield (
                 f"{name}(dataloader_iter): each rank would take batches out of the iterator by itself",
                 f"let {name} take the batch, and the Trainer the loader",
@@ -238,14 +255,14 @@ def _fit_faults(module: LightningModule) -> Iterator[Fault]:
             "manual optimization: the schedule runs backward inside the step",
             "use automatic optimization and Trainer(accumulate_grad_batches=..., gradient_clip_val=...)",
         )
-    if is_overridden("backward", module):
+    if is_overridden("backward", module, of_root(LightningModule, module)):
         yield "an overridden LightningModule.backward, which would never be called", "move the code into a gradient hook"
 
 
 def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
     plugin = trainer.precision_plugin
     kind = type(plugin)
-    if isinstance(plugin, (TransformerEnginePrecision, BitsandbytesPrecision)):
+    if isinstance(plugin, (*in_all_roots(TransformerEnginePrecision), *in_all_roots(BitsandbytesPrecision))):
         yield (
             f"{kind.__name__}, which replaces layers by ones that cannot be traced",
             "use precision='bf16-mixed', 'bf16-true', '16-mixed', '32-true' or '64-true'",
@@ -253,12 +270,13 @@ def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and not isinstance(scaler, GradScaler):
         yield f"a gradient scaler of type {type(scaler).__name__}", "use a torch.amp.GradScaler, or a subclass of it"
-    if kind.backward is not Precision.backward:
+    own = of_root(Precision, plugin)
+    if kind.backward is not own.backward:
         yield (
             f"{kind.__name__}.backward, which would never be called: the schedule runs backward inside the step",
             "scale the loss in the plugin's pre_backward instead",
         )
-    if kind.clip_grad_by_norm is not Precision.clip_grad_by_norm and trainer.gradient_clip_val:
+    if kind.clip_grad_by_norm is not own.clip_grad_by_norm and trainer.gradient_clip_val:
         yield (
             f"{kind.__name__}.clip_grad_by_norm, which would see the gradients of one stage only",
             "leave clipping by norm to the strategy, or clip by value",
@@ -267,9 +285,9 @@ def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
 
 def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     yield from _precision_faults(trainer)
-    if not isinstance(trainer.accelerator, (CPUAccelerator, CUDAAccelerator)):
+    if not isinstance(trainer.accelerator, (*in_all_roots(CPUAccelerator), *in_all_roots(CUDAAccelerator))):
         yield f"the accelerator {type(trainer.accelerator).__name__}", "use accelerator='gpu' with CUDA devices, or 'cpu'"
-    if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+    if type(trainer.strategy.checkpoint_io) not in in_all_roots(TorchCheckpointIO):
         yield (
             f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
             "leave the plugin out: every rank writes its part of a checkpoint folder itself",
@@ -288,7 +306,7 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
         )
     for callback in getattr(trainer, "callbacks", ()):
         for kind, (reason, todo) in _REFUSED_CALLBACKS.items():
-            if isinstance(callback, kind):
+            if isinstance(callback, in_all_roots(kind)):
                 yield f"the callback {kind.__name__}, {reason}", todo
 
 

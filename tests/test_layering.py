@@ -24,6 +24,7 @@ ORDER = [
         "table",
         "plan",
         "rng",
+        "roots",
         "_compat",
         "_compat_lightning",
         "containers",
@@ -140,6 +141,7 @@ ORDER = [
         "replicastrategy",
         "checkpointstrategy",
         "strategy",
+        "pl",
         "__init__",
         "converting",
         "inspecting",
@@ -166,6 +168,7 @@ KNOW_LIGHTNING = {
     "session",
     "launching",
     "strategy",
+    "pl",
     "__init__",
     "__main__",
 }
