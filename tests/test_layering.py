@@ -341,10 +341,16 @@ def undocumented(body: list[ast.stmt], prefix: str) -> Iterator[str]:
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
         inherited = "override" in decorators or any(decorator.endswith(".setter") for decorator in decorators)
-        if not inherited and ast.get_docstring(node) is None:
+        if not inherited and ast.get_docstring(node) is None and not _takes_a_docstring(node):
             yield f"{prefix}{node.name}"
         if isinstance(node, ast.ClassDef):
             yield from undocumented(node.body, f"{prefix}{node.name}.")
+
+
+def _takes_a_docstring(node: ast.AST) -> bool:
+    """Whether a class has that of another one."""
+    first = node.body[0] if isinstance(node, ast.ClassDef) else None
+    return isinstance(first, ast.Assign) and ast.unparse(first.targets[0]) == "__doc__"
 
 
 @pytest.mark.parametrize("module", MODULES)
