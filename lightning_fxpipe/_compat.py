@@ -220,11 +220,11 @@ def storage_key(tensor: Tensor) -> int:
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes into, by its schema, to which there is no public way. torch 2.11-2.15.
 
-    The schemas of batch norm do not say that they write their running statistics.
+    Of a function that is no operator none. The schemas of batch norm do not say that they write their running statistics.
     """
-    schema = func._schema
+    schema = getattr(func, "_schema", None)
     found: list[Any] = []
-    for position, argument in enumerate(schema.arguments):
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or argument.name in ("running_mean", "running_var"):
             value = kwargs.get(argument.name) if argument.name in kwargs else (*args, *[None] * (position + 1))[position]

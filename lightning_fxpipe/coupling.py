@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fxpipe._compat import patched_attributes, tree_leaves, wrapped_step_hooks
+from lightning_fxpipe._compat import tree_leaves, wrapped_step_hooks
 from lightning_fxpipe.containers import leaves_with_path
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optimizers import StageOptimizer, with_inner
+from lightning_fxpipe.replica import replaced_everywhere
 from lightning_fxpipe.twins import CannotTryError, own_step, twin_of
 
 _NUM_STEPS = 12  # adaptive step sizes begin to depend on the gradients after a few
@@ -259,5 +259,5 @@ def _without_collectives() -> Iterator[None]:
 
         return call
 
-    with patched_attributes(*((dist, name, refused(name)) for name in _COLLECTIVES)):
+    with replaced_everywhere(_COLLECTIVES, refused):
         yield

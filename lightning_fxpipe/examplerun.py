@@ -33,6 +33,11 @@ from lightning_fxpipe.roots import in_all_roots, of_root
 from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.topology import Topology
 
+# Operators that draw random numbers, give a number, or have a size that depends on data.
+_OF_VALUES = frozenset(
+    {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape},
+)
+
 
 class ExampleRuns:
     """Has Lightning's own calls of the model see all of it.
@@ -137,13 +142,13 @@ def can_be_summarised_on_fakes(module: LightningModule, device: torch.device) ->
     """Whether a summary of the module needs no values, and its forward leaves nothing behind."""
     generators = python_rng()
     try:
-        with isolated_rng(), _on_fakes(module, device), _Draws() as draws:  # type: ignore[no-untyped-call]
+        with isolated_rng(), _on_fakes(module, device), _NeedsValues() as noted:  # type: ignore[no-untyped-call]
             before = Snapshot({"self": module})
             summarize(module, max_depth=1)
             has_changed = bool(before.changed_names()) or python_rng() != generators
     except Exception:  # whatever it cannot do without values, it gets them, and fails again if it has to
         return False
-    return not has_changed and not draws.happened
+    return not has_changed and not noted.happened
 
 
 @contextmanager
@@ -158,13 +163,13 @@ def _on_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether random numbers are drawn."""
+class _NeedsValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether random numbers are drawn, or values looked at: fakes may answer with symbols."""
 
     happened = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.happened |= torch.Tag.nondeterministic_seeded in func.tags
+        self.happened |= not _OF_VALUES.isdisjoint(func.tags)
         return func(*args, **(kwargs or {}))
 
 

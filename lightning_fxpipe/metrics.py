@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torchmetrics import Metric
 from lightning_fxpipe._compat import patched_attributes, unwatched_torch
 from lightning_fxpipe._compat_lightning import lightning_class, log_replaced
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.metriccalls import metrics_as_one_call
 from lightning_fxpipe.sizes import plain_number
 
@@ -90,6 +92,7 @@ class StepLog:
         for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
             options.pop(about_ranks, None)
         explicit = options.pop("batch_size", None)
+        _check_options(name, options)
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
         self.entries.append(
             LogEntry(
@@ -112,6 +115,23 @@ class StepLog:
                 todo="Set the metric as an attribute of the LightningModule in its __init__.",
             )
         return found
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises unless the other ranks can be told of a call's options."""
+    for option, value in options.items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise UnsupportedError(
+                f"self.log({name!r}, ...) got an option that the other ranks cannot get.",
+                where=user_source(),
+                observed=f"{option}={value!r}, which cannot be pickled: {error}",
+                expected="options that are plain values, or functions of a module",
+                todo="Give the option as a text, such as 'mean', or as a function that a module defines.",
+            ) from error
 
 
 def _checked(name: str, value: Any) -> float:

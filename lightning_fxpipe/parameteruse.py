@@ -1,8 +1,7 @@
 """What a step may not do with the model's parameters by itself: change them, or look at their gradients.
 
-A rank has one stage's parameters, and the step runs once for each microbatch, beyond the model's call on the last stage only. A
-step that clamps weights or moves a teacher would do so for some parameters and between two microbatches. Hooks run once for the
-batch, and see the whole model.
+A rank has one stage's parameters, and the step runs beyond the model's call on the last stage only. A step that clamps weights
+or moves a teacher would do so for some parameters, and with ``1f1b`` between two microbatches. Hooks see the whole model.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import FakeTensor, storage_key, unwatched_torch
+from lightning_fxpipe._compat import FakeTensor, storage_key, unwatched_torch, written_arguments
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.torchcalls import is_query
@@ -71,6 +70,7 @@ def check_call(
 def _check_written(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises where a call writes into a parameter's memory, under whatever name, or gives it away."""
     written: list[Any] = [kwargs["out"]] if "out" in kwargs else []
+    written += written_arguments(func, args, kwargs)
     if _is_in_place(func) or func in _GIVING_MEMORY:
         written += [*args[:1], *(kwargs[name] for name in ("input", "tensor") if name in kwargs)]
     # A list is that of a `_foreach_` function.
@@ -89,12 +89,17 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and func not in _KEEPING
 
 
-def parameters_by_name(root: nn.Module) -> dict[str, int]:
-    """The identities of a module's parameters."""
-    return {fqn: id(parameter) for fqn, parameter in root.named_parameters()}
+def parameters_by_name(root: nn.Module) -> dict[str, tuple[int, int]]:
+    """The identities of a module's parameters, and of their memory where that is not the step's own affair."""
+    with unwatched_torch():
+        return {fqn: (id(parameter), _memory_of(fqn, parameter)) for fqn, parameter in root.named_parameters()}
 
 
-def check_same_parameters(root: nn.Module, before: Mapping[str, int]) -> None:
+def _memory_of(fqn: str, parameter: Tensor) -> int:
+    return storage_key(parameter) if parameter.layout is torch.strided and not _is_the_steps(fqn, parameter) else 0
+
+
+def check_same_parameters(root: nn.Module, before: Mapping[str, tuple[int, int]]) -> None:
     """Called after a step.
 
     Args:
@@ -102,14 +107,16 @@ def check_same_parameters(root: nn.Module, before: Mapping[str, int]) -> None:
         before: What :func:`parameters_by_name` has said before it.
 
     Raises:
-        ParameterMisuse: It has put a parameter in another's place.
+        ParameterMisuse: It has put a parameter in another's place, or other memory under one, which no call of torch shows.
     """
     after = parameters_by_name(root)
-    for fqn in before.keys() | after.keys():
-        if before.get(fqn) != after.get(fqn):
+    for fqn in sorted(before.keys() | after.keys()):
+        was, is_now = before.get(fqn), after.get(fqn)
+        if was != is_now:
+            is_same = was is not None and is_now is not None and was[0] == is_now[0]
             raise ParameterMisuse(
-                "The step makes, replaces or removes a parameter.",
-                observed=fqn,
+                "The step changes a parameter." if is_same else "The step makes, replaces or removes a parameter.",
+                observed=f"{fqn} has other memory" if is_same else fqn,
                 expected="the parameters from before the step",
                 todo=_TODO,
             )
@@ -117,8 +124,6 @@ def check_same_parameters(root: nn.Module, before: Mapping[str, int]) -> None:
 
 def check_changes(root: nn.Module, storages: Iterable[int]) -> None:
     """Called for each call that a step makes by itself, with the memory that it changes.
-
-    A frozen parameter of the LightningModule itself, such as a running centre, is the step's own affair.
 
     Raises:
         ParameterMisuse: It changes another parameter.
@@ -128,10 +133,15 @@ def check_changes(root: nn.Module, storages: Iterable[int]) -> None:
         found = [
             parameter
             for fqn, parameter in (root.named_parameters() if changed else ())
-            if storage_key(parameter) in changed and ("." in fqn or parameter.requires_grad)
+            if storage_key(parameter) in changed and not _is_the_steps(fqn, parameter)
         ]
     if found:
         raise _changes(root, found[0])
+
+
+def _is_the_steps(fqn: str, parameter: Tensor) -> bool:
+    """Whether the step may change a parameter: a frozen one of the LightningModule itself, such as a running centre."""
+    return "." not in fqn and not parameter.requires_grad
 
 
 def _changes(root: nn.Module, parameter: Tensor) -> ParameterMisuse:

@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -281,6 +281,26 @@ def _answered() -> list[str]:
     """The functions of torch.distributed that :class:`Replica` has an answer for."""
     names = (name.removeprefix("_") for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
     return [name for name in names if callable(getattr(seen, name, None))]
+
+
+@contextmanager
+def replaced_everywhere(names: Iterable[str], replacement: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    """During the block functions of torch.distributed are others, under all names by which user code may call them.
+
+    Args:
+        names: The functions' names.
+        replacement: Makes the one that is called, of a name.
+    """
+    patches: list[tuple[Any, str, Any]] = []
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for name in names:
+        for owner in (seen, real, seen_with_gradients, seen.nn):
+            original = getattr(owner, name, None)
+            if original is not None:
+                replaced[id(original)] = original, replacement(name)
+                patches.append((owner, name, replaced[id(original)][1]))
+    with patched_attributes(*patches, *_imported_before(replaced)):
+        yield
 
 
 def _imported_before(replaced: dict[int, tuple[Any, Any]]) -> list[tuple[Any, str, Any]]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -575,8 +576,8 @@ def test_hooks_around_an_optimizers_step_are_wrapped_for_a_while() -> None:
     handles = [
         optimizer.register_step_pre_hook(lambda *_: called.append("own before")),
         optimizer.register_step_post_hook(lambda *_: called.append("own after")),
-        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: called.append("before")),
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: called.append("after")),
+        register_optimizer_step_pre_hook(lambda *_: called.append("before")),
+        register_optimizer_step_post_hook(lambda *_: called.append("after")),
     ]
 
     def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -626,6 +627,7 @@ def test_schemas_tell_what_an_operator_writes(call: Any, written: str) -> None:
     with Watch():
         call(x, y)
     assert "".join(sorted(found)) == written
+    assert _compat.written_arguments(torch.Tensor.mul_, (x, 2.0), {}) == []  # no operator
 
 
 # ------------------------------------------------------------------ what moves along with a module

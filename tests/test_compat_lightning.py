@@ -255,6 +255,28 @@ def test_lightnings_own_class_is_found_behind_the_users() -> None:
     assert _compat_lightning.lightning_class(nn.Linear(1, 1)) is None
 
 
+def test_lightnings_own_log_is_replaced_for_one_module_and_below_what_it_overrides() -> None:
+    class Renaming(L.LightningModule):
+        def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            super().log(f"train/{name}", value, **kwargs)
+
+    module, other, logged = Renaming(), Renaming(), []
+    original = L.LightningModule.log
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        logged.append((args, kwargs))
+
+    with _compat.patched_attributes(*_compat_lightning.log_replaced(module, log, "log")):
+        module.log("loss", 1.0, prog_bar=True)
+        module.log_dict({"accuracy": 2.0})
+        with pytest.warns(UserWarning, match="not registered"):
+            other.log("loss", 3.0)
+    assert [args for args, _ in logged] == [("train/loss", 1.0), ("train/accuracy", 2.0)]
+    assert logged[0][1] == {"prog_bar": True}
+    assert L.LightningModule.log is original
+    assert _compat_lightning.log_replaced(nn.Linear(1, 1), log, "log") == []
+
+
 # ------------------------------------------------------------------ the first batch of a loader
 
 

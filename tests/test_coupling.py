@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed import broadcast
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_fxpipe.coupling import couples_parameters
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.replica import Replica
 from lightning_fxpipe.support import check_optimizers
 
 
@@ -285,6 +287,14 @@ class TwoModes(Lion):
         return super().step(closure)
 
 
+class TalkingToo(Lion):
+    """The same by a name that was imported before the run."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        broadcast(self.param_groups[0]["params"][0].grad, src=0)
+        return super().step(closure)
+
+
 class OfModel(Lion):
     """Keeps the model."""
 
@@ -340,12 +350,25 @@ def test_what_goes_by_the_other_parameters_is_refused(kind: Callable[[Any], Opti
         (lambda: with_closure_over_copies(parameters()), "SGD.step, copies holds 4 tensors"),
         (lambda: OfModel(parameters()), "OfModel.model is a module"),
         (lambda: Talking(parameters()), "torch.distributed.all_reduce"),
+        (lambda: TalkingToo(parameters()), "torch.distributed.broadcast"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_with_the_reason(make: Callable[[], Optimizer], words: str) -> None:
     check_optimizers([make()], 1)
     with pytest.raises(UnsupportedError, match=words):
         check_optimizers([make()], 2)
+
+
+def test_communication_is_found_while_torch_distributed_answers_for_one_replica() -> None:
+    """As when a run makes its optimizers: nothing may be sent by a trial."""
+
+    def share(value: Any) -> Any:
+        raise AssertionError("a trial has communicated")
+
+    replica = Replica(share)
+    for kind, name in ((Talking, "all_reduce"), (TalkingToo, "broadcast")):
+        with replica.answering(), replica.acting(), pytest.raises(UnsupportedError, match=f"torch.distributed.{name}"):
+            check_optimizers([kind(parameters())], 2)
 
 
 def test_a_list_of_the_parameters_themselves_is_no_obstacle() -> None:

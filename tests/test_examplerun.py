@@ -42,9 +42,10 @@ class Counting(Lit):
         (Lit(lambda self, x: torch.rand_like(x)), False),
         (Lit(lambda self, x: random.random()), False),
         (Lit(lambda self, x: x.sum().item()), False),
+        (Lit(lambda self, x: x[x > 0]), False),
         (Counting(), False),
     ],
-    ids=["plain", "device", "random", "python's random", "values", "counts"],
+    ids=["plain", "device", "random", "python's random", "values", "sizes", "counts"],
 )
 def test_a_summary_runs_on_fakes_unless_its_forward_would_be_noticed(module: Lit, expected: bool) -> None:
     weights, generator, python = module.layers[0].weight.clone(), torch.get_rng_state(), random.getstate()

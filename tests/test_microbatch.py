@@ -348,9 +348,9 @@ def test_a_list_with_a_dict_for_each_sample_is_cut_like_the_samples(counts: tupl
 
 
 def test_images_of_different_sizes_are_cut_beside_their_targets() -> None:
-    batch = (images(4, 5, 6), boxes(1, 2, 4))
-    assert batch_size(batch) == 3
-    assert split_batch(batch, plan_passes(3, 2)) == [(batch[0][:2], batch[1][:2]), (batch[0][2:], batch[1][2:])]
+    batch = (images(4, 5, 6, 7), boxes(1, 2, 4, 2))
+    assert batch_size(batch) == 4
+    assert split_batch(batch, plan_passes(4, 2)) == [(batch[0][:2], batch[1][:2]), (batch[0][2:], batch[1][2:])]
 
 
 def test_a_batch_may_be_a_list_with_a_dict_for_each_sample() -> None:

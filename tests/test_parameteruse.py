@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import lightning as L
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.parameteruse import ParameterMisuse, check_call
+from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_same_parameters, parameters_by_name
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.replay import watched_step
@@ -64,6 +63,11 @@ def write_all(module: Any) -> None:
     nn.utils.vector_to_parameters(torch.zeros(42), module.model.parameters())
 
 
+@torch.no_grad()
+def other_memory(module: Any) -> None:
+    module.model.bias.set_(torch.ones(6))
+
+
 def by_name(module: Any) -> None:
     module.model.load_state_dict({name: value * 0.9 for name, value in module.model.state_dict().items()})
 
@@ -89,6 +93,9 @@ CHANGES = {
     "a view": (lambda module: module.model.weight.data[0].zero_(), "model.weight"),
     "an output": (lambda module: torch.mul(module.model.bias.data, 2, out=module.model.bias.data), "model.bias"),
     "an initialiser": (lambda module: nn.init.normal_(module.model.weight), "model.weight"),
+    "other memory": (other_memory, "model.bias"),
+    "other memory of data": (lambda module: module.model.bias.data.set_(torch.zeros(6)), "model.bias"),
+    "an operator by its schema": (lambda module: torch.ops.aten.mul_.Scalar(module.model.bias.data, 0.9), "model.bias"),
     "an array": (lambda module: module.model.bias.detach().numpy().fill(0), "model.bias"),
     "an array of numpy": (lambda module: np.asarray(module.model.bias.data).fill(0), "model.bias"),
     "by name": (by_name, "model.weight"),
@@ -99,7 +106,7 @@ CHANGES = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_step_that_changes_parameters_is_refused(name: str, when: str) -> None:
-    """Where it stands after the model's call, it would change those of the last stage only, between two microbatches."""
+    """Where it stands after the model's call, it would change those of the last stage only."""
     action, fqn = CHANGES[name]
     with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameteruse.*{fqn}.*hook"):
         survey(**{when: action})
@@ -140,16 +147,48 @@ RUNNING = (
 )
 
 
+def run_watched(module: nn.Module, step: Action, is_caught: bool) -> None:
+    """A step at run time, which may catch what the check of its calls raises."""
+    with watched_step(module, BatchDraws(BATCH, 0)):
+        try:
+            step(module)
+        except ParameterMisuse:
+            if not is_caught:
+                raise
+        else:
+            pytest.fail("nothing was raised where it happens")
+
+
+@pytest.mark.parametrize("is_caught", [False, True], ids=["", "caught"])
 @pytest.mark.parametrize("name", RUNNING)
-def test_a_change_that_comes_later_is_refused_where_it_is_made(name: str) -> None:
-    """A step may make it for the hundredth batch only, and then on the last stage."""
+def test_a_change_that_comes_later_is_refused_where_it_is_made(name: str, is_caught: bool) -> None:
+    """A step may make it for the hundredth batch only, and then on the last stage. It may also catch what we raise."""
     module = Lit(lambda _: None, lambda _: None)
     action, fqn = CHANGES[name]
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*{fqn}"), watched_step(module, BatchDraws(BATCH, 0)):
-        action(module)
+    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameteruse.*{fqn}"):
+        run_watched(module, action, is_caught)
     for parameter, value in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+
+
+def test_other_memory_under_a_parameter_is_found_after_the_step() -> None:
+    """No call of torch shows it."""
+    for change in (other_memory, lambda module: torch.utils.swap_tensors(module.model.bias, nn.Parameter(torch.ones(6)))):
+        module = Lit(lambda _: None, lambda _: None)
+        names = parameters_by_name(module)
+        check_same_parameters(module, names)
+        change(module)
+        with pytest.raises(ParameterMisuse, match=r"(?s)changes a parameter.*model\.bias has other memory.*hook"):
+            check_same_parameters(module, names)
+
+
+def test_the_steps_own_centre_may_have_other_memory() -> None:
+    module = Lit(lambda _: None, lambda _: None)
+    names = parameters_by_name(module)
+    with torch.no_grad():
+        module.center.set_(torch.ones(6))
+    check_same_parameters(module, names)
 
 
 def test_what_a_step_may_do() -> None:
@@ -166,18 +205,15 @@ def test_what_a_step_may_do() -> None:
     survey(after=harmless)
 
 
-def test_the_parameters_of_other_stages_cannot_be_used_but_asked_about() -> None:
+@pytest.mark.parametrize("is_caught", [False, True], ids=["", "caught"])
+def test_the_parameters_of_other_stages_cannot_be_used_but_asked_about(is_caught: bool) -> None:
     """They are placeholders without data; torch's own error would speak of the meta device."""
     module = nn.ModuleDict({"here": nn.Linear(2, 2), "there": nn.Linear(2, 2, device="meta")})
     parameters = list(module.parameters())
     with watched_step(module, BatchDraws(BATCH, 0)):
         assert sum(p.numel() for p in parameters if p.requires_grad) == 12
         assert parameters[0].norm() > 0
-    misused = r"(?s)another rank holds.*there\.weight"
     for use in (lambda: parameters[2].norm(), lambda: torch.nn.utils.get_total_norm(parameters)):
-        with pytest.raises(ParameterMisuse, match=misused), watched_step(module, BatchDraws(BATCH, 0)):
-            use()
-    # A step may catch it.
-    with pytest.raises(ParameterMisuse, match=misused), watched_step(module, BatchDraws(BATCH, 0)), suppress(Exception):
-        parameters[2].norm()
+        with pytest.raises(ParameterMisuse, match=r"(?s)another rank holds.*there\.weight"):
+            run_watched(module, lambda _, use=use: use(), is_caught=is_caught)
     check_call(module, torch.add, (parameters[0], 1))

@@ -64,7 +64,7 @@ def test_the_strategys_parameters_are_these() -> None:
     assert parameters_of(FxPipeStrategy) == [
         ("num_stages", "auto"),
         ("num_microbatches", "auto"),
-        ("schedule", "1f1b"),
+        ("schedule", "auto"),
         ("plan", None),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
@@ -97,7 +97,7 @@ def test_the_strategys_parameters_are_documented_and_typed() -> None:
 
 
 def test_every_schedule_that_the_type_names_is_taken() -> None:
-    assert get_args(ScheduleName) == ("gpipe", "1f1b")
+    assert get_args(ScheduleName) == ("auto", "gpipe", "1f1b")
     for schedule in get_args(ScheduleName):
         FxPipeStrategy(schedule=schedule)
 
@@ -111,7 +111,7 @@ def test_a_number_that_is_none_is_a_value_error(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", ["1F1B", "zero_bubble", None])
 def test_an_unknown_schedule_is_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected 'gpipe' or '1f1b'"):
+    with pytest.raises(ValueError, match=r"expected 'auto', 'gpipe' or '1f1b'"):
         FxPipeStrategy(schedule=value)
 
 

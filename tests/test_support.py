@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
+from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.support import (
     check_converted,
@@ -290,7 +291,10 @@ def test_an_older_torch_runs_one_process_and_no_more(version: str) -> None:
 def test_the_trainer_is_refused_with_the_torch_that_is_there() -> None:
     assert make_trainer(strategy="fxpipe", devices=1).world_size == 1
     if torch.__version__ >= (2, 13):
-        assert make_trainer(strategy="fxpipe", devices=2).world_size == 2
+        trainer = make_trainer(strategy="fxpipe", devices=2)
+        assert isinstance(trainer.strategy, FxPipeStrategy)
+        assert trainer.strategy.num_processes == 2
+        assert trainer.world_size == 1  # all ranks of a pipeline are one replica
     else:
         with pytest.raises(UnsupportedError, match="devices=1"):
             make_trainer(strategy="fxpipe", devices=2)
