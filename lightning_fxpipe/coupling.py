@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ _COLLECTIVES = (
     *("broadcast", "broadcast_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "scatter"),
     *("send", "recv", "isend", "irecv"),
 )
+_NUMBERS = re.compile(r"\d+")
 
 Path = list[list[Tensor | None]]
 
@@ -124,8 +126,8 @@ class _Trial:
         torch.manual_seed(1)
         path = list(self._steps(twin, list(module)))
         with suppress(UnsupportedError):
-            return _Outcome(path=path, common=_common(twin), saved=copy.deepcopy(stage.state_dict()))
-        return _Outcome(path=path, common=_common(twin), saved=None)
+            return _Outcome(path=path, common=_common(twin, module), saved=copy.deepcopy(stage.state_dict()))
+        return _Outcome(path=path, common=_common(twin, module), saved=None)
 
     def _steps(self, twin: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
         train: Any = getattr(twin, "train", None)  # schedule-free optimizers have two modes
@@ -220,15 +222,21 @@ def _small(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(min(size, most) for size, most in zip(shape, (3, *[2] * 10), strict=False))
 
 
-def _common(optimizer: Optimizer) -> dict[str, float]:
-    """The numbers beside the states of single parameters; those of groups without parameters do not count."""
+def _common(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[str, float]:
+    """The numbers beside the states of single parameters; those of groups without parameters do not count.
+
+    Nor do those under a parameter's identity, which is that of another one in the next run.
+    """
     found: dict[str, float] = {}
+    identities = {str(id(parameter)) for parameter in parameters}
     for place, part in enumerate(with_inner(optimizer)):
         held = {f"{place}.{name}": value for name, value in vars(part).items() if name not in ("param_groups", "state")}
         for index, group in enumerate(part.param_groups):
             if group["params"]:
                 held |= {f"{place}.{index}.{name}": value for name, value in group.items() if not name.startswith("param")}
         for path, leaf in leaves_with_path(held):
+            if not identities.isdisjoint(_NUMBERS.findall(path)):
+                continue
             if isinstance(leaf, (int, float)) or (isinstance(leaf, Tensor) and leaf.numel() == 1 and not leaf.is_meta):
                 found[path] = float(leaf)
     return found

@@ -274,6 +274,19 @@ class Keyed(Lion):
             p.data.sub_(p.grad, alpha=self.rates[id(p)])
 
 
+class Counted(Lion):
+    """Counts the steps of each parameter, by its identity."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen = {id(p): 0 for group in self.param_groups for p in group["params"]}
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.seen[id(p)] += 1
+        return super().step(closure)
+
+
 class TwoModes(Lion):
     """As schedule-free optimizers are: it steps in one mode only."""
 
@@ -357,6 +370,13 @@ def test_what_cannot_be_tried_is_refused_with_the_reason(make: Callable[[], Opti
     check_optimizers([make()], 1)
     with pytest.raises(UnsupportedError, match=words):
         check_optimizers([make()], 2)
+
+
+def test_numbers_under_a_parameters_identity_are_no_common_ones() -> None:
+    """The next trial's parameters may lie where those of the last one did."""
+    for _ in range(10):
+        assert not couples_parameters(Keyed(parameters()))
+        assert not couples_parameters(Counted(parameters()))
 
 
 def test_communication_is_found_while_torch_distributed_answers_for_one_replica() -> None:
