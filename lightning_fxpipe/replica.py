@@ -36,6 +36,8 @@ Share = Callable[[Any], Any]
 
 # Modules whose names for the functions are left alone: torch calls itself with groups of ours.
 _NOT_USERS = ("torch", "lightning_fxpipe")
+# What of torch this package runs its ranks with.
+_MACHINERY = ("torch.distributed.pipelining.", "torch.distributed.checkpoint.")
 _NO_PARTNER = ("send", "recv", "send_object_list", "recv_object_list", "new_subgroups", "new_subgroups_by_enumeration")
 # Those that Lightning needs for itself: it makes a group for its own barriers, and destroys it.
 _ONLY_IN_USER_CODE = ("new_group", "destroy_process_group")
@@ -150,7 +152,8 @@ class Replica:
         def call(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             is_own = arguments.get("group") in (None, seen.group.WORLD)
-            if not is_own or not (is_everybodys or self._now.is_acting or self.is_computing):
+            asks_for_us = str(sys._getframe(1).f_globals.get("__name__")).startswith(_MACHINERY)
+            if not is_own or asks_for_us or not (is_everybodys or self._now.is_acting or self.is_computing):
                 return original(*args, **kwargs)
             result = answer(**{name: value for name, value in arguments.items() if name in taken})
             return _Done() if arguments.get("async_op") else result

@@ -172,3 +172,12 @@ def test_all_is_torchs_own_afterwards() -> None:
         assert all(getattr(dist, name) is not value for name, value in before.items())
         assert all(getattr(real, name) is value for name, value in before.items())
     assert all(getattr(dist, name) is value for name, value in before.items())
+
+
+def test_what_the_pipeline_runs_with_sees_the_ranks_also_while_a_step_runs(replica: Replica) -> None:
+    """torch.distributed.pipelining took itself for a single process, and had no group."""
+    torchs = {"__name__": "torch.distributed.pipelining.schedules", "dist": dist}
+    exec("def asks(): return dist.is_initialized()", torchs)
+    with replica.computing():
+        assert torchs["asks"]()  # type: ignore[operator]
+        assert not dist.is_initialized()
