@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
@@ -31,7 +32,9 @@ def shorten(error: Exception) -> None:
     if isinstance(error, FxPipeError):
         _logger.debug("The whole traceback:", exc_info=error)
         _leave(error, is_shown=_is_users)
-        sys.excepthook = partial(_print_shortened, sys.excepthook, error)
+        hook: Any = sys.excepthook
+        print_uncaught = hook.args[0] if isinstance(hook, partial) and hook.func is _print_shortened else hook
+        sys.excepthook = partial(_print_shortened, print_uncaught, weakref.ref(error))
     elif entries and not _is_own(entries[-1]):
         _logger.debug("The whole traceback:", exc_info=error)
         _leave(error, is_shown=lambda entry: not _is_own(entry))
@@ -39,15 +42,15 @@ def shorten(error: Exception) -> None:
 
 def _print_shortened(
     print_uncaught: Callable[..., Any],
-    refusal: FxPipeError,
+    refusal: weakref.ref[FxPipeError],  # its frames hold the model, and somebody may have caught it
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
     """In place of ``sys.excepthook``: between the user's script and the refusal there are Lightning's frames again."""
-    if error is refusal:
-        _leave(refusal, is_shown=_is_users)
-        trace = refusal.__traceback__
+    if error is refusal():
+        _leave(error, is_shown=_is_users)
+        trace = error.__traceback__
     print_uncaught(kind, error, trace)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,14 @@ class _RanksApart(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """Which worker runs which test."""
     return _RanksApart(config, log)
+
+
+@pytest.fixture(autouse=True)
+def same_excepthook() -> Iterator[None]:
+    """Each start of a process group, and each refusal, puts a function of its own around the one that prints errors."""
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def test_the_strategy_plans_for_its_device(
 ) -> None:
     module = MODULES[name]()
     module.predict_step = type(module).training_step.__get__(module)  # type: ignore[method-assign]
-    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=module)
     plans = RunPlans(PlanOptions(given=None, num_stages="auto", num_microbatches=2, batch_dim=0))
     with simulated_cuda():
         monkeypatch.setattr(runplan, "first_batch", lambda trainer, of_validation: batch_on(CUDA))

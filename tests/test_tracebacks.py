@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,6 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.launcher import run_to_the_end
 from lightning_fxpipe.signals import RecordError
 from lightning_fxpipe.silence import silenced
-
-
-@pytest.fixture(autouse=True)
-def same_excepthook() -> Iterator[None]:
-    before = sys.excepthook
-    yield
-    sys.excepthook = before
 
 
 def refuse() -> None:
@@ -62,6 +57,20 @@ def test_a_refusal_that_ends_the_program_is_printed_without_machinery(capsys: py
     assert "lightning_fxpipe/" not in printed
     assert "in refuse" in printed
     assert printed.endswith("UnsupportedError: This cannot be.\n  What to do: Something else.\n")
+
+
+def test_a_refusal_that_is_caught_is_kept_by_nobody() -> None:
+    """As in a notebook, or where a script tries other settings: its frames hold the model."""
+    refused = []
+    for _ in range(3):
+        with pytest.raises(UnsupportedError) as caught:
+            run_to_the_end(refuse)
+        refused.append(weakref.ref(caught.value))
+        hook: Any = sys.excepthook
+        del caught
+    gc.collect()
+    assert [each() for each in refused] == [None] * 3
+    assert hook.args[0] is sys.__excepthook__  # and not one around another for each
 
 
 def test_an_error_of_user_code_keeps_its_frames_but_those_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
