@@ -1,0 +1,152 @@
+"""Runs the tests of ``tests/core.txt`` with other versions than those of ``constraints.txt``, in environments of their own.
+
+Every time with the newest torch that ``pyproject.toml`` allows and with its oldest torch, Lightning and torchmetrics; and with
+one further torch or Python, another one each day. An environment is kept, and made anew when what it is made from has changed.
+
+    python .ci/versions.py [--seconds N] [name ...]
+
+runs those named instead (``newest``, ``oldest``, ``python3.12``, ...). With ``--seconds``, none begins later than that, but the
+first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST_LIMIT_SECONDS = 900
+CONSTRAINTS = ROOT / "constraints.txt"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What one environment has.
+
+    Attributes:
+        name: By which it is chosen, and its folder is called.
+        python: Version of the interpreter, ``3.12``; that of this process if empty.
+        requirements: Taken instead of what ``constraints.txt`` pins for the same packages.
+    """
+
+    name: str
+    python: str = ""
+    requirements: tuple[str, ...] = ()
+
+
+def oldest() -> Iterator[str]:
+    """The oldest versions that ``pyproject.toml`` allows."""
+    for requirement in PROJECT["dependencies"]:
+        if found := re.match(r"(torch|lightning|torchmetrics)>=([\d.]+)", requirement):
+            yield f"{found[1]}=={found[2]}"
+            if found[1] == "lightning":  # which takes any of the other package
+                yield f"pytorch-lightning=={found[2]}"
+
+
+NEWEST_TORCH = next(requirement for requirement in PROJECT["dependencies"] if re.match(r"torch\b", requirement))
+EVERY_TIME = (
+    Versions(name="newest", requirements=(NEWEST_TORCH,)),
+    Versions(name="oldest", requirements=tuple(oldest())),
+)
+ONE_A_DAY = (
+    Versions(name="python3.12", python="3.12"),
+    Versions(name="torch2.14", requirements=("torch==2.14.*",)),
+    Versions(name="python3.13", python="3.13", requirements=(NEWEST_TORCH,)),
+    Versions(name="torch2.12", requirements=("torch==2.12.*",)),
+)
+
+
+def interpreter(version: str) -> str | None:
+    """An interpreter of this version that runs: on the path, or one of pyenv's."""
+    if not version:
+        return sys.executable
+    pyenv = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
+    found = [shutil.which(f"python{version}"), *sorted(glob.glob(f"{pyenv}/versions/{version}.*/bin/python"))]
+    question = "import ensurepip, ssl, sys, venv; print('%d.%d' % sys.version_info[:2])"
+    for path in filter(None, found):
+        answer = subprocess.run([path, "-c", question], capture_output=True, text=True, check=False)
+        if answer.stdout.strip() == version:
+            return path
+    return None
+
+
+def constraints_without(requirements: tuple[str, ...]) -> Iterator[str]:
+    """The pinned versions, but for those of packages that are required otherwise."""
+    others = {re.split(r"[=<>!~\[ ]", requirement)[0] for requirement in requirements}
+    for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines():
+        if line.partition("==")[0] not in others:
+            yield line
+
+
+def environment(versions: Versions, python: str) -> Path:
+    """Makes the environment, unless it is there; returns its interpreter."""
+    folder = ROOT / f".venv-ci-{versions.name}"
+    constraints = "\n".join(constraints_without(versions.requirements)) + "\n"
+    # The newest torch is looked up anew each week.
+    week = date.today().isocalendar()[:2] if NEWEST_TORCH in versions.requirements else ()
+    made_from = repr((python, versions.requirements, constraints, PROJECT, week))
+    stamp = hashlib.sha256(made_from.encode()).hexdigest()
+    if not (folder / "stamp").exists() or (folder / "stamp").read_text() != stamp:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([python, "-m", "venv", folder], check=True)
+        (folder / "constraints.txt").write_text(constraints, encoding="utf-8")
+        install = [folder / "bin/python", "-m", "pip", "install", "--quiet", "-c", folder / "constraints.txt"]
+        subprocess.run([*install, "-e", ".[test]", *versions.requirements], cwd=ROOT, check=True)
+        (folder / "stamp").write_text(stamp)
+    return folder / "bin/python"
+
+
+def run(versions: Versions) -> bool:
+    """Whether the tests pass; also where the machine has no such interpreter, which is printed."""
+    start = time.monotonic()
+    python = interpreter(versions.python)
+    if python is None:
+        print(f"[versions] {versions.name}: no Python {versions.python} on this machine", flush=True)
+        return True
+    executable = environment(versions, python)
+    installed = time.monotonic() - start
+    what = "import lightning, sys, torch, torchmetrics as t; print(sys.version.split()[0], 'torch', torch.__version__, "
+    what += "'Lightning', lightning.__version__, 'torchmetrics', t.__version__)"
+    shown = subprocess.run([executable, "-c", what], capture_output=True, text=True, check=True).stdout.strip()
+    print(f"[versions] {versions.name}: Python {shown}; installed in {installed:.0f} s", flush=True)
+    command = ["timeout", "--kill-after=10", str(TEST_LIMIT_SECONDS), executable, "-m", "pytest", "-q", "@tests/core.txt"]
+    passed = subprocess.run(command, cwd=ROOT, check=False).returncode == 0
+    total = time.monotonic() - start
+    print(f"[versions] {versions.name}: {'passed' if passed else 'FAILED'} after {total:.0f} s", flush=True)
+    return passed
+
+
+def main() -> int:
+    """Runs what is asked for; the number of failures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    known = {versions.name: versions for versions in (*EVERY_TIME, *ONE_A_DAY)}
+    today = ONE_A_DAY[date.today().toordinal() % len(ONE_A_DAY)]
+    chosen = [known[name] for name in arguments.names] or [*EVERY_TIME, today]
+    print(f"[versions] chosen: {', '.join(versions.name for versions in chosen)}", flush=True)
+    start, num_failed = time.monotonic(), 0
+    for versions in chosen:
+        if versions in EVERY_TIME or arguments.names or time.monotonic() - start < arguments.seconds:
+            num_failed += not run(versions)
+        else:
+            print(f"[versions] {versions.name}: left out, as {arguments.seconds:.0f} s have passed", flush=True)
+    return num_failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
