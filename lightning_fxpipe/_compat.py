@@ -384,6 +384,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_saved_buffer(module: nn.Module, name: str) -> bool:
+    """Whether one of a module's own buffers is part of its state dict; to make that would run hooks. torch 2.11-2.15."""
+    return name not in module._non_persistent_buffers_set
+
+
 def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     """Names of an operator's arguments, and whether it changes them in place; no public name tells. torch 2.11-2.15."""
     found = operator._schema.arguments

@@ -227,6 +227,18 @@ def _changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any
     return [key for key in {**before, **now} if before.get(key, ABSENT) is not now.get(key, ABSENT)]
 
 
+def with_changes(contents: Any, before: Any, now: Any) -> Any:
+    """Contents of an object with what has changed between two later moments; as they are where entries have no names."""
+    if isinstance(contents, dict):
+        keys = _changed_keys(before, now)
+        kept = {key: value for key, value in contents.items() if key not in keys}
+        return kept | {key: now[key] for key in keys if key in now}
+    if isinstance(contents, tuple) and isinstance(contents[0], dict):  # a module's
+        inside = {name: with_changes(own, before[1].get(name, {}), now[1].get(name, {})) for name, own in contents[1].items()}
+        return with_changes(contents[0], before[0], now[0]), inside
+    return contents
+
+
 # ------------------------------------------------------------------ arrays and generators
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from lightning_fxpipe._compat import outside_fakes, storage_key
 from lightning_fxpipe.rng import isolated_rng
-from lightning_fxpipe.sizes import SymbolicSize, as_number
+from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols
 from lightning_fxpipe.torchcalls import CallContext
 from lightning_fxpipe.wording import error_words, node_words
 
@@ -65,6 +65,28 @@ class Examples:
         if any(draws(other) for other in cone(node)):
             raise NoExample(f"{node_words(node)} is drawn at random")
         return self._computed(node, self._values)
+
+    def constant(self, node: fx.Node) -> Any:
+        """The value that a node has in every call: it follows from numbers, and at most from the kind of other tensors.
+
+        What is changed in place has its last value.
+
+        Raises:
+            NoExample: It follows from the inputs, weights or random numbers, or from the number of samples.
+        """
+        nodes = _read_for(node)
+        for other in nodes:
+            if draws(other) or other.op == "placeholder" or size_symbols((other.args, other.kwargs)):
+                raise NoExample(f"{other.name} is no constant")
+        known: dict[fx.Node, Any] = {}
+        with outside_fakes(), torch.no_grad():
+            for other in node.graph.nodes:
+                if other in nodes:
+                    blanks = {
+                        operand: _without_memory(operand, other) for operand in other.all_input_nodes if operand not in nodes
+                    }
+                    known[other] = self._run(other, known | blanks)
+        return known[node]
 
     def outcomes(self, node: fx.Node) -> set[bool]:
         """The truth values of a node, which may depend on random numbers; several draws.
@@ -127,6 +149,39 @@ class Examples:
         if isinstance(value, slice):
             return slice(*(self._real(item, known) for item in (value.start, value.stop, value.step)))
         return value
+
+
+# What they take of their first operand, or of the others, is shape, dtype and device.
+_OF_A_KIND = frozenset("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())  # noqa: SIM905
+_WITHOUT_SHAPE = frozenset("new_zeros new_ones new_full new_empty to type_as".split())  # noqa: SIM905
+_TO_A_KIND = frozenset("to type_as view_as reshape_as expand_as".split())  # noqa: SIM905
+
+
+def _read_for(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose values a node's value follows from, with all changes that are made to them in place."""
+    found, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        name = getattr(current.target, "__name__", str(current.target))
+        first = [arg for arg in current.args[:1] if isinstance(arg, fx.Node)]
+        read = [] if name in _OF_A_KIND else first if name in _TO_A_KIND else current.all_input_nodes
+        storage = storage_key(current.meta["val"]) if isinstance(current.meta.get("val"), Tensor) else None
+        changers = [other for other in node.graph.nodes if storage in other.meta.get("mutated_storages", ())]
+        new = {*read, *changers} - found
+        found |= new
+        waiting.extend(new)
+    return found
+
+
+def _without_memory(node: fx.Node, user: fx.Node) -> Tensor:
+    """A tensor of the kind of a node's, for a call that looks at nothing else."""
+    value = node.meta["val"]
+    name = getattr(user.target, "__name__", str(user.target))
+    if any(not isinstance(size, int) for size in value.shape):
+        if name in _WITHOUT_SHAPE:
+            return torch.empty((), dtype=value.dtype, device=value.device)
+        raise NoExample(f"{node.name} has the size of the batch")
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:

@@ -106,15 +106,24 @@ class GraphWriter:
             return node
         fqn = self._tensor_fqns.get(id(tensor))
         if fqn is None:
-            if isinstance(tensor, FakeTensor):
-                raise HiddenTensor("a tensor computed out of the recorder's sight is used, such as a cached value")
-            fqn = self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
-            self.constants[fqn] = tensor
-            self._alive.append(tensor)
+            fqn = self._name_unknown(tensor)
         # One node for each use: a parameter that two stages use is then simply two nodes.
         node = self.graph.get_attr(fqn)
         node.meta.update(val=tensor, module_path=self._current_path)
         return node
+
+    def _name_unknown(self, tensor: Tensor) -> str:
+        """Gives a constant a name: a tensor that no node has made and that has none.
+
+        Raises:
+            HiddenTensor: It is no constant.
+        """
+        if isinstance(tensor, FakeTensor):
+            raise HiddenTensor("a tensor computed out of the recorder's sight is used, such as a cached value")
+        name = self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
+        self.constants[name] = tensor
+        self._alive.append(tensor)
+        return name
 
     def _bind_tensor(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node

@@ -99,6 +99,24 @@ class Probe:
             results.append(torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad))
         return first.structure.fill(results)
 
+    def result_for_any_numbers(self) -> Any:
+        """As :meth:`result`, where integers that are not known may be anything.
+
+        Raises:
+            ProbeFailed: No such result can be found, or its shapes follow from the integers.
+        """
+        result = self.result()
+        shapes = []
+        for filler in (0, 1):
+            try:
+                run = self._run({}, seed=1, filler=filler)
+            except Exception:
+                continue  # a number that it does not accept
+            shapes.append([tensor.shape for tensor in run.tensors])
+        if any(other != shapes[0] for other in shapes):
+            raise ProbeFailed("the shapes of what it returns depend on numbers")
+        return result
+
     def _changes(self, first: _Run, symbols: Mapping[Any, Any], filler: int) -> list[_Change]:
         """Shapes of the results with each symbol at two other values, the others as they are."""
         found = []

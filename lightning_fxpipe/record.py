@@ -14,9 +14,9 @@ stage is built (:mod:`lightning_fxpipe.split`), on whichever tensor that stage h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_fxpipe._compat import (
     SYMBOLIC_TYPES,
     FakeTensor,
     depends_on_data,
+    has_hooks,
     storage_key,
     tree_leaves,
     tree_map,
@@ -39,6 +40,7 @@ from lightning_fxpipe.examples import Examples, NoExample, cone
 from lightning_fxpipe.exchange import OwnAttributes
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import GraphWriter
+from lightning_fxpipe.innerresults import InnerCalls
 from lightning_fxpipe.kinds import is_users
 from lightning_fxpipe.looks import Looks
 from lightning_fxpipe.objects import PLAIN_TYPES, is_plain, is_value, same_answer
@@ -46,7 +48,7 @@ from lightning_fxpipe.probe import Probe, ProbeFailed
 from lightning_fxpipe.randomness import Draw, LikeTensor, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
 from lightning_fxpipe.recurrent import shaped
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.signals import MustStayWhole, RecordError
+from lightning_fxpipe.signals import Learned, MustStayWhole, OpenedSets, RecordAgain, RecordError
 from lightning_fxpipe.sizes import as_size
 from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.structure import graft
@@ -62,6 +64,7 @@ from lightning_fxpipe.torchcalls import (
 from lightning_fxpipe.wording import error_words
 
 DRAW_PREFIX = "region_draw_"
+_UNREACHED = "region_unreached"  # in the place of what cannot be reached yet
 # Functions whose tensor arguments stand for numbers.
 _FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn})
 
@@ -77,6 +80,7 @@ class RecorderSettings:
         device_type: Device whose autocast state is part of a node's context.
         lasting: By ``id``, objects that modules keep from one call to the next.
         answers_looks: Whether a module inside the region's that looks at values of the inputs may be opened.
+        learned: What earlier recordings have shown.
     """
 
     modules: Mapping[str, nn.Module]
@@ -85,6 +89,7 @@ class RecorderSettings:
     device_type: str
     lasting: Mapping[int, Any]
     answers_looks: bool = True
+    learned: Learned = field(default_factory=Learned)
 
 
 class Recorder(GraphWriter, TorchFunctionMode):
@@ -99,6 +104,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
+        self.lessons: list[RecordAgain] = []  # what has to be known to record it, and was not
+        self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
         self.looks = Looks()
         self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
@@ -107,6 +114,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._is_whole = settings.is_whole
         self._device_type = settings.device_type
         self._whole_path: str | None = None
+        self._inner_calls = InnerCalls()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples: Examples | None = None
         self._module_call = nn.Module.__call__
@@ -223,7 +231,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         """Calls a module: recorded as one node, or inside a node for each of its calls."""
         path = self._module_paths.get(id(module))
         if self._paused or path is None or self._in_own_call[-1:] == [module]:
-            return original_call(module, *args, **kwargs)
+            return self._call_inside(original_call, path, module, args, kwargs)
         if self._is_whole(path, module):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
@@ -235,9 +243,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             if before != python_rng():
                 raise RecordError("its Python draws random numbers")
             left = attributes.assigned_tensors() if self._may_leave_tensors() else {}
-            others = state.changed_names(left)
-            if others:
-                raise RecordError(f"its forward changes {sorted(others)[0]}")
+            self.note_changes(path, state.changed_names(left))
             self.sides.update({(path, name): tensor for name, tensor in left.items()})
             return result
         except RecordError as error:
@@ -247,6 +253,27 @@ class Recorder(GraphWriter, TorchFunctionMode):
         finally:
             self._module_stack.pop()
             self._in_own_call.pop()
+
+    def _call_inside(
+        self, original_call: Callable[..., Any], path: str | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """A call that leaves no node; of a module inside a whole one, usually."""
+        if path is None or self._inner_calls.whole_path not in self._settings.learned.probed_inside:
+            result = original_call(module, *args, **kwargs)
+        else:
+            before = self._template_of((args, kwargs))
+            probe = Probe(call=original_call, module=module, template=before, example=self._example)
+            result = self._inner_calls.tried(partial(original_call, module, *args, **kwargs), probe)
+        if path is not None:
+            self._inner_calls.note(path, result)
+        return result
+
+    def note_changes(self, path: str, names: Collection[str]) -> None:
+        """An opened module has changed what has these names."""
+        if names:
+            self.changed_by_opened[path] = sorted(names)[0]
+            if not self._settings.learned.watches_state:
+                self.lessons.append(OpenedSets())
 
     def _may_leave_tensors(self) -> bool:
         """Whether the opened module that runs may set tensors on itself: where somebody sets them in every run."""
@@ -268,6 +295,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
+            self._inner_calls.of(path),
         ):
             result, sides = self._result_without_data(original_call, path, module, args, kwargs)
         self._whole_path = None
@@ -285,8 +313,11 @@ class Recorder(GraphWriter, TorchFunctionMode):
         node_kwargs = {
             key: made_anew[id(value)] if id(value) in made_anew else self.argument(value) for key, value in kwargs.items()
         }
-        returned = (result, tuple(sides.values())) if sides else result
+        places = self._settings.learned.inner_results.get(path, ())
+        taken = [self._inner_calls.tensor(place) for place in places]
+        returned = (result, (*sides.values(), *taken)) if sides or taken else result
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, returned)
+        node.meta["inner_results"] = places
         if sides:
             node.meta["sides"] = tuple(sides)
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
@@ -316,14 +347,23 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 graft((args, kwargs), before.fill(before.tensors))  # what it did to them before it failed
                 if self._seen is not None:
                     self._seen.update(map(id, before.tensors))
+                self._inner_calls.starts_again()
                 probe = Probe(call=call, module=module, template=before, example=self._example)
-                (result, sides), changed_args, changed_kwargs = probe.result()
+                with self._inner_calls.on_made_up_data():
+                    (result, sides), changed_args, changed_kwargs = probe.result()
                 graft((args, kwargs), (changed_args, changed_kwargs))
                 for (inner, name), tensor in sides.items():
                     setattr(module.get_submodule(inner), name, tensor)
                 return result, sides
             except ProbeFailed as failure:
                 raise RecordError(f"{path} cannot run without data ({error_words(error)}), nor {failure}") from error
+
+    def _name_unknown(self, tensor: Tensor) -> str:
+        way = self._inner_calls.way_to(tensor, self._settings.learned)
+        if way is None:
+            return super()._name_unknown(tensor)
+        self.lessons.append(way)  # and see what else there is to know
+        return _UNREACHED
 
     def _example(self, tensor: Tensor) -> Tensor | None:
         """The tensor's value in the traced call, where it follows from the inputs."""
@@ -362,6 +402,18 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _bound(self, value: Any) -> Any:
         return self._look(Tensor.__index__, value) if self._follows_from_inputs(value) else value
 
+    def constant(self, tensor: Tensor) -> Tensor:
+        """The value that a tensor has in every call.
+
+        Raises:
+            NoExample: It follows from the inputs, weights or random numbers, or is not known.
+        """
+        node = self._nodes.get(id(tensor))
+        if node is None or self._examples is None:
+            raise NoExample("it is no result of a recorded call")
+        value: Tensor = self._examples.constant(node)
+        return value
+
     def _decide(self, tensor: Tensor) -> bool:
         """Answers ``if tensor:`` in opened code as the traced call does, and has it checked in every later call."""
         node = self._tensor_argument(tensor)
@@ -393,19 +445,19 @@ class Recorder(GraphWriter, TorchFunctionMode):
     # ------------------------------------------------------------------ state
 
     @contextmanager
-    def watching(self, state: Snapshot) -> Iterator[None]:
-        """The block is opened code, of which ``state`` shows what it changes."""
-        self._watches.append(state)
+    def watching(self, *states: Snapshot) -> Iterator[None]:
+        """The block is opened code, of which ``states`` show what it changes."""
+        self._watches += states
         try:
             yield
         finally:
-            self._watches.remove(state)
+            del self._watches[len(self._watches) - len(states) :]
 
     @contextmanager
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
         with ExitStack() as stack:
-            if any(is_users(type(child)) for child in module.modules()):
+            if any(is_users(type(child)) or has_hooks(child) for child in module.modules()):
                 for state in self._watches:
                     stack.enter_context(state.passing_over())
             yield

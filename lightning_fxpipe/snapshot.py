@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat import version_of
 from lightning_fxpipe.codecontents import CLASS, Globals, functions_of, globals_of
-from lightning_fxpipe.contents import ABSENT, ATTRIBUTES, LIST, MODULE, Kind, changed_in_module
+from lightning_fxpipe.contents import ABSENT, ATTRIBUTES, LIST, MODULE, Kind, changed_in_module, with_changes
 from lightning_fxpipe.kinds import is_users, kinds_of
 
 MAX_OBJECTS = 50_000
@@ -110,18 +110,18 @@ class Snapshot:
 
     @contextmanager
     def passing_over(self) -> Iterator[None]:
-        """What the block changes is no difference, unless it was one before; :meth:`restore` does not put it back either."""
-        same = [
-            record
-            for record in self._records
-            if (now := record.kind.take(record.owner)) is not ABSENT and record.kind.is_same(now, record.contents)
-        ]
+        """What the block changes is no difference, and :meth:`restore` does not put it back; but for entries of lists and the
+        like in which something was different before."""
+        before = [record.kind.take(record.owner) for record in self._records]
         try:
             yield
         finally:
-            for record in same:
-                if (now := record.kind.take(record.owner)) is not ABSENT:
-                    record.contents = now
+            for record, earlier in zip(self._records, before, strict=True):
+                now = ABSENT if earlier is ABSENT else record.kind.take(record.owner)
+                if now is ABSENT or record.kind.is_same(now, earlier):
+                    continue
+                is_as_taken = record.kind.is_same(earlier, record.contents)
+                record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were reached, but for parameters and buffers."""
@@ -141,6 +141,10 @@ class Snapshot:
         """
         names = {name_of(difference.path): None for difference in self.differences()}
         return [name for name in names if name not in {f"self.{attribute}" for attribute in known}]
+
+    def owner_of(self, path: Path) -> Any:
+        """The object in which a place is."""
+        return at_path({str(record.key): record.owner for record in self._records if record.parent < 0}, path[:-1])
 
     def path_of(self, value: Any) -> Path | None:
         """Where an object was reached; None where it was not."""

@@ -24,6 +24,7 @@ from lightning_fxpipe._compat import patched_attributes, tree_flatten
 from lightning_fxpipe._compat_lightning import log_replaced, silenced_loggers
 from lightning_fxpipe.calls import call_name
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.graphwriter import GraphWriter
 from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.prelude import say_nothing
 from lightning_fxpipe.record import Recorder, RecorderSettings
@@ -275,6 +276,12 @@ class SpanRecorder(Recorder):
         if id(tensor) not in self._nodes and key is not None and key.call < self._span.first:
             return self._add_span_input(tensor, key)
         return super()._tensor_argument(tensor)
+
+    def _name_unknown(self, tensor: Tensor) -> str:
+        if self._is_nested or id(tensor) in self._keys:
+            return super()._name_unknown(tensor)
+        # What the step's own code has by another way than from its calls, it would not have in a run in stages.
+        return GraphWriter._name_unknown(self, tensor)
 
     def _add_span_input(self, tensor: Tensor, key: TensorKey) -> fx.Node:
         node = self.add_input(f"{INPUT_PREFIX}{len(self.inputs)}", tensor)

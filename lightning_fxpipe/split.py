@@ -26,7 +26,9 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.checkpointing import run_checkpoints
 from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
+from lightning_fxpipe.innerresults import taken
 from lightning_fxpipe.planning import Assignment
+from lightning_fxpipe.signals import InnerPlace
 from lightning_fxpipe.sizes import SymbolicSize, as_number, as_size, size_symbols
 from lightning_fxpipe.torchcalls import CallContext
 from lightning_fxpipe.trace import TracedRegion
@@ -210,10 +212,10 @@ class _StageBuilder:
         context: CallContext | None = node.meta.get("context")
         if operation == "call_module":
             module = self._traced.root.get_submodule(str(target))
-            sides = node.meta.get("sides")
-            if context is not None or sides:
+            sides, inner = node.meta.get("sides", ()), node.meta.get("inner_results", ())
+            if context is not None or sides or inner:
                 self._called_inside[_free_name(str(target))] = module
-                module, target = _ModuleUnder(module, context, sides), f"_fxpipe_under_{len(self._owners)}"
+                module, target = _ModuleUnder(module, context, sides, inner), f"_fxpipe_under_{len(self._owners)}"
             target = _free_name(str(target))
             self._owners[target] = module
         elif context is not None:
@@ -309,22 +311,32 @@ def _attribute(root: nn.Module, fqn: str) -> Any:
 
 class _ModuleUnder(nn.Module):
     """Calls a module under the grad and autocast modes that the model called it under, and returns with its result the
-    tensors that it leaves on itself and its submodules."""
+    tensors that it leaves on itself and its submodules, and results of modules inside it."""
 
-    def __init__(self, module: nn.Module, context: CallContext | None, sides: tuple[tuple[str, str], ...] | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        context: CallContext | None,
+        sides: tuple[tuple[str, str], ...],
+        inner_results: tuple[InnerPlace, ...],
+    ) -> None:
         super().__init__()
         # Not a registered child: the module keeps its own name and mode in the user's model.
         self.__dict__["_call"] = module
         self._context = context
         self._sides = sides
+        self._inner_results = inner_results
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__dict__["_call"]
-        with self._context.active() if self._context is not None else nullcontext():
+        with (
+            self._context.active() if self._context is not None else nullcontext(),
+            taken(module, self._inner_results) as inner,
+        ):
             result = module(*args, **kwargs)
-        if not self._sides:
+        if not self._sides and not inner:
             return result
-        return result, tuple(getattr(module.get_submodule(path), name) for path, name in self._sides)
+        return result, (*(getattr(module.get_submodule(path), name) for path, name in self._sides), *inner)
 
 
 def _function_under(target: str | Callable[..., Any], context: CallContext) -> Callable[..., Any]:

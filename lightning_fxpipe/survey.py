@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat import SYMBOLIC_TYPES, FakeTensor, outside_fakes, size_hint, tree_leaves
 from lightning_fxpipe.errors import FxPipeError, TraceError
+from lightning_fxpipe.exchange import OwnAttributes
+from lightning_fxpipe.fakerun import fake_run
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.inputgradient import InputGradient, functions_before, input_gradient
 from lightning_fxpipe.parameteruse import ParameterMisuse, check_call, check_changes, check_same_parameters, parameters_by_name
 from lightning_fxpipe.placement import device_of
+from lightning_fxpipe.prelude import say_nothing
 from lightning_fxpipe.record import RecorderSettings
 from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, RegionCall, WantedResults
 from lightning_fxpipe.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
@@ -32,7 +36,7 @@ from lightning_fxpipe.stepcode import locals_up_to, may_differ_between_batches
 from lightning_fxpipe.steprecord import TensorKey
 from lightning_fxpipe.structure import Template
 from lightning_fxpipe.torchcalls import LOOKS
-from lightning_fxpipe.trace import fake_run, is_torch_leaf
+from lightning_fxpipe.trace import is_torch_leaf
 from lightning_fxpipe.wording import error_words
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -149,6 +153,7 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
             survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
             survey.note_use([_held(module) for module in root.modules()])
             survey.completed = True
+            survey.caches = _caches(root, step, run.example, survey)
             survey.is_fixed &= not any(path is None or isinstance(value, bool) for (path, _), value in run.reads.items())
         except HiddenTensor as error:
             if survey.users:
@@ -163,6 +168,43 @@ def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _
             raise survey.misuse
         check_same_parameters(root, parameters)
     return survey
+
+
+def _caches(root: nn.Module, step: StepCall, example: Any, survey: _Survey) -> set[tuple[str, str]]:
+    """Of the tensors that the step has left on modules those that a second run does not set again, by path and attribute."""
+    left = {(path, attribute) for call in survey.calls for path, attribute, _ in call.sides}
+    if not left:
+        return left
+    before = {path: OwnAttributes(module) for path, module in root.named_modules()}
+    survey.called.clear()
+    try:
+        with survey.paused(), _SecondRun(survey):
+            run_step(root, step, example, say_nothing)
+    except (Exception, RecordError):
+        return set()
+    unset = {side for side in left if side[0] in survey.called}
+    return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
+
+
+class _SecondRun(TorchFunctionMode):
+    """Shows the step's own code ones where it looks at values; a module that looks may do anything, and ends the run."""
+
+    def __init__(self, survey: _Survey) -> None:
+        super().__init__()
+        self._survey = survey
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in LOOKS and isinstance(args[0], FakeTensor) and not self._survey.num_running:
+            return _look_at_ones(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
+    shape = [size_hint(size) for size in tensor.shape]
+    with outside_fakes():
+        return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
 
 
 def _held(module: nn.Module) -> list[Tensor]:
@@ -205,6 +247,9 @@ class _Survey(SpanRecorder):
         self._has_looked = False
         self._first_look: str | None = None
         self._end: str | None = None
+        self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
+        self.called: set[str | None] = set()  # modules
+        self.num_running = 0  # modules inside each other, the step's own one among them where it is called
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -219,14 +264,22 @@ class _Survey(SpanRecorder):
             self.before_call()
             self.note_use(args[0])
             self._count += 1
-            shape = [size_hint(size) for size in args[0].shape]
-            with self.paused(), outside_fakes():
-                return LOOKS[func](torch.ones(shape, dtype=args[0].dtype))
+            with self.paused():
+                return _look_at_ones(func, args[0])
         number = self._count
         result = super().__torch_function__(func, types, args, kwargs)
         if not self._is_nested and func in LOOKS and not isinstance(result, SYMBOLIC_TYPES):
             self.answers[number] = result
         return result
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Notes which modules are called."""
+        self.called.add(self._module_paths.get(id(module)))
+        self.num_running += 1
+        try:
+            return super().call_module(original_call, module, args, kwargs)
+        finally:
+            self.num_running -= 1
 
     def _note_look(self) -> None:
         self._has_looked = True
@@ -299,8 +352,9 @@ class _Survey(SpanRecorder):
         self._uses += [(math.inf, key) for key in keys if key is not None]
 
     def leaves_something_behind(self) -> bool:
-        """Whether a call that uses parameters leaves more than its result."""
-        return any(call.sides for call in self.calls if call.number in self.users)
+        """Whether a call that uses parameters leaves more than its result, and than what is set once and for all."""
+        left = {(path, attribute) for call in self.calls if call.number in self.users for path, attribute, _ in call.sides}
+        return not left <= self.caches
 
     def before_call(self) -> None:
         """After the last call that uses parameters, and before the next: the results have got their names."""
@@ -348,11 +402,13 @@ class _Survey(SpanRecorder):
     def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
         """The tensors made within the span that later code uses; all of them where that is not known."""
         calls = [call for call in self.calls if first <= call.number <= last]
-        made = [key for call in calls for key in (*call.keys, *(key for *_, key in call.sides)) if key.call >= first]
+        sides = {call.number: [side for side in call.sides if side[:2] not in self.caches] for call in calls}
+        made = [key for call in calls for key in (*call.keys, *(key for *_, key in sides[call.number])) if key.call >= first]
         used = self._used_after(last)
         if used is None:
             return tuple(dict.fromkeys(made))
-        used |= {key for call in calls for path, _, key in call.sides if path == call.name}  # nobody else would set them
+        # Nobody else would set them.
+        used |= {key for call in calls for path, _, key in sides[call.number] if path == call.name}
         return tuple(dict.fromkeys(key for key in made if key in used))
 
 

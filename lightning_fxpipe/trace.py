@@ -7,10 +7,10 @@ and of the dimensions that vary which satisfy the guards met while recording; :m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -19,32 +19,25 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import (
-    FakeTensor,
     FakeWorld,
     depends_on_data,
     has_hooks,
-    size_hint,
-    symbolic_expression,
-    tracing_friendly_torch,
 )
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.exchange import exchanged_tensors
+from lightning_fxpipe.fakerun import fake_run
+from lightning_fxpipe.firstcall import FirstCalls, settle_changes
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import erase_unused
 from lightning_fxpipe.looks import Look, looks_hold
 from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
-from lightning_fxpipe.placement import Placement, device_of
-from lightning_fxpipe.reads import ReadKey, changed_reads, noted_reads
-from lightning_fxpipe.record import Recorder, RecorderSettings
-from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, context_of, sign, taken_apart
-from lightning_fxpipe.recording import recording
+from lightning_fxpipe.reads import ReadKey, changed_reads
+from lightning_fxpipe.record import Recorder
+from lightning_fxpipe.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.shapes import batch_dim_of
-from lightning_fxpipe.signals import MustStayWhole, RecordError
-from lightning_fxpipe.silence import silenced
+from lightning_fxpipe.signals import FirstCallSets, Learned, Lessons, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.sizes import SymbolicSize, as_size
-from lightning_fxpipe.snapshot import Snapshot
+from lightning_fxpipe.snapshot import Snapshot, user_state
 from lightning_fxpipe.steprecord import StepRecord
 from lightning_fxpipe.structure import NotFillable, Structure, Template
 from lightning_fxpipe.wording import error_words, without_symbols
@@ -175,8 +168,8 @@ def trace_region(
 ) -> TracedRegion:
     """Records the call of one module.
 
-    Nothing of the module is changed: its parameters are exchanged for fakes while it runs, and whatever its Python sets on
-    itself is undone.
+    The module's parameters are exchanged for fakes while it runs, and whatever its Python sets on itself is undone; but for
+    what it sets on its first call once and for all (:mod:`lightning_fxpipe.firstcall`): the module is given that, with values.
 
     Args:
         root: Module that paths and FQNs are relative to.
@@ -194,20 +187,52 @@ def trace_region(
         TraceError: The Python of the called module itself cannot be recorded.
     """
     signature, _ = sign(root, call)
-    kept_whole: dict[str, str] = {}
+    first_calls = FirstCalls(root)
+    try:
+        return _trace(root, call, signature, opened, device, wanted, first_calls, check=check, answers_looks=answers_looks)
+    except BaseException:
+        first_calls.take_back()
+        raise
+
+
+def _trace(
+    root: nn.Module,
+    call: Recordable,
+    signature: Signature,
+    opened: Collection[str] | None,
+    device: torch.device | None,
+    wanted: Collection[int] | None,
+    first_calls: FirstCalls,
+    *,
+    check: bool,
+    answers_looks: bool,
+) -> TracedRegion:
+    learned = Learned(given=first_calls.paths)
+    record = partial(_record, root, call, signature, device=device, wanted=wanted, answers_looks=answers_looks, learned=learned)
+
+    def keep_whole(stop: MustStayWhole) -> None:
+        first_calls.take_back()
+        if stop.path in ("", call.opened_path) or stop.path in learned.kept_whole:
+            raise _untraceable(root, call, stop.reason, stop.source) from stop
+        learned.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+
     while True:
         try:
-            traced, drew = _record(root, call, signature, opened, kept_whole, device, wanted, answers_looks)
-            again = _record(root, call, signature, opened, kept_whole, device, wanted, answers_looks)[0] if check else traced
+            traced, drew = record(opened)
+            again = record(opened)[0] if check else traced
+        except FirstCallSets as sets:
+            first_calls.give(sets.values)
+            if first_calls.is_endless:
+                keep_whole(sets.otherwise)
+        except RecordAgain as knowing_more:
+            knowing_more.teach(learned)
         except MustStayWhole as stop:
-            if stop.path in ("", call.opened_path) or stop.path in kept_whole:
-                raise _untraceable(root, call, stop.reason, stop.source) from stop
-            kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+            keep_whole(stop)
         except RecordError as error:
             raise _untraceable(root, call, error.reason, error.source) from error
         else:
             _check_deterministic(root, call, traced.graph, again.graph, drew)
-            drawing = traced.drawing - set(kept_whole)
+            drawing = traced.drawing - set(learned.kept_whole)
             if opened is None or not drawing:
                 return traced
             opened = {*opened, *drawing}
@@ -218,40 +243,54 @@ def _record(
     call: Recordable,
     signature: Signature,
     opened: Collection[str] | None,
-    kept_whole: dict[str, str],
+    *,
     device: torch.device | None,
     wanted: Collection[int] | None,
     answers_looks: bool,
+    learned: Learned,
 ) -> tuple[TracedRegion, bool]:
     """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
         wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened
-        if not wanted_whole and path not in kept_whole and has_hooks(module):
-            kept_whole[path] = "hooks run around its forward"
-        whole = (wanted_whole or path in kept_whole) and path != ""
+        if not wanted_whole and path not in learned.kept_whole and has_hooks(module):
+            learned.kept_whole[path] = "hooks run around its forward"
+        whole = (wanted_whole or path in learned.kept_whole) and path != ""
         if not whole:
             actually_opened[path] = None
         return whole
 
-    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device, answers_looks) as run:
+    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device, learned, answers_looks) as run:
         recorder = run.recorder
-        # Modules that the region calls are looked after by the recorder.
-        roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
-        before = Snapshot(roots, enters_modules=False)
-        try:
-            with recorder.watching(before):
-                result = call.run(root, recorder, run.example)
-            drew = python_rng() != recorder.generators_before
-        except Exception as error:
-            reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
-            raise _untraceable(root, call, reason, source) from error
-        if call.opened_path is not None:  # what a step sets on the LightningModule, it sets in every run
-            _check_unchanged(call.opened_path, before, recorder)
-        output = _taken_apart(result, run.lasting)
-        chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
-        recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
+        with recorder.paused():
+            # Modules that the region calls are looked after by the recorder; what a step sets, it sets in every run.
+            roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
+            own = Snapshot(roots, enters_modules=False)
+            everything = user_state(root) if learned.watches_state else None
+        watches = [own] if everything is None else [own, everything]
+
+        def settle() -> None:
+            """Decides about what the recorded code has set."""
+            with recorder.paused():
+                known = {name for owner, name in recorder.sides if owner == call.opened_path}
+                recorder.note_changes(call.opened_path or "", own.changed_names(known))
+                if everything is not None:
+                    settle_changes(recorder.changed_by_opened, everything, recorder.sides, learned.given, recorder.constant)
+
+        with _lessons_first(recorder):
+            try:
+                with recorder.watching(*watches):
+                    result = call.run(root, recorder, run.example)
+                drew = python_rng() != recorder.generators_before
+            except Exception as error:
+                settle()
+                reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
+                raise _untraceable(root, call, reason, source) from error
+            settle()
+            output = _taken_apart(result, run.lasting)
+            chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
+            recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
     traced = TracedRegion(
         graph=recorder.graph,
@@ -268,7 +307,7 @@ def _record(
         world=run.world,
         device=run.placement.device,
         opened=tuple(path for path in actually_opened if path != call.opened_path),
-        kept_whole=dict(kept_whole),
+        kept_whole=dict(learned.kept_whole),
         record=call.record_of(recorder),
         reads=run.reads,
         looks=tuple(recorder.looks.all),
@@ -276,6 +315,19 @@ def _record(
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
     )
     return traced, drew
+
+
+@contextmanager
+def _lessons_first(recorder: Recorder) -> Iterator[None]:
+    """Where a recording has shown what it should have known, its end and its errors mean nothing: it is made again."""
+    try:
+        yield
+    except (Exception, RecordError, MustStayWhole) as error:
+        if recorder.lessons:
+            raise Lessons(recorder.lessons) from error
+        raise
+    if recorder.lessons:
+        raise Lessons(recorder.lessons)
 
 
 def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
@@ -286,129 +338,6 @@ def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
     if any(depends_on_data(size) for size in output.sizes):
         raise RecordError("the result has a number in it that depends on data")
     return output
-
-
-def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
-    sizes = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
-    return {symbolic_expression(size): size_hint(size) for size in sizes}
-
-
-def _batch_dims(tensor: Tensor, call: Recordable) -> tuple[int, ...]:
-    dim = batch_dim_of(tensor.shape, call.batch_size, call.batch_dim)
-    return (dim,) if call.batch_size > 1 and dim is not None else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeRun:
-    """The module while its tensors are fakes and a recorder watches.
-
-    Attributes:
-        world: The fakes' world.
-        recorder: The recorder, active.
-        placement: Where the fakes of the module's tensors are.
-        example: The region's example with fakes for its tensors.
-        lasting: By ``id``, objects that modules keep from one call to the next.
-        input_shapes: Shapes of the fakes.
-        batch_symbols: Sizes of their dimensions that are the batch.
-        sizes: What the symbols in them are in the example.
-        reads: Plain values that the recorded code has read from modules so far.
-    """
-
-    world: FakeWorld
-    recorder: Recorder
-    placement: Placement
-    example: Any
-    lasting: Mapping[int, Any]
-    input_shapes: tuple[tuple[Any, ...], ...]
-    batch_symbols: frozenset[Any]
-    sizes: Mapping[Any, int]
-    reads: Mapping[ReadKey, Any]
-
-
-@contextmanager
-def fake_run(
-    root: nn.Module,
-    call: Recordable,
-    is_whole: Callable[[str, nn.Module], bool],
-    device: torch.device | None,
-    answers_looks: bool = True,
-) -> Iterator[FakeRun]:
-    """Exchanges all tensors of the module for fakes, and records what the block runs."""
-    world = FakeWorld()
-    lasting = lasting_objects(root)
-    template = taken_apart(root, call, lasting)
-    context = context_of(call)
-    placement = Placement(root, device or device_of(template.tensors))
-    fqns: dict[int, str] = {}
-
-    def fake_of(tensor: Tensor, fqn: str) -> Tensor:
-        # A step may have kept what a metric gave it for a microbatch, and the batch's rest is traced now.
-        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, placement.device_of(tensor))
-        fqns[id(fake)] = fqn
-        return fake
-
-    group_of = {place: number for number, group in enumerate(call.varying) for place in group}
-
-    def fake_input(position: int, tensor: Tensor) -> Tensor:
-        groups = {dim: group_of[position, dim] for dim in range(tensor.dim()) if (position, dim) in group_of}
-        detached = tensor.detach().requires_grad_(tensor.requires_grad)
-        return world.input(detached, _batch_dims(tensor, call), groups)
-
-    with (
-        exchanged_tensors(root, fake_of),
-        placement.named(),
-        torch.inference_mode(False),
-        context.active(),
-    ):
-        settings = RecorderSettings(
-            modules=dict(root.named_modules()),
-            tensor_fqns=fqns,
-            is_whole=is_whole,
-            device_type=placement.device.type,
-            lasting=lasting,
-            answers_looks=answers_looks,
-        )
-        recorder = call.make_recorder(settings)
-        fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
-        for index, fake in enumerate(fakes):
-            recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
-        names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
-        sizes = _symbol_values(fakes)
-        recorder.use_examples(dict(zip(names, template.tensors, strict=True)), sizes)
-        with (
-            silenced(),
-            tracing_friendly_torch(),
-            world.active(),
-            noted_reads(root, lambda: recorder.is_recording) as reads,
-            recording(recorder),
-        ):
-            try:
-                yield FakeRun(
-                    world=world,
-                    recorder=recorder,
-                    placement=placement,
-                    example=template.fill(fakes),
-                    lasting=lasting,
-                    input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),
-                    batch_symbols=frozenset(
-                        symbolic_expression(fake.shape[dim])
-                        for fake, tensor in zip(fakes, template.tensors, strict=True)
-                        for dim in _batch_dims(tensor, call)
-                    ),
-                    sizes=sizes,
-                    reads=reads,
-                )
-            except (RecordError, MustStayWhole) as stop:
-                stop.reason = without_symbols(stop.reason, sizes)
-                raise
-
-
-def _check_unchanged(path: str, before: Snapshot, recorder: Recorder) -> None:
-    """What an opened module sets on itself would happen in the trace only, so such a module stays whole; but for tensors,
-    which the recorder knows."""
-    changed = before.changed_names({name for owner, name in recorder.sides if owner == path})
-    if changed:
-        raise MustStayWhole(path, f"its forward changes {sorted(changed)[0]}", None)
 
 
 def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, second: fx.Graph, drew: bool) -> None:

@@ -307,6 +307,15 @@ def test_has_hooks_ignores_those_that_do_not_run_around_forward() -> None:
     assert not _compat.has_hooks(module)
 
 
+def test_saved_buffers_are_those_of_the_state_dict() -> None:
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(1))
+    module.register_buffer("table", torch.ones(1), persistent=False)
+    assert _compat.is_saved_buffer(module, "saved")
+    assert not _compat.is_saved_buffer(module, "table")
+    assert list(module.state_dict()) == ["saved"]
+
+
 # ------------------------------------------------------------------ patches and random numbers
 
 

@@ -396,3 +396,22 @@ def test_what_is_near_is_remembered_where_there_is_too_much(monkeypatch: pytest.
     module.near["n"] += 1  # type: ignore[operator, index]
     taken.restore()
     assert module.near == {"n": 0}
+
+
+def test_what_a_block_changes_is_passed_over_and_what_code_around_it_changes_is_not() -> None:
+    module = Holder()
+    module.counts, module.other = {"a": 0}, 0  # type: ignore[assignment]
+    taken = Snapshot({"self": module})
+    module.counts["before"] = 1  # type: ignore[operator, index]
+    module.register_forward_hook(print)
+    with taken.passing_over():
+        module.counts["a"] = 1  # type: ignore[operator, index]
+        module.other = 2  # type: ignore[assignment]
+        del module.counts["before"]  # type: ignore[operator, union-attr]
+        module.counts["before"] = 3  # type: ignore[operator, index]
+    module.counts["after"] = 1  # type: ignore[operator, index]
+    kinds = {str(difference.path[-1][1]) for difference in taken.differences()}
+    assert kinds == {"after", str(("_forward_hooks", next(iter(module._forward_hooks))))}
+    taken.restore()
+    assert (module.counts, module.other) == ({"a": 1, "before": 3}, 2)
+    assert not module._forward_hooks

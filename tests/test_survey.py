@@ -276,3 +276,45 @@ def test_what_ends_the_region_before_its_time_is_told() -> None:
     reason = found(step).ends_because
     assert re.fullmatch(r".*test_survey.py:\d+ looks at values of tensors, which may decide what is called after it", reason)
     assert not found(vae).ends_because
+
+
+class KeepsOnce(Keeps):
+    """Leaves a table on itself, once and for all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.penalty, float):
+            self.penalty = torch.ones(6) / 2
+        return self.layer(x) * self.penalty
+
+
+def test_a_tensor_that_a_hook_has_taken_from_inside_the_model_is_refused() -> None:
+    stash: list[Tensor] = []
+
+    def step(module: Any, x: Tensor) -> Any:
+        return module.keeps(x).mean() + stash[-1].mean()
+
+    module = Lit(step)
+    module.keeps = KeepsOnce()
+    module.keeps.layer.register_forward_hook(lambda layer, args, output: stash.append(output))
+    with pytest.raises(TraceError, match="has left somewhere"):
+        locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+
+
+def test_what_a_first_call_leaves_once_and_for_all_is_no_output() -> None:
+    module = Lit(lambda module, x: module.keeps(x).mean())
+    module.keeps = KeepsOnce()
+    region = locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    assert isinstance(region, RegionCall)
+
+
+def test_a_step_that_goes_another_way_a_second_time_has_left_what_it_left() -> None:
+    def step(module: Any, x: Tensor) -> Any:
+        if x.sum() > 0:  # as it is with the ones that are shown to a second run
+            return module.encoder(x).mean()
+        return module.keeps(x).mean() + module.keeps.penalty
+
+    batch = -torch.ones(BATCH, 6)
+    module = Lit(step)
+    region = locate_region(module, StepCall.of_training(module, batch), batch_size=BATCH)
+    assert isinstance(region, StepRegion)
+    assert "keeps.penalty" in [key.name for key in region.span.wanted]

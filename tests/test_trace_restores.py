@@ -115,7 +115,7 @@ DISTURBANCES: dict[str, Callable[[Any, Tensor], Any]] = {
     "keeps a tensor": lambda self, h: setattr(self, "last_input", h),
     "adds an attribute": lambda self, h: setattr(self, "new", h),
     "appends to a list": lambda self, h: self.seen.append(h),
-    "fills a dict": lambda self, h: self.cache.setdefault(WIDTH, torch.ones(WIDTH)),
+    "fills a dict": lambda self, h: self.cache.setdefault(len(self.cache), torch.ones(WIDTH)),
     "replaces a buffer": lambda self, h: setattr(self, "mean", self.mean * 0.9 + h.mean(0)),
     "changes a buffer in place": lambda self, h: self.mean.add_(h.detach().mean(0)),
     "makes a buffer on first use": lambda self, h: setattr(self, "mask", torch.ones(WIDTH)) if self.mask is None else None,
