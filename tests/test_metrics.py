@@ -323,7 +323,7 @@ def metrics_of_lightning(module: L.LightningModule) -> dict[str, Tensor]:
         {"on_epoch": True, "batch_size": 7},
         {"on_epoch": True, "sync_dist": True},
     ],
-    ids=str,
+    ids=["plain", "step and epoch", "sum", "min", "max of torch", "batch size", "sync_dist"],
 )
 def test_replayed_entries_reach_lightnings_own_metrics(options: dict[str, Any], as_double: bool) -> None:
     """Two batches of different sizes: Lightning must weigh and reduce them as it does on one device."""
