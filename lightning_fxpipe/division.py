@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.cost import grouped, node_fqns
 from lightning_fxpipe.examples import draws
+from lightning_fxpipe.objects import makes_objects
 from lightning_fxpipe.trace import TracedRegion
 
 # Their result depends on the place of each entry, though on no tensor.
@@ -147,6 +148,7 @@ class _Tail:
         # Values that follow from those of the batch; sizes are no values.
         self._following = {node for node in placeholders if _carrying(node.meta["val"], symbol, traced)}
         self._mixing: dict[int, str] = {}  # positions of groups, and why
+        self._twins: list[tuple[fx.Node, fx.Node]] = []
 
     def find(self) -> frozenset[fx.Node]:
         """The calls.
@@ -160,8 +162,14 @@ class _Tail:
                 self._following.update(group)
             if reason is not None:
                 self._mixing[position] = reason
-        self._take_in_what_cannot_be_joined()
-        self._check_effects()
+        try:
+            self._take_in_what_cannot_be_joined()
+            self._check_effects()
+        except NotDivisible:
+            for node, copy in reversed(self._twins):  # the graph runs as one microbatch
+                copy.replace_all_uses_with(node)
+                self._traced.graph.erase_node(copy)
+            raise
         return frozenset(node for position in self._mixing for node in self._groups[position])
 
     # ------------------------------------------------------------------ what mixes
@@ -235,6 +243,8 @@ class _Tail:
         """A second call for the tail, where the stages need the first."""
         if any(node.meta.get("mutated_storages") for node in group):
             raise NotDivisible(f"{self._described(group[0])} changes memory that the stages use, too")
+        if any(makes_objects(node) for node in group):
+            raise NotDivisible(f"{self._described(group[0])} is an object that calls of the stages may change")
         copies: dict[fx.Node, fx.Node] = {}
         graph, place = self._traced.graph, group[-1]
         for node in group:
@@ -244,6 +254,7 @@ class _Tail:
             if node.meta.get("part_of") in copies:
                 copy.meta["part_of"] = copies[node.meta["part_of"]]
             copies[node] = copy
+            self._twins.append((node, copy))
             if node in self._following:
                 self._following.add(copy)
         for node, copy in copies.items():

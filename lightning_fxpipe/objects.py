@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import SYMBOLIC_TYPES
 from lightning_fxpipe.errors import UnsupportedError
@@ -79,7 +79,13 @@ def refill(structure: Structure, sent: Sequence[int]) -> Callable[..., Any]:
             values[index] = tensor
         return structure.fill(values, sizes)
 
+    refilled.makes_objects = True  # type: ignore[attr-defined]
     return refilled
+
+
+def makes_objects(node: fx.Node) -> bool:
+    """Whether a node makes containers or objects anew, which the calls that get them may change."""
+    return getattr(node.target, "makes_objects", False) is True
 
 
 def tensor_of(index: int, count: int) -> Callable[[Any], Tensor]:
