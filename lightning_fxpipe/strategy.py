@@ -157,6 +157,7 @@ class PipelineStrategy(CheckpointStrategy):
         fresh |= {"_saver": Saver(partial(_saving_group, self._timeout)), "_loss": self._loss, "_stage_optimizers": []}
         if self._topology is not None:
             fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
+            fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast)
         for name, value in vars(self).items():
             vars(copied)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
         return copied
