@@ -23,12 +23,12 @@ def blocks(language: str) -> list[str]:
 def test_the_ten_lines_run_as_a_script_on_two_processes(tmp_path: Path) -> None:
     script, planning = blocks("python")
     (tmp_path / "script.py").write_text(script)
-    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    run = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "Pipeline of model" in run.stderr + run.stdout
     assert "`Trainer.fit` stopped: `max_epochs=4` reached." in run.stderr + run.stdout
     (tmp_path / "planning.py").write_text(f"from script import *\n{planning}")
-    run = subprocess.run([sys.executable, "planning.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "planning.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     assert (tmp_path / "plan.json").exists()
 

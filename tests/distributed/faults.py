@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_HARD_LIMIT_SECONDS = 40.0
+_HARD_LIMIT_SECONDS = 90.0
 
 STEP_PLACES = ("prelude", "forward", "backward", "tensor_hook", "scheduler", "optimizer", "write_checkpoint", "between_runs")
 DATA_PLACES = ("dataset", "worker", "collate", "iterable", "sampler")

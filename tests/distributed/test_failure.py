@@ -125,7 +125,7 @@ def run_script(folder: Path, fault: str, text: str = SCRIPT) -> tuple[int, str]:
             [sys.executable, str(script), fault], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            status = process.wait(60)
+            status = process.wait(200)
             deadline = time.monotonic() + 5
             while running := _of_group(process.pid):
                 assert time.monotonic() < deadline, f"{running} processes are left behind"
