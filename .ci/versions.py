@@ -28,7 +28,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST_LIMIT_SECONDS = 900
+TEST_LIMIT_SECONDS = 1800
 CONSTRAINTS = ROOT / "constraints.txt"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
