@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-_OTHERS_OWN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_fxpipe", "builtins", "torchmetrics")
+from lightning_fxpipe.codenames import is_followed
+
 _CACHED = type(lru_cache(int))
 
 
@@ -31,7 +32,7 @@ def no_fakes_remembered(root: nn.Module) -> Iterator[None]:
 
 def _cached_functions(root: nn.Module) -> list[Any]:
     classes = {cls for module in root.modules() for cls in type(module).__mro__}
-    own = [cls for cls in classes if cls.__module__.partition(".")[0] not in _OTHERS_OWN]
+    own = [cls for cls in classes if is_followed(cls.__module__)]
     files = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
     values = [value for space in (*own, *files.values()) for value in vars(space).values()]
     functions = (getattr(value, "__func__", value) for value in values if not isinstance(value, type))  # of static methods
