@@ -154,9 +154,13 @@ class Launcher:
         return [(rank, code) for rank, code in enumerate(codes, start=1) if code or (code == 0 and not self._have_met)]
 
     def _end_children(self) -> None:
-        """At the end of this process: after a failure the others have a moment to end by themselves."""
+        """At the end of this process: after a failure the others have a moment to end by themselves.
+
+        A failure, too: this process ends without having met them. They would wait for it until the rendezvous times out.
+        """
         watch = current_watch()
-        if watch is None or not (watch.knows_failure or self._failed()):
+        failed = bool(self._failed()) or (not self._have_met if watch is None else watch.knows_failure)
+        if not failed:
             return
         deadline = time.monotonic() + _END_SECONDS
         left = None  # since when all that is left of the others is the end of their interpreters, which may take seconds
@@ -164,7 +168,7 @@ class Launcher:
             running = [rank for rank, child in enumerate(self._children, start=1) if child.poll() is None]
             if not running:
                 return
-            if left is None and all(watch.has_left(rank) for rank in running):
+            if left is None and watch is not None and all(watch.has_left(rank) for rank in running):
                 left = time.monotonic()
             time.sleep(0.02)
         self.kill(signal.SIGKILL)

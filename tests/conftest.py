@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,16 @@ def same_excepthook() -> Iterator[None]:
     before = sys.excepthook
     yield
     sys.excepthook = before
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A run in this process leaves the port of its rendezvous in the environment, where a script started later would find it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -112,6 +112,19 @@ def test_an_interactive_session_forks_and_gets_the_trained_module(tmp_path: Path
     assert [float(number) for number in line[3:]] == pytest.approx([float(n) for n in expected()], abs=5e-5)
 
 
+def test_no_process_is_left_where_the_first_never_meets_the_others(tmp_path: Path) -> None:
+    """Its port was taken: it ended with an error, and the other process went on waiting at whoever had taken it."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
+        process = start([sys.executable, script(tmp_path)], tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        try:
+            printed, _ = process.communicate(timeout=100)  # once nobody is left who could print
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "EADDRINUSE" in printed
+
+
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
