@@ -35,8 +35,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-
 # Sees the operators below a torch call; the public modes see the call only. torch 2.11-2.15.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -151,31 +149,6 @@ class StandIns:
         """A tensor without data."""
         with self._mode:
             return torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
-
-
-@contextmanager
-def function_mode_removed(mode: TorchFunctionMode) -> Iterator[None]:
-    """Takes an active mode off torch's stack for the block, if it lies on top: calls then cost nothing more.
-
-    Inside ``__torch_function__`` torch has taken it off already. torch 2.11-2.15.
-    """
-    if _get_current_function_mode() is not mode:  # type: ignore[no-untyped-call]
-        yield
-        return
-    with _pop_mode_temporarily():
-        yield
-
-
-def has_function_mode() -> bool:
-    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.11-2.15."""
-    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def unwatched_torch() -> Iterator[None]:
-    """No function mode sees the torch calls of the block. torch 2.11-2.15."""
-    with torch._C.DisableTorchFunction():
-        yield
 
 
 def depends_on_data(value: Any) -> bool:

@@ -310,6 +310,14 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
         yield
 
 
+def num_optimizers(configured: Any) -> tuple[int, int]:
+    """How many optimizers and schedulers ``configure_optimizers`` has returned, in any of its forms. Lightning 2.6."""
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    optimizers, schedulers, _ = _configure_optimizers(configured)
+    return len(optimizers), len(schedulers)
+
+
 def has_validation(trainer: Trainer) -> bool:
     """Whether a fit validates. The loop's data source has no public name. Lightning 2.6."""
     return bool(trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()) and trainer.limit_val_batches != 0

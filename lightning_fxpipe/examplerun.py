@@ -23,7 +23,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import FakeWorld, TorchDispatchMode, function_mode_removed, patched_attributes
+from lightning_fxpipe._compat import FakeWorld, TorchDispatchMode, patched_attributes
+from lightning_fxpipe._compat_modes import function_mode_removed
 from lightning_fxpipe.attributes import StepAttributes, take_over
 from lightning_fxpipe.exchange import exchanged_tensors, named_tensors
 from lightning_fxpipe.hooks import Frame, Hooks

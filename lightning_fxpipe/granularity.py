@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.partition import lightest_maximum
-from lightning_fxpipe.recordable import Recordable
+from lightning_fxpipe.recordable import Recordable, RegionCall
 from lightning_fxpipe.trace import TracedRegion
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
@@ -78,7 +78,7 @@ def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
 def stage_weights(chain: Chain, call: Recordable) -> list[int]:
     """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
     weights = [unit.num_parameters for unit in chain.units]
-    if weights:
+    if weights and not (isinstance(call, RegionCall) and call.is_one_of_many):
         root = chain.traced.root
         outside = set(unused_fqns(chain)) - set(prelude_fqns(root, call))
         weights[-1] += sum(parameter.numel() for fqn, parameter in root.named_parameters() if fqn in outside)

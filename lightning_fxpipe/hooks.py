@@ -32,8 +32,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from lightning_fxpipe._compat import function_mode_removed, patched_attributes, unwatched_torch, wrapped_step_hooks
+from lightning_fxpipe._compat import patched_attributes, wrapped_step_hooks
 from lightning_fxpipe._compat_lightning import lightning_class, log_replaced
+from lightning_fxpipe._compat_modes import function_mode_removed, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.hookcode import callbacks, changes_batches, hooks_of_users, readers, short
 from lightning_fxpipe.messages import warn
@@ -63,9 +64,11 @@ class Frame:
         gradients: Gradients of placeholders, once somebody has looked.
         logged: The numbers that it has logged: arguments of ``self.log``.
         shared: What rank 0 has shared with all ranks in the last vote, if all came to share; a tuple with it alone.
+        is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspended` together.
     """
 
     view: WholeView
+    is_joint: bool
     values: dict[int, Tensor] | None = None
     gradients: dict[int, Tensor | None] | None = None
     logged: list[dict[str, Any]] = field(default_factory=list)
@@ -198,10 +201,10 @@ class Hooks:
         return run
 
     @contextmanager
-    def running(self, trainer: Trainer) -> Iterator[Frame]:
-        """The block is user code, on every rank."""
+    def running(self, trainer: Trainer, *, is_joint: bool = False) -> Iterator[Frame]:
+        """The block is user code, on every rank; with ``is_joint`` such as takes the same path on all."""
         view = WholeView(self._whole.placeholders(), self.values, self._gradients, self._topology.device)
-        self._frame = frame = Frame(view=view)
+        self._frame = frame = Frame(view=view, is_joint=is_joint)
         try:
             with view, self._whole_groups(), self._replica.acting(self._share):
                 yield frame
@@ -216,6 +219,8 @@ class Hooks:
         if frame is None:
             yield
             return
+        if frame.is_joint:
+            self.meet()
         self._frame = None
         self._hide_others()
         try:
@@ -253,6 +258,13 @@ class Hooks:
             optimizer.hide_others()
 
     # ------------------------------------------------------------------ what ranks ask each other
+
+    def meet(self) -> None:
+        """Called by every rank before they do something together: some may look at what others have, and wait for these."""
+        asked = self._frame is not None
+        while asked:
+            result, _ = self._vote({})
+            asked = any(result[kind] > 0 for kind in _REQUESTS)
 
     def values(self) -> dict[int, Tensor]:
         """Values of this rank's placeholders, by the placeholder's identity, for a hook that runs."""

@@ -49,3 +49,13 @@ def depends_on_parameters(tensors: Iterable[Tensor], root: nn.Module) -> bool:
     return any(id(tensor) in parameters for tensor in tensors) or any(
         id(getattr(function, "variable", None)) in parameters for function in functions_before(tensors)
     )
+
+
+def no_second_derivative() -> UnsupportedError:
+    """The refusal of a derivative of gradients, at the moment when autograd would compute it."""
+    return UnsupportedError(
+        "A gradient of the pipelined calls is to be differentiated again.",
+        observed="autograd.grad or backward with create_graph=True, as in a gradient penalty",
+        expected="first derivatives: the backward pass of the stages leaves no graph",
+        todo="Leave the penalty out, estimate it by finite differences, or train on one device.",
+    )

@@ -17,7 +17,8 @@ from torch.overrides import handle_torch_function
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_fxpipe._compat import has_function_mode, patched_attributes, tree_leaves, unwatched_torch
+from lightning_fxpipe._compat import patched_attributes, tree_leaves
+from lightning_fxpipe._compat_modes import has_function_mode, unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.rng import isolated_rng

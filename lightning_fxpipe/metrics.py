@@ -21,8 +21,9 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat import patched_attributes, unwatched_torch
+from lightning_fxpipe._compat import patched_attributes
 from lightning_fxpipe._compat_lightning import lightning_class, log_replaced
+from lightning_fxpipe._compat_modes import unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.metriccalls import metrics_as_one_call

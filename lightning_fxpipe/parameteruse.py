@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import FakeTensor, storage_key, unwatched_torch, written_arguments
+from lightning_fxpipe._compat import FakeTensor, storage_key, written_arguments
+from lightning_fxpipe._compat_modes import unwatched_torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.frames import user_source
 from lightning_fxpipe.torchcalls import is_query

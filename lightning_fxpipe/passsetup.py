@@ -8,9 +8,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lightning_fxpipe.agreement import check_agreement, gathered
+from lightning_fxpipe.cost import node_fqns
 from lightning_fxpipe.division import Division, NotDivisible, divide, joined_dim, sample_dims
 from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.following import follow_plan_with_tail
@@ -38,11 +39,13 @@ class _Stages:
 
     Attributes:
         stage: The rank's stage.
-        tail: On the last stage, what runs once for the batch.
+        results: What the last stage gives.
+        tail: Where the results are, what runs once for the batch.
         division: How the batch is cut; None where it is not.
     """
 
     stage: Stage
+    results: tuple[fx.Node, ...]
     tail: Stage | None
     division: Division | None
 
@@ -56,10 +59,21 @@ class PassSetups:
         topology: This rank's place.
         log: Is told of batches that cannot be cut.
         interleaves: Whether batches may run forward and backward at once.
+        everywhere: Whether every rank gets the results, and not only the last stage's.
     """
 
-    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, *, interleaves: bool) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: PartitionPlan,
+        topology: Topology,
+        log: TraceLog,
+        *,
+        interleaves: bool = False,
+        everywhere: bool = False,
+    ) -> None:
         self._interleaves = interleaves
+        self._everywhere = everywhere
         self._root = root
         self._plan = plan
         self._topology = topology
@@ -150,6 +164,9 @@ class PassSetups:
             division = divide(trace.traced)
         except NotDivisible as reason:
             return str(reason)
+        held = sorted({fqn for node in division.tail for fqn in node_fqns(node, self._root) if self._plan.stages_of(fqn)})
+        if held and self._everywhere:
+            return f"{_mixing(division)} must see the whole batch, and uses {held[0]}, which one stage has"
         try:
             assignment = follow_plan_with_tail(self._plan, trace.traced, division.tail)
         except PartitionError as error:
@@ -169,7 +186,8 @@ class PassSetups:
         )
         return _Stages(
             stage=build_stage(assignment, topology.stage_index),
-            tail=build_stage(assignment, topology.num_stages) if topology.is_last else None,
+            results=assignment.boundary(topology.num_stages - 1),
+            tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
             division=division,
         )
 
@@ -178,9 +196,9 @@ class PassSetups:
     ) -> PassSetup:
         division, stage, topology = stages.division, stages.stage, self._topology
         num_values = len(traced.input_nodes) + len(traced.draw_nodes)
-        joined: tuple[int | None, ...] = (None,) * len(stage.boundary_out)
-        if division is not None and topology.is_last:
-            joined = tuple(joined_dim(node, traced, division) for node in stage.boundary_out)
+        joined: tuple[int | None, ...] = (None,) * len(stages.results)
+        if division is not None:
+            joined = tuple(joined_dim(node, traced, division) for node in stages.results)
         # With one microbatch the random numbers run through the stages as on one device.
         carried = random_state_specs(topology.device) if division is None else ()
         legs = []
@@ -196,6 +214,7 @@ class PassSetups:
             legs=tuple(legs),
             input_dims=(None,) * num_values if division is None else division.input_dims,
             joined_dims=joined,
+            joined_specs=boundary_specs(stages.results, sizes),
             sample_dims={} if division is None else sample_dims(traced, division),
             carries_random_state=bool(carried),
             device=topology.device,

@@ -18,15 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import (
-    depends_on_data,
-    outside_fakes,
-    size_hint,
-    symbol_hints,
-    symbolic_expression,
-    unknown_size,
-    unwatched_torch,
-)
+from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbol_hints, symbolic_expression, unknown_size
+from lightning_fxpipe._compat_modes import unwatched_torch
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.structure import Structure, Template
 from lightning_fxpipe.wording import error_words

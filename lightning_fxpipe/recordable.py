@@ -54,6 +54,7 @@ class RegionCall:
         wanted: Which of the tensors in the result the step uses; None where that is not known.
         prelude: What the arguments depend on besides the batch's shapes and constants; see :mod:`lightning_fxpipe.prelude`.
         ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
+        is_one_of_many: Whether parameters that it does not use belong to other calls, which are planned by themselves.
     """
 
     path: str
@@ -67,6 +68,7 @@ class RegionCall:
     wanted: WantedResults | None = None
     prelude: PreludeFacts | None = None
     ends_because: str = ""
+    is_one_of_many: bool = False
 
     @property
     def label(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from lightning_fxpipe.division import cut, join
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence import mixing_call
+from lightning_fxpipe.inputgradient import no_second_derivative
 from lightning_fxpipe.microbatch import Pass
 from lightning_fxpipe.randomness import (
     continued_random_numbers,
@@ -70,6 +71,7 @@ class PassSetup:
         legs: The microbatches.
         input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
+        joined_specs: Specs of the joined results.
         sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has.
         carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
         device: This rank's device.
@@ -81,6 +83,7 @@ class PassSetup:
     legs: tuple[Leg, ...]
     input_dims: tuple[int | None, ...]
     joined_dims: tuple[int | None, ...]
+    joined_specs: tuple[TensorSpec, ...]
     sample_dims: Mapping[str, int]
     carries_random_state: bool
     device: torch.device
@@ -206,6 +209,7 @@ class RegionPass:
         self._kept: dict[int, _Kept] = {}  # by number of the microbatch
         self._parts: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: Sequence[Tensor | None] = ()
+        self._only: Sequence[Tensor] | None = None
         self._joined: tuple[Tensor, ...] = ()
         self._leg: Leg | None = None  # the one that runs
 
@@ -217,6 +221,15 @@ class RegionPass:
         Returns:
             On the last stage the joined results; those that train are results of one operation of autograd.
         """
+        joined = self.run_forward()
+        if joined is None or not self._training or not torch.is_grad_enabled() or not self._trains():
+            return joined
+        self._joined = joined
+        results = _Pipelined.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
+        return tuple(results)
+
+    def run_forward(self) -> tuple[Tensor, ...] | None:
+        """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
         for leg in self.setup.legs:
             with self._running(leg):
                 leg.forward.step(self._forward_one)
@@ -224,12 +237,7 @@ class RegionPass:
             return None
         parts = [self._parts[index] for index in sorted(self._parts)]
         self._parts = {}
-        joined = self.setup.joined(parts)
-        if not self._training or not torch.is_grad_enabled() or not self._trains():
-            return joined
-        self._joined = joined
-        results = _Pipelined.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
-        return tuple(results)
+        return self.setup.joined(parts)
 
     def take_joined(self) -> tuple[Tensor, ...]:
         """The joined results, once."""
@@ -275,20 +283,21 @@ class RegionPass:
 
     # ------------------------------------------------------------------ backward
 
-    def backward(self, gradients: Sequence[Tensor | None] = ()) -> None:
+    def backward(self, gradients: Sequence[Tensor | None] = (), only: Sequence[Tensor] | None = None) -> None:
         """Runs all microbatches backward. Called by every rank of the pipeline, once for each backward pass.
 
         Args:
             gradients: On the last stage, those of the joined results.
+            only: The tensors of this rank's stage that get gradients; by default all that it trains.
         """
-        self._gradients = gradients
+        self._gradients, self._only = gradients, only
         try:
             for leg in self.setup.legs:
                 assert leg.backward is not None
                 with self._running(leg):
                     leg.backward.step(self._backward_one)
         finally:
-            self._gradients = ()
+            self._gradients, self._only = (), None
 
     def _backward_one(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One microbatch back through this rank's stage; returns the gradients for the previous one."""
@@ -308,8 +317,11 @@ class RegionPass:
         ]
         for tensor in kept.received:
             tensor.grad = None
-        if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=self.retains)
+        inputs = None
+        if self._only is not None:
+            inputs = [tensor for tensor in (*kept.received, *self._only) if tensor.requires_grad]
+        if pairs and inputs != []:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
         if self.setup.stage.index == 0:
             return (torch.zeros((), device=self.setup.device),)
         trained = [t for t, spec in zip(kept.received, leg.received, strict=False) if spec.requires_grad]
@@ -369,12 +381,7 @@ class _Pipelined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Runs the pipeline backward; raises ``UnsupportedError`` where a derivative of the gradients is wanted."""
         if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "A gradient of the pipelined calls is to be differentiated again.",
-                observed="autograd.grad or backward with create_graph=True, as in a gradient penalty",
-                expected="first derivatives: the backward pass of the stages leaves no graph",
-                todo="Leave the penalty out, estimate it by finite differences, or train on one device.",
-            )
+            raise no_second_derivative()
         region: RegionPass = ctx.region
         region.announce(region)
         region.backward(gradients)

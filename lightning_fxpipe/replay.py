@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat import FakeTensor, StandIns, function_mode_removed, tree_flatten
+from lightning_fxpipe._compat import FakeTensor, StandIns, tree_flatten
+from lightning_fxpipe._compat_modes import function_mode_removed
 from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_call
 from lightning_fxpipe.distributions import unvalidated_distributions
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError

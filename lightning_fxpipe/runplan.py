@@ -14,12 +14,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fxpipe._compat import patched_attributes
-from lightning_fxpipe._compat_lightning import first_batch, has_validation, run_state_stood_in
+from lightning_fxpipe._compat_lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import raising_source
 from lightning_fxpipe.madeup import MadeUp
 from lightning_fxpipe.messages import logger, told
-from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
+from lightning_fxpipe.microbatch import count_samples, first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_regions
 from lightning_fxpipe.region import StepCall, holds_any, trains
@@ -27,6 +27,8 @@ from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.stepcode import assigned_anywhere
 from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages
 from lightning_fxpipe.survey import first_regions
+from lightning_fxpipe.undo import undone
+from lightning_fxpipe.units import find_units, plan_units
 from lightning_fxpipe.wording import error_words
 
 _STEPS = {
@@ -159,6 +161,8 @@ class _Trial:
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
             dim = self.options.batch_dim
             microbatch, size = first_microbatch(batch, self.options.num_microbatches, self.num_stages, dim)
+            if kind is StepKind.TRAIN and not self.module.automatic_optimization:
+                return self._joint_plan(batch)
             found = first_regions(
                 self.module,
                 partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
@@ -170,6 +174,16 @@ class _Trial:
             plan = plan_regions(self.module, found, num_stages=self.num_stages, device=self.device)
             return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
 
+    def _joint_plan(self, batch: Any) -> PartitionPlan:
+        """A plan for a step that all ranks run, with as many optimizers as it has."""
+        dim = self.options.batch_dim
+        num_samples = count_samples(batch, self.options.num_microbatches, dim).num_samples
+        step = StepCall.of_step(self.module.training_step, batch)
+        with patched_attributes(*_optimizers_stood_in(self.module)):
+            units = find_units(self.module, step, num_samples=num_samples, batch_dim=dim, device=self.device)
+        plan = plan_units(self.module, units, num_stages=self.num_stages, device=self.device)
+        return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
+
 
 def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, str, Any]]:
     """What to patch so that the attributes that the module's or a callback's code assigns later are there."""
@@ -178,6 +192,21 @@ def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, 
     known = {*dir(type(module)), *dict(module.named_children()), *dict(module.named_parameters(recurse=False))}
     missing = [name for name in names - known if vars(module).get(name) is None and not name.startswith("__")]
     return [(module, name, MadeUp()) for name in sorted(missing) if dict(module.named_buffers(recurse=False)).get(name) is None]
+
+
+def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
+    """What to patch so that a step gets as many optimizers and schedulers as it will have."""
+    try:
+        with undone(module):
+            counts = num_optimizers(module.configure_optimizers())
+    except Exception:  # it may need what hooks make
+        logger.debug("configure_optimizers cannot be tried before the run", exc_info=True)
+        return []
+
+    def stand_ins(count: int) -> Callable[..., Any]:
+        return lambda *args, **kwargs: MadeUp() if count == 1 else [MadeUp() for _ in range(count)] or None
+
+    return [(module, name, stand_ins(count)) for name, count in zip(("optimizers", "lr_schedulers"), counts, strict=True)]
 
 
 def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:

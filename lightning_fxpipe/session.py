@@ -24,6 +24,7 @@ from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.gather import gather, has_room_for_copies
 from lightning_fxpipe.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.hooks import Hooks
+from lightning_fxpipe.jointstep import JointSteps
 from lightning_fxpipe.materialise import Constructions, Materials
 from lightning_fxpipe.messages import inform, told, warn
 from lightning_fxpipe.metriccalls import held_metrics
@@ -118,6 +119,18 @@ class Session:
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
         )
+        self._joint = None
+        if not module.automatic_optimization:
+            self._joint = JointSteps(
+                module,
+                plan,
+                topology,
+                hooks=self.hooks,
+                replica=replica,
+                shared=self._shared,
+                num_microbatches=num_microbatches,
+                log=self.trace_log,
+            )
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
 
@@ -175,6 +188,11 @@ class Session:
         """
         buffers = {} if self._knows_buffers else self._buffers_before()
         names = parameters_by_name(self.module)
+        if self._joint is not None:
+            self._take_materials()
+            output = self._joint.run(step, batch)
+            check_same_parameters(self.module, names)
+            return output
         result, output = self._run(step, batch)
         check_same_parameters(self.module, names)
         if result.num_microbatches > 1 and not self._knows_buffers:
@@ -192,9 +210,12 @@ class Session:
         """The backward pass of the batch that has run. Called by every rank.
 
         Args:
-            run: Calls backward on the loss; runs on the last stage.
+            run: Calls backward on the loss; runs on the last stage, and on every rank where all run the step.
             retains: Whether another backward pass may follow.
         """
+        if self._joint is not None:
+            run()
+            return
         with self._shared.summed_gradients():
             if self._topology.is_last:
                 self._runtime.lead_backward(run, retains=retains)
@@ -249,6 +270,8 @@ class Session:
         self.module.cpu()
         self.is_split = False
         self._runtime.forget()
+        if self._joint is not None:
+            self._joint.forget()
         self._shared.close()
 
     def _run(self, step: Step, batch: Any) -> tuple[BatchResult, Any]:
@@ -257,9 +280,7 @@ class Session:
         Returns:
             The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
         """
-        if self._materials is not None:  # the checkpoint that was to come has come
-            self._materials.finish((), draws=True)
-            self._materials = None
+        self._take_materials()
         is_last = self._topology.is_last
         metrics = held_metrics(self.module)
         # The first batch is tried: later ones pay for no watch.
@@ -298,6 +319,11 @@ class Session:
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)
         return dataclasses.replace(result, loss=loss, entries=entries), output
+
+    def _take_materials(self) -> None:
+        if self._materials is not None:  # the checkpoint that was to come has come
+            self._materials.finish((), draws=True)
+            self._materials = None
 
     def _run_once(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
         """Runs one batch, in stages or without."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_fxpipe._compat import size_hint, symbolic_expression
@@ -72,3 +73,8 @@ def tensor_bytes(value: Tensor) -> int:
 def plain_number(value: Any) -> float:
     """A number, or a tensor of one element, as a float. It may require a gradient, of which torch would warn."""
     return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes: not every transport knows every dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -127,6 +127,22 @@ class StageTraces:
             self._takes(made, kind, call, shapes)
         return made, shapes
 
+    def find_call(self, kind: StepKind, region: RegionCall) -> tuple[StageTrace, Shapes]:
+        """A trace that covers a call, and the shapes that it gets. Called by every rank.
+
+        Args:
+            kind: Which step makes it.
+            region: The call.
+        """
+        signature, shapes = sign(self._root, region)
+        for known in reversed(self._known):
+            if known.traced.signature == signature and known.traced.covers(region):
+                self._known.remove(known)
+                self._known.append(known)
+                return known, shapes
+        with self._log.told(f"Tracing {region.label}"):
+            return self._made(kind, partial(self._cut_region, kind, region, region.batch_size))
+
     def is_fixed(self, kind: StepKind) -> bool:
         """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`read_keys`."""
         return kind not in self._unfixed
@@ -197,8 +213,11 @@ class StageTraces:
     # ------------------------------------------------------------------ new ones
 
     def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
+        return self._made(kind, partial(self._cut, kind, call, size))
+
+    def _made(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
-        region, shapes, assignment, symbolic = self._agreed(kind, partial(self._cut, kind, call, size))
+        region, shapes, assignment, symbolic = self._agreed(kind, cut)
         check_agreement(
             self._topology.control_group,
             (symbolic, [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]),

@@ -142,15 +142,20 @@ def check_converted(converted: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> None:
-    """Raises :class:`UnsupportedError` unless there is one optimizer that can train a stage without the others."""
-    if len(optimizers) != 1:
+    """Raises :class:`UnsupportedError` where there is none, or one that cannot train a stage without the others."""
+    if not optimizers:
         raise UnsupportedError(
-            "strategy='fxpipe' trains with one optimizer.",
+            "There is no optimizer.",
             where="configure_optimizers",
-            observed=f"{len(optimizers)} optimizers",
-            todo="Return one optimizer with several parameter groups.",
+            observed="an empty list",
+            todo="Return one, or None where the step trains nothing.",
         )
-    if isinstance(optimizers[0], LBFGS):
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, num_stages)
+
+
+def _check_optimizer(optimizer: Optimizer, num_stages: int) -> None:
+    if isinstance(optimizer, LBFGS):
         raise UnsupportedError(
             "strategy='fxpipe' cannot train with LBFGS.",
             where="configure_optimizers",
@@ -158,7 +163,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> None:
             todo="Use an optimizer that treats each parameter by itself, such as AdamW or SGD.",
         )
     if num_stages > 1:
-        _check_uncoupled(optimizers[0])
+        _check_uncoupled(optimizer)
 
 
 def _check_uncoupled(optimizer: Optimizer) -> None:
@@ -250,12 +255,7 @@ def _step_faults(trainer: Trainer, module: LightningModule) -> Iterator[Fault]:
 
 
 def _fit_faults(module: LightningModule) -> Iterator[Fault]:
-    if not module.automatic_optimization:
-        yield (
-            "manual optimization: the schedule runs backward inside the step",
-            "use automatic optimization and Trainer(accumulate_grad_batches=..., gradient_clip_val=...)",
-        )
-    if is_overridden("backward", module, of_root(LightningModule, module)):
+    if module.automatic_optimization and is_overridden("backward", module, of_root(LightningModule, module)):
         yield "an overridden LightningModule.backward, which would never be called", "move the code into a gradient hook"
 
 

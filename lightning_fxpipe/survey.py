@@ -77,7 +77,7 @@ def locate_region(
             the step changes them.
     """
     device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
-    survey = _survey(root, _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
+    survey = _survey(root, WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
     because = survey.ends_because()
     if because:
         _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
@@ -97,13 +97,13 @@ def regions(root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int 
     beforehand, and the rest of the step is ordinary Python on the last stage. Arguments and errors as :func:`locate_region`.
     """
     region = locate_region(root, step, batch_size=batch_size, batch_dim=batch_dim, **options)
-    whole = _WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
+    whole = WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
     transparent = frozenset({region.path} if isinstance(region, RegionCall) else ())
     return chain([region], _smaller(root, whole, transparent, options.get("device")))
 
 
 def _smaller(
-    root: nn.Module, whole: _WholeStep, transparent: frozenset[str], device: torch.device | None
+    root: nn.Module, whole: WholeStep, transparent: frozenset[str], device: torch.device | None
 ) -> Iterator[StepRegion]:
     for _ in range(_MAX_DEPTH):
         if transparent:
@@ -141,7 +141,7 @@ def first_regions(root: nn.Module, call: Callable[..., StepCall], **options: Any
     return regions(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
-def _survey(root: nn.Module, call: _WholeStep, device: torch.device | None) -> _Survey:
+def _survey(root: nn.Module, call: WholeStep, device: torch.device | None) -> _Survey:
     """The calls of a step; none that uses parameters where it cannot run on fake tensors up to one."""
     step = call.step
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
@@ -197,11 +197,12 @@ class _SecondRun(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in LOOKS and isinstance(args[0], FakeTensor) and not self._survey.num_running:
-            return _look_at_ones(func, args[0])
+            return look_at_ones(func, args[0])
         return func(*args, **(kwargs or {}))
 
 
-def _look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
+def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
+    """What code that looks at a tensor without data sees."""
     shape = [size_hint(size) for size in tensor.shape]
     with outside_fakes():
         return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
@@ -265,7 +266,7 @@ class _Survey(SpanRecorder):
             self.note_use(args[0])
             self._count += 1
             with self.paused():
-                return _look_at_ones(func, args[0])
+                return look_at_ones(func, args[0])
         number = self._count
         result = super().__torch_function__(func, types, args, kwargs)
         if not self._is_nested and func in LOOKS and not isinstance(result, SYMBOLIC_TYPES):
@@ -413,7 +414,7 @@ class _Survey(SpanRecorder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WholeStep(StepRegion):
+class WholeStep(StepRegion):
     """A step that is surveyed from its first call to its end."""
 
     root: nn.Module

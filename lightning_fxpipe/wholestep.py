@@ -27,6 +27,7 @@ from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.replay import watched_step
 from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.sizes import as_bytes
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.wholemodel import WholeView
@@ -166,17 +167,12 @@ class WholeSteps:
         with torch.inference_mode(False), torch.no_grad():
             for owner, tensor in self._missing():
                 if dist.get_rank() == owner:
-                    # As bytes: not every transport knows every dtype.
-                    dist.send(_bytes(tensor.detach().contiguous()), dst=last, group=self._topology.group)
+                    dist.send(as_bytes(tensor.contiguous()), dst=last, group=self._topology.group)
                 elif self._topology.is_last:
                     value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._topology.device)
-                    dist.recv(_bytes(value), src=owner, group=self._topology.group)
+                    dist.recv(as_bytes(value), src=owner, group=self._topology.group)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     self._values[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _refuse_look() -> NoReturn:

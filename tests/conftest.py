@@ -51,7 +51,7 @@ def same_excepthook() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """A run in this process leaves the port of its rendezvous in the environment, where a script started later would find it."""
+    """A run in this process leaves its rendezvous' port in the environment, where a script started later would find it."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_fxpipe import _compat, _compat_lightning
+from lightning_fxpipe import _compat, _compat_lightning, _compat_modes
 from lightning_fxpipe._compat import FakeTensor, FakeWorld
 
 
@@ -423,31 +423,33 @@ class Watching(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_that_lies_on_top_can_be_taken_off_for_a_while() -> None:
+def test_a_mode_can_be_taken_off_for_a_while_wherever_it_lies() -> None:
     x = torch.ones(2)
     with Watching() as mode:
         torch.sin(x)
-        with _compat.function_mode_removed(mode):
+        with _compat_modes.function_mode_removed(mode):
             torch.cos(x)
         torch.tan(x)
-        with Watching(), _compat.function_mode_removed(mode):  # not on top: it stays
+        with Watching() as above, _compat_modes.function_mode_removed(mode):
             torch.exp(x)
-    assert mode.seen == [torch.sin, torch.tan, torch.exp]
+        torch.tan(x)
+    assert mode.seen == [torch.sin, torch.tan, torch.tan]
+    assert above.seen == [torch.exp]
 
 
 def test_it_is_known_whether_somebody_watches() -> None:
-    assert not _compat.has_function_mode()
+    assert not _compat_modes.has_function_mode()
     with Watching():
-        assert _compat.has_function_mode()
-        with _compat.unwatched_torch(), Watching():
+        assert _compat_modes.has_function_mode()
+        with _compat_modes.unwatched_torch(), Watching():
             pass
-    assert not _compat.has_function_mode()
+    assert not _compat_modes.has_function_mode()
 
 
 def test_no_mode_sees_what_is_unwatched() -> None:
     x = torch.ones(2)
     with Watching() as mode:
-        with _compat.unwatched_torch():
+        with _compat_modes.unwatched_torch():
             torch.sin(x)
         torch.cos(x)
     assert mode.seen == [torch.cos]

@@ -648,3 +648,10 @@ def test_what_the_trainer_is_asked_before_the_run_has_an_answer() -> None:
     assert not asks.has_made_loaders
     assert all(answer == asks.answers[-1] for answer in asks.answers)
     assert asks.answers[0] == ([0.5], 1, (3, 6), (3, 3), (True, True))
+
+
+def test_optimizers_are_counted_in_whatever_form_they_are_configured() -> None:
+    one = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(one, 1)
+    forms = [one, [one, one], ([one], [schedule]), {"optimizer": one, "lr_scheduler": schedule}]
+    assert [_compat_lightning.num_optimizers(form) for form in forms] == [(1, 0), (2, 0), (1, 1), (1, 1)]

@@ -27,6 +27,8 @@ ORDER = [
         "roots",
         "_compat",
         "_compat_lightning",
+        "_compat_autograd",
+        "_compat_modes",
         "containers",
         "sending",
         "shapes",
@@ -87,6 +89,7 @@ ORDER = [
         "span",
         "survey",
         "planning",
+        "units",
         "following",
     ),
     *(
@@ -111,6 +114,7 @@ ORDER = [
         "batchresult",
         "runtime",
         "gradients",
+        "jointpass",
         "drawing",
         "remake",
         "deferred",
@@ -127,6 +131,7 @@ ORDER = [
         "hookcode",
         "wholestep",
         "hooks",
+        "jointstep",
         "locations",
         "safetensorfiles",
         "formats",
@@ -177,7 +182,7 @@ KNOW_LIGHTNING = {
     "__main__",
 }
 WITHOUT_TORCH = {"errors", "table", "plan"}
-KNOW_PRIVATE_NAMES = {"_compat", "_compat_lightning"}
+KNOW_PRIVATE_NAMES = {"_compat", "_compat_autograd", "_compat_modes", "_compat_lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
 PUBLIC_UNDERSCORED = {"_fields", "_replace", "_asdict"}

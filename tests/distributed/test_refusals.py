@@ -46,12 +46,6 @@ class NeverCalls(TwoLayers):
         return nn.functional.linear(batch[0], self.first.weight).sum()
 
 
-class Manual(TwoLayers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class TwoOptimizers(TwoLayers):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.second)]
@@ -79,7 +73,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxP
     ),
     "untraceable root": (LooksAtValues, lambda: make_loader("mlp"), "auto", TraceError, ["test_refusals.py:"]),
     "never calls a model": (NeverCalls, lambda: make_loader("mlp"), "auto", NoModelCall, ["NeverCalls.training_step"]),
-    "manual optimization": (Manual, lambda: make_loader("mlp"), "auto", UnsupportedError, ["manual optimization"]),
 }
 
 PAIR_CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
