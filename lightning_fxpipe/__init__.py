@@ -15,8 +15,8 @@ from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
 from lightning_fxpipe.plan import BoundaryTensor as BoundaryTensor
 from lightning_fxpipe.plan import PartitionPlan as PartitionPlan
 from lightning_fxpipe.plan import StageSpec as StageSpec
-from lightning_fxpipe.planning import make_plan as make_plan
 from lightning_fxpipe.roots import when_imported
+from lightning_fxpipe.stepplan import make_plan as make_plan
 from lightning_fxpipe.strategy import FxPipeStrategy as FxPipeStrategy
 
 try:

@@ -18,7 +18,7 @@ from lightning_fxpipe._compat_lightning import first_loader_batch
 from lightning_fxpipe.commands_checkpoint import add_commands
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.microbatch import count_samples, default_num_microbatches
-from lightning_fxpipe.planning import make_plan
+from lightning_fxpipe.stepplan import make_plan
 
 _PLAN_EPILOG = """\
 example:

@@ -97,16 +97,19 @@ class JointSteps:
                 return step.function(batch, *step.rest)
         calls = _Calls(self, step)
         try:
-            with (
-                self._hooks.running(self.root.trainer, is_joint=True),
-                self._replica.computing(),
-                step.context(),
-                self._one_voice(),
-                calls_through(calls),
-            ):
+            with self.user_code(), step.context(), calls_through(calls):
                 return step.function(batch, *step.rest)
         finally:
             self.backwards.forget()
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """The block is the step's, or called by it: it sees the whole model, and is one replica. Entered by every rank."""
+        if self.topology.num_stages == 1 or self._hooks.are_running:
+            yield
+            return
+        with self._hooks.running(self.root.trainer, is_joint=True), self._replica.computing(), self._one_voice():
+            yield
 
     def staged_fqn(self, tensor: Tensor) -> str | None:
         """The name of a parameter in the stages; None for another tensor."""

@@ -118,6 +118,8 @@ class PartitionPlan:
         batch_dim: Dimension of the batch's tensors along which it is cut into microbatches.
         without_batch: Tensors in the batch that have none, and go whole to each microbatch.
         outside_reason: Why parameters are outside, if not because the step uses them after the region or not at all.
+        joint_reason: Why every rank runs the whole training step, with each of the planned calls a pipeline of its own; empty
+            where they are one.
         schema_version: Version of the JSON layout.
     """
 
@@ -133,6 +135,7 @@ class PartitionPlan:
     batch_dim: int = 0
     without_batch: tuple[str, ...] = ()
     outside_reason: str = ""
+    joint_reason: str = ""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -193,6 +196,7 @@ class PartitionPlan:
                 batch_dim=data["batch_dim"],
                 without_batch=tuple(data["without_batch"]),
                 outside_reason=data.get("outside_reason", ""),
+                joint_reason=data.get("joint_reason", ""),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
@@ -276,6 +280,8 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
     if relayed:
         yield f"Sent on unused by the stage after: {_shortened(relayed)}"
     whole = f"; whole in each microbatch: {_shortened(plan.without_batch)}" if plan.without_batch else ""
+    if plan.joint_reason:
+        yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
     yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
     if plan.opened:
         yield f"Cut inside of: {_shortened([path or '(root)' for path in plan.opened], shown=12)}"

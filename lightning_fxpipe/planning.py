@@ -4,7 +4,6 @@ follows from it (:mod:`lightning_fxpipe.following`).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +15,11 @@ from lightning_fxpipe._compat import size_hint
 from lightning_fxpipe.cost import Chain, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
 from lightning_fxpipe.granularity import cut_costs, open_until_balanced, prelude_fqns, stage_weights, unused_fqns
-from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
 from lightning_fxpipe.partition import solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.recordable import Recordable
-from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.signals import CannotCut
 from lightning_fxpipe.sizes import tensor_bytes
-from lightning_fxpipe.survey import regions
 from lightning_fxpipe.trace import trace_region
 
 
@@ -78,39 +74,6 @@ class Assignment:
         return self.chain.site(self.cuts[stage]).crossing
 
 
-def make_plan(
-    module: nn.Module,
-    example_batch: object,
-    *,
-    num_stages: int,
-    num_microbatches: int = 1,
-    batch_dim: int = 0,
-) -> PartitionPlan:
-    """Plans the stages of a module without training it and without a process group.
-
-    Args:
-        module: A ``LightningModule``, whose ``training_step`` is asked which call to pipeline; or any ``nn.Module``, which is
-            then called itself.
-        example_batch: What ``training_step`` gets as ``batch``; for a plain module its argument, or a tuple or dict of its
-            arguments.
-        num_stages: Number of stages.
-        num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
-        batch_dim: Dimension of the batch's tensors that is the batch.
-
-    Returns:
-        The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
-
-    Raises:
-        TraceError: The call cannot be found or recorded.
-        BatchError: The batch cannot be split into several microbatches.
-        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
-    """
-    batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
-    found = regions(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
-    plan = plan_regions(module, found, num_stages=num_stages)
-    return dataclasses.replace(plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
-
-
 def plan_regions(
     root: nn.Module, calls: Iterable[Recordable], *, num_stages: int, device: torch.device | None = None
 ) -> PartitionPlan:
@@ -128,7 +91,7 @@ def plan_regions(
 
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
-    """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as :func:`make_plan`."""
+    """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as ``make_plan``."""
     return plan_regions(root, [call], num_stages=num_stages, device=device)
 
 

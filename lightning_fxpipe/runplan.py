@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 
 from lightning_fxpipe._compat import patched_attributes
 from lightning_fxpipe._compat_lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
@@ -19,16 +20,16 @@ from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import raising_source
 from lightning_fxpipe.madeup import MadeUp
 from lightning_fxpipe.messages import logger, told
-from lightning_fxpipe.microbatch import count_samples, first_microbatch, tensors_without_batch
+from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import plan_regions
 from lightning_fxpipe.region import StepCall, holds_any, trains
 from lightning_fxpipe.step import StepKind
 from lightning_fxpipe.stepcode import assigned_anywhere
+from lightning_fxpipe.stepplan import plan_jointly, region_or_joint_plan
 from lightning_fxpipe.support import check_batch_dim, check_has_batch, check_num_stages
 from lightning_fxpipe.survey import first_regions
 from lightning_fxpipe.undo import undone
-from lightning_fxpipe.units import find_units, plan_units
 from lightning_fxpipe.wording import error_words
 
 _STEPS = {
@@ -149,40 +150,48 @@ class _Trial:
             with patched_attributes(*_not_made_yet(self.trainer, self.module)):
                 for attempt in attempts:
                     try:
-                        return self._plan(attempt, for_training=kind is StepKind.TRAIN)
+                        return self._plan(attempt, for_training=kind is StepKind.TRAIN, is_first=False)
                     except Exception as error:
                         logger.debug("%s cannot be tried before the run: %s: %s", attempt.value, type(error).__name__, error)
         raise _not_tried(kind, failure) from failure
 
-    def _plan(self, kind: StepKind, *, for_training: bool = True) -> PartitionPlan:
+    def _plan(self, kind: StepKind, *, for_training: bool = True, is_first: bool = True) -> PartitionPlan:
         trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING)
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
             is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
-            dim = self.options.batch_dim
-            microbatch, size = first_microbatch(batch, self.options.num_microbatches, self.num_stages, dim)
-            if kind is StepKind.TRAIN and not self.module.automatic_optimization:
-                return self._joint_plan(batch)
-            found = first_regions(
-                self.module,
-                partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
-                batch_size=size,
-                batch_dim=dim,
-                device=self.device,
-                fallback=trains if trains_here else holds_any,
-            )
-            plan = plan_regions(self.module, found, num_stages=self.num_stages, device=self.device)
-            return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
+            of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
+            jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
+            plan = region_or_joint_plan(self.module, of_region, jointly) if kind is StepKind.TRAIN else of_region()
+            return dataclasses.replace(plan, batch_dim=self.options.batch_dim, without_batch=tensors_without_batch(batch))
 
-    def _joint_plan(self, batch: Any) -> PartitionPlan:
-        """A plan for a step that all ranks run, with as many optimizers as it has."""
-        dim = self.options.batch_dim
-        num_samples = count_samples(batch, self.options.num_microbatches, dim).num_samples
-        step = StepCall.of_step(self.module.training_step, batch)
+    def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool]) -> PartitionPlan:
+        """A plan for the step as one region; ``fallback`` tells what is a model where it cannot run without data."""
+        options = self.options
+        microbatch, size = first_microbatch(batch, options.num_microbatches, self.num_stages, options.batch_dim)
+        found = first_regions(
+            self.module,
+            partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
+            batch_size=size,
+            batch_dim=options.batch_dim,
+            device=self.device,
+            fallback=fallback,
+        )
+        return plan_regions(self.module, found, num_stages=self.num_stages, device=self.device)
+
+    def _plan_jointly(self, batch: Any, *, accepts_part: bool) -> PartitionPlan:
+        """A plan for a step that every rank runs, with as many optimizers as it has."""
         with patched_attributes(*_optimizers_stood_in(self.module)):
-            units = find_units(self.module, step, num_samples=num_samples, batch_dim=dim, device=self.device)
-        plan = plan_units(self.module, units, num_stages=self.num_stages, device=self.device)
-        return dataclasses.replace(plan, batch_dim=dim, without_batch=tensors_without_batch(batch))
+            return plan_jointly(
+                self.module,
+                StepCall.of_step(self.module.training_step, batch),
+                batch,
+                num_stages=self.num_stages,
+                batch_dim=self.options.batch_dim,
+                num_microbatches=self.options.num_microbatches,
+                device=self.device,
+                accepts_part=accepts_part,
+            )
 
 
 def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, str, Any]]:

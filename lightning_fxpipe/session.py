@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from lightning_fxpipe.shard import drop_other_stages
 from lightning_fxpipe.signals import CannotFollow, StepFailed
 from lightning_fxpipe.sparing import Sparing, Watched
 from lightning_fxpipe.step import Step, StepKind
+from lightning_fxpipe.stepplan import must_run_jointly
 from lightning_fxpipe.support import batch_norms, report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
@@ -120,7 +121,7 @@ class Session:
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
         )
         self._joint = None
-        if not module.automatic_optimization:
+        if plan.joint_reason or must_run_jointly(module):
             self._joint = JointSteps(
                 module,
                 plan,
@@ -205,6 +206,12 @@ class Session:
         with step.context():  # in which the default dtype is that of the precision plugin
             loss = torch.full((), result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """In the block a backward pass runs. Called by every rank."""
+        if self._joint is None:
+            return self.hooks.suspended()
+        return self._joint.user_code()  # a module may have a backward of its own
 
     def backward(self, run: Callable[[], None], *, retains: bool) -> None:
         """The backward pass of the batch that has run. Called by every rank.

@@ -361,8 +361,8 @@ class PipelineStrategy(CheckpointStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self.session.hooks.suspended():
-            plugin, module = self.precision_plugin, self.module
+        plugin, module = self.precision_plugin, self.module
+        with self.session.around_backward():
             loss: Tensor = plugin.pre_backward(closure_loss, module)
             self.session.backward(
                 lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains=bool(kwargs.get("retain_graph"))

@@ -116,8 +116,6 @@ def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
     check_one_root(trainer, module)
     faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
-    if trainer.state.fn == TrainerFn.FITTING:
-        faults += list(_fit_faults(module))
     faults += list(_step_faults(trainer, module))
     if faults:
         raise UnsupportedError(
@@ -252,11 +250,6 @@ def _step_faults(trainer: Trainer, module: LightningModule) -> Iterator[Fault]:
                 f"{name}(dataloader_iter): each rank would take batches out of the iterator by itself",
                 f"let {name} take the batch, and the Trainer the loader",
             )
-
-
-def _fit_faults(module: LightningModule) -> Iterator[Fault]:
-    if module.automatic_optimization and is_overridden("backward", module, of_root(LightningModule, module)):
-        yield "an overridden LightningModule.backward, which would never be called", "move the code into a gradient hook"
 
 
 def _precision_faults(trainer: Trainer) -> Iterator[Fault]:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe._compat import FakeTensor, outside_fakes, patched_attributes, size_hint
 from lightning_fxpipe.calls import calls_through, classes_with_own_call
 from lightning_fxpipe.cost import canonical_fqns
-from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
+from lightning_fxpipe.errors import FxPipeError, PartitionError
 from lightning_fxpipe.fakerun import fake_run
 from lightning_fxpipe.microbatch import batch_size
 from lightning_fxpipe.objects import lasting_objects
@@ -41,11 +41,17 @@ _logger = logging.getLogger("lightning_fxpipe")
 
 
 def find_units(
-    root: nn.Module, step: StepCall, *, num_samples: int, batch_dim: int = 0, device: torch.device | None = None
+    root: nn.Module,
+    step: StepCall,
+    *,
+    num_samples: int,
+    batch_dim: int = 0,
+    device: torch.device | None = None,
+    accepts_part: bool = True,
 ) -> list[RegionCall]:
     """The outermost calls of modules with parameters in a step, the first of each module, with made-up tensors.
 
-    The step runs on fake tensors, and trains nothing. Where it cannot go on without data, the calls up to there are returned.
+    The step runs on fake tensors, and trains nothing.
 
     Args:
         root: The LightningModule.
@@ -53,6 +59,7 @@ def find_units(
         num_samples: Samples in that.
         batch_dim: Dimension of the batch in its tensors.
         device: Where the module is taken to be; by default where the batch is.
+        accepts_part: Whether the calls up to an error of the step are returned; else that is raised, as where there is none.
 
     Raises:
         NoModelCall: There is none.
@@ -68,11 +75,13 @@ def find_units(
         except (Exception, RecordError, MustStayWhole) as error:
             _logger.debug("%s does not run to its end without data", step_name(step), exc_info=True)
             end = error
+    if isinstance(end, Exception) and not (calls.found and accepts_part):
+        raise end
     if not calls.found:
         raise NoModelCall(
             "The step never calls a model with parameters to train, so there is nothing to pipeline.",
             where=step_name(step),
-            observed="the step returned without such a call" if end is None else f"it ended with {type(end).__name__}: {end}",
+            observed="the step returned without such a call",
             expected="a call such as self(x) or self.model(x)",
             todo="Call the module itself rather than one of its methods.",
         ) from end
@@ -91,10 +100,10 @@ def plan_units(
         device: Device that the module is taken to be on.
 
     Raises:
-        FxPipeError: A stage would have nothing.
+        TraceError: A call cannot be recorded.
+        PartitionError: A stage would have nothing.
     """
     plans: list[tuple[int, PartitionPlan]] = []
-    failure: FxPipeError | None = None
     staged: set[str] = set()
     loads = [0] * num_stages  # parameters
     names = canonical_fqns(root)
@@ -102,19 +111,14 @@ def plan_units(
     for unit in sorted(units, key=lambda unit: unit.path.count(".") + bool(unit.path)):
         if all(names[fqn] in staged for fqn, _ in _parameters(root, unit.path)):
             continue
-        try:
-            plan = _planned(root, unit, num_stages, device)
-        except (TraceError, PartitionError) as error:
-            _logger.debug("%s stays whole, on the last stage", unit.label, exc_info=True)
-            failure = error
-            continue
+        plan = _planned(root, unit, num_stages, device)
         first = _lightest(loads, [stage.num_parameters for stage in plan.stages])
         plans.append((first, plan))
         for stage in plan.stages:
             loads[first + stage.index] += stage.num_parameters
             staged.update(stage.fqns)
     if not plans or not all(loads):
-        raise failure or _too_few(plans, num_stages)
+        raise _too_few(plans, num_stages)
     return _merged(plans, num_stages)
 
 

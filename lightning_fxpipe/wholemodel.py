@@ -174,7 +174,10 @@ class WholeView(TorchFunctionMode):
             return None
         if func == _GET_DEVICE:
             return self._device
-        return func(*self._replaced(args), **self._replaced(kwargs))
+        stood_for: dict[int, Tensor] = {}
+        result = func(*self._replaced(args, stood_for), **self._replaced(kwargs, stood_for))
+        # What changes a tensor in place returns that very tensor: `module.weight /= 2` puts it back into the module.
+        return stood_for.get(id(result), result)
 
     def _meets_placeholder(self, args: Any, kwargs: dict[str, Any]) -> bool:
         for argument in (*args, *kwargs.values()):
@@ -185,11 +188,16 @@ class WholeView(TorchFunctionMode):
                 return True
         return False
 
-    def _replaced(self, arguments: Any) -> Any:
+    def _replaced(self, arguments: Any, stood_for: dict[int, Tensor]) -> Any:
+        """The arguments with values; ``stood_for`` gets, by their identity, what stands for them."""
         values = self._values()
 
         def value_of(leaf: Any) -> Any:
             placeholder = self._placeholders.get(id(leaf))
-            return leaf if placeholder is None else values[id(placeholder)]
+            if placeholder is None:
+                return leaf
+            value = values[id(placeholder)]
+            stood_for[id(value)] = placeholder
+            return value
 
         return tree_map(value_of, arguments)

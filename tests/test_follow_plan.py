@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.following import divided_modules, follow_plan, trace_for_plan
-from lightning_fxpipe.planning import Assignment, describe_plan, make_plan, plan_region
+from lightning_fxpipe.planning import Assignment, describe_plan, plan_region
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.trace import trace_region
 from tests.models import make_model, make_samples
 from tests.test_planning import BATCH, MODELS, STAGES, Distilled, call_of, fqns_of_stages, plan_of, plan_of_first_call

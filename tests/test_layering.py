@@ -90,6 +90,7 @@ ORDER = [
         "survey",
         "planning",
         "units",
+        "stepplan",
         "following",
     ),
     *(

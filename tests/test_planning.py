@@ -16,9 +16,10 @@ from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
 from lightning_fxpipe.granularity import GOOD_ENOUGH, stage_weights
 from lightning_fxpipe.partition import lightest_maximum, solve
 from lightning_fxpipe.plan import BoundaryTensor, PartitionPlan
-from lightning_fxpipe.planning import Assignment, make_plan, plan_region
+from lightning_fxpipe.planning import Assignment, plan_region
 from lightning_fxpipe.recordable import RegionCall
 from lightning_fxpipe.region import StepCall, find_region
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.table import human_bytes
 from lightning_fxpipe.trace import trace_region
 from tests.lit import LitModel

@@ -16,9 +16,10 @@ from lightning_fxpipe._compat import FakeWorld, TorchDispatchMode
 from lightning_fxpipe.cost import Chain
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.following import follow_plan
-from lightning_fxpipe.planning import Assignment, make_plan
+from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.recompute import TRAFFIC_PER_MESSAGE
 from lightning_fxpipe.split import build_stages
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.trace import trace_region
 from tests.rotary import RotaryDecoder
 from tests.staging import (

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.cost import build_chain
-from lightning_fxpipe.planning import make_plan
 from lightning_fxpipe.recordable import RegionCall
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.trace import trace_region
 from tests.staging import assert_exact_at_every_cut
 

@@ -20,12 +20,13 @@ from lightning_fxpipe._compat import FakeWorld
 from lightning_fxpipe.cost import build_chain
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.lru import LruCache
-from lightning_fxpipe.planning import Assignment, make_plan
+from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.region import StepCall
 from lightning_fxpipe.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.stagetraces import StageTraces
 from lightning_fxpipe.step import Step, StepKind
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.trace import TracedRegion, trace_region
 from lightning_fxpipe.tracelog import MANY_TRACES, TraceLog

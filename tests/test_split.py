@@ -14,8 +14,9 @@ from torch import Tensor
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.following import follow_plan
 from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import Assignment, make_plan
+from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.split import build_stages
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.trace import trace_region
 from tests.models import make_model, make_samples
 from tests.staging import (

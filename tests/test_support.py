@@ -132,7 +132,6 @@ def test_a_plugin_that_replaces_the_module_is_refused() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule], str, str]] = {
     # what: (trainer, module, words of the reason, words of the way out)
-    "backward": (trainer_for, lambda: OwnBackward("mlp"), "overridden LightningModule.backward", "gradient hook"),
     "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "does not hold"),
     "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler of type object", "torch.amp.GradScaler"),
     "transformer engine": (
@@ -213,18 +212,14 @@ def test_a_subclass_of_a_refused_callback_is_refused() -> None:
 
 
 def test_all_faults_are_in_one_error() -> None:
-    class Everything(OwnBackward, Measuring):
-        pass
-
     trainer = with_scaler()
     trainer.callbacks += [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")]
-    error = refusal(trainer, Everything("mlp"))
+    error = refusal(trainer, Measuring("mlp"))
     reasons = [
         "metrics with a model of their own",
         "gradient scaler",
         "StochasticWeightAveraging",
         "ModelPruning",
-        "overridden LightningModule.backward",
     ]
     assert error.observed is not None
     assert error.todo is not None

@@ -87,12 +87,25 @@ def test_a_module_that_cannot_be_cut_so_often_is_where_the_least_is() -> None:
         assert min(others) > 0
 
 
+class Breaks(Pair):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch)
+        raise KeyError("nothing here")
+
+
+def test_an_error_of_the_step_ends_the_search_or_is_raised() -> None:
+    step = StepCall.of_step(Breaks().training_step, torch.ones(6, 4))
+    assert [unit.path for unit in find_units(step.function.__self__, step, num_samples=6)] == [""]
+    with pytest.raises(KeyError, match="nothing here"):
+        find_units(step.function.__self__, step, num_samples=6, accepts_part=False)
+
+
 def test_a_step_without_a_call_is_refused() -> None:
     class Calls(Pair):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
-            raise KeyError("nothing here")
+            self.seen = batch.sum()
 
-    with pytest.raises(NoModelCall, match="nothing here"):
+    with pytest.raises(NoModelCall, match="nothing to pipeline"):
         units_of(Calls(), torch.ones(6, 4))
 
 

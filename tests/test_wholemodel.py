@@ -92,6 +92,16 @@ def test_changes_last_as_long_as_the_view() -> None:
     assert not looks.layer.weight.requires_grad, "freezing is for the placeholder itself"
 
 
+def test_a_change_in_place_puts_nothing_else_into_the_module() -> None:
+    """What `weight *= 2` gives is put into the module, where the value had taken the placeholder's place for good."""
+    looks = Looks()
+    before, placeholder = looks.real.weight.detach().clone(), looks.layer.weight
+    with looks.view, torch.no_grad():
+        looks.layer.weight *= 2
+        torch.testing.assert_close(looks.layer.weight.sum(), 2 * before.sum())
+    assert looks.layer.weight is placeholder
+
+
 def test_a_state_can_be_loaded() -> None:
     looks = Looks()
     other = nn.Linear(3, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.planning import make_plan
+from lightning_fxpipe.stepplan import make_plan
 from lightning_fxpipe.wording import argument_words, node_words, without_symbols
 
 

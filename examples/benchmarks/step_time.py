@@ -240,9 +240,10 @@ def run_torch(work: Work, clock: Clock) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    from lightning_fxpipe.planning import follow_plan, make_plan
+    from lightning_fxpipe.following import follow_plan
     from lightning_fxpipe.recordable import RegionCall
     from lightning_fxpipe.split import build_stage
+    from lightning_fxpipe.stepplan import make_plan
     from lightning_fxpipe.trace import trace_region
 
     dist.init_process_group("gloo")
