@@ -32,13 +32,23 @@ class StageOptimizer:
         optimizer: The optimizer, over the parameters of the whole module; those of other stages are dropped from it.
         dropped: What stands for parameters that the module has no more, by their identity: an optimizer that was made before
             the module was split has those.
+        is_coupled: Whether it steps all parameters on every rank, so that this one has the states of others, too.
 
     Raises:
         UnsupportedError: A parameter is none of the module's.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, dropped: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        dropped: Mapping[int, Tensor] | None = None,
+        *,
+        is_coupled: bool = False,
+    ) -> None:
         self.optimizer = optimizer
+        self.is_coupled = is_coupled
+        self._others: dict[Tensor, Any] | None = None  # states of other ranks' parameters, by placeholder, once they are known
         self._module = module
         self._whole: list[list[Tensor]] = []
         self._left: list[list[Tensor]] = []  # what the groups have while the others are hidden
@@ -58,6 +68,7 @@ class StageOptimizer:
     def begin_run(self, dropped: Mapping[int, Tensor]) -> None:
         """Follows the module, which has been split; arguments and errors as the constructor's."""
         self._is_running = True
+        self._others = None
         self._elsewhere = self._take_dropped(dropped)
         self._elsewhere |= self.hide_others()
 
@@ -94,6 +105,7 @@ class StageOptimizer:
             if names is not None:
                 group["param_names"] = list(names)
         self._shows_others = True
+        self.optimizer.state.update(self._others or {})
 
     def hide_others(self) -> dict[str, Any]:
         """Takes the placeholders out again, also from groups that have been added meanwhile; returns their states, by FQN."""
@@ -107,6 +119,9 @@ class StageOptimizer:
             self._left.append(list(group["params"]))
         self._shows_others = False
         others = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
+        if self._others is not None:
+            self._others = {key: self.optimizer.state.pop(key) for key in others}
+            return {}
         if not others:
             return {}
         fqns = self._fqns()
@@ -123,6 +138,17 @@ class StageOptimizer:
         if list(map(len, whole)) != list(map(len, self._whole)) or not all(map(_same, whole, self._whole)):
             self.group_fqns = tuple(self._fqns_of(parameters) for parameters in whole)
         self._whole, self._names = whole, names
+
+    def know_others(self, group: dist.ProcessGroup | None) -> None:
+        """Before a step of all parameters: brings the states of other ranks' here, if they are not. Called by every rank."""
+        if self._others is not None:
+            return
+        placeholders = {fqn: p for fqn, p in self._module.named_parameters() if p.is_meta}
+        there = {fqn: self.optimizer.state[p] for fqn, p in self._mine().items() if p in self.optimizer.state}
+        sent = {fqn: _moved(state, torch.device("cpu")) for fqn, state in there.items()}
+        found = {fqn: state for part in gathered(group, sent) for fqn, state in part.items() if fqn in placeholders}
+        device = next((p.device for p in self._mine().values()), torch.device("cpu"))
+        self._others = {placeholders[fqn]: _moved(state, device) for fqn, state in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
@@ -163,6 +189,7 @@ class StageOptimizer:
         self._follow_groups()
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
+        self._others = None  # each rank has its own
         self.show_others()
         self._move(lambda parameter: torch.device("cpu"), kept=("step",))
 
@@ -218,6 +245,7 @@ class StageOptimizer:
                 part["param_names"] = [group["param_names"][index] for index in places]
             groups.append(part)
         self.optimizer.load_state_dict({**saved, STATE: state, GROUPS: groups})
+        self._others = None
         names = [group.get("param_names") for group in saved[GROUPS]]
         self._names = [list(new) if new is not None else old for new, old in zip(names, self._names, strict=True)]
         self._move(lambda parameter: parameter.device, kept=("step",))

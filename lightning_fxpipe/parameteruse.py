@@ -90,27 +90,29 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and func not in _KEEPING
 
 
-def parameters_by_name(root: nn.Module) -> dict[str, tuple[int, int]]:
+def parameters_by_name(root: nn.Module, *, memory: bool = True) -> dict[str, tuple[int, int]]:
     """The identities of a module's parameters, and of their memory where that is not the step's own affair."""
     with unwatched_torch():
-        return {fqn: (id(parameter), _memory_of(fqn, parameter)) for fqn, parameter in root.named_parameters()}
+        named = root.named_parameters()
+        return {fqn: (id(parameter), _memory_of(fqn, parameter) if memory else 0) for fqn, parameter in named}
 
 
 def _memory_of(fqn: str, parameter: Tensor) -> int:
     return storage_key(parameter) if parameter.layout is torch.strided and not _is_the_steps(fqn, parameter) else 0
 
 
-def check_same_parameters(root: nn.Module, before: Mapping[str, tuple[int, int]]) -> None:
+def check_same_parameters(root: nn.Module, before: Mapping[str, tuple[int, int]], *, memory: bool = True) -> None:
     """Called after a step.
 
     Args:
         root: The module.
         before: What :func:`parameters_by_name` has said before it.
+        memory: Whether with their memory.
 
     Raises:
         ParameterMisuse: It has put a parameter in another's place, or other memory under one, which no call of torch shows.
     """
-    after = parameters_by_name(root)
+    after = parameters_by_name(root, memory=memory)
     for fqn in sorted(before.keys() | after.keys()):
         was, is_now = before.get(fqn), after.get(fqn)
         if was != is_now:

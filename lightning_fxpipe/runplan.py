@@ -18,7 +18,7 @@ from lightning_fxpipe._compat import patched_attributes
 from lightning_fxpipe._compat_lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import raising_source
-from lightning_fxpipe.madeup import MadeUp
+from lightning_fxpipe.madeup import MadeUp, MadeUpOptimizer
 from lightning_fxpipe.messages import logger, told
 from lightning_fxpipe.microbatch import first_microbatch, tensors_without_batch
 from lightning_fxpipe.plan import PartitionPlan
@@ -212,10 +212,11 @@ def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
         logger.debug("configure_optimizers cannot be tried before the run", exc_info=True)
         return []
 
-    def stand_ins(count: int) -> Callable[..., Any]:
-        return lambda *args, **kwargs: MadeUp() if count == 1 else [MadeUp() for _ in range(count)] or None
+    def stand_ins(count: int, kind: type[MadeUp]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: kind() if count == 1 else [kind() for _ in range(count)] or None
 
-    return [(module, name, stand_ins(count)) for name, count in zip(("optimizers", "lr_schedulers"), counts, strict=True)]
+    kinds = {"optimizers": MadeUpOptimizer, "lr_schedulers": MadeUp}
+    return [(module, name, stand_ins(count, kind)) for (name, kind), count in zip(kinds.items(), counts, strict=True)]
 
 
 def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:

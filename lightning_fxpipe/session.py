@@ -187,13 +187,14 @@ class Session:
             What the step returned; on the other stages the value of its loss, in a dict with whatever else hooks are to see.
             None if the step returned None, which skips the batch.
         """
-        buffers = {} if self._knows_buffers else self._buffers_before()
-        names = parameters_by_name(self.module)
         if self._joint is not None:
             self._take_materials()
+            names = parameters_by_name(self.module, memory=False)
             output = self._joint.run(step, batch)
-            check_same_parameters(self.module, names)
+            check_same_parameters(self.module, names, memory=False)
             return output
+        buffers = {} if self._knows_buffers else self._buffers_before()
+        names = parameters_by_name(self.module)
         result, output = self._run(step, batch)
         check_same_parameters(self.module, names)
         if result.num_microbatches > 1 and not self._knows_buffers:
@@ -212,6 +213,18 @@ class Session:
         if self._joint is None:
             return self.hooks.suspended()
         return self._joint.user_code()  # a module may have a backward of its own
+
+    @contextmanager
+    def around_optimizer_step(self, optimizer: StageOptimizer | None) -> Iterator[None]:
+        """In the block an optimizer steps: this rank's parameters, or all where it needs them. Called by every rank."""
+        with self.hooks.suspended():
+            if optimizer is not None and optimizer.is_coupled:
+                optimizer.know_others(self._topology.control_group)
+                with self.hooks.running(self.module.trainer, is_joint=True):
+                    yield
+            else:
+                with self.hooks.around_optimizers(self.module.trainer):
+                    yield
 
     def backward(self, run: Callable[[], None], *, retains: bool) -> None:
         """The backward pass of the batch that has run. Called by every rank.

@@ -313,9 +313,11 @@ class PipelineStrategy(CheckpointStrategy):
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
         trained = [] if has_no_optimizer(self.optimizers) else self.optimizers
-        if trained or not self.optimizers:
-            check_optimizers(trained, self.topology.num_stages)
-        self._stage_optimizers = [StageOptimizer(self.module, optimizer, self.session.dropped) for optimizer in trained]
+        coupled = check_optimizers(trained, self.topology.num_stages) if trained or not self.optimizers else []
+        self._stage_optimizers = [
+            StageOptimizer(self.module, one, self.session.dropped, is_coupled=any(one is other for other in coupled))
+            for one in trained
+        ]
         for optimizer in self._stage_optimizers:
             optimizer.spread_states(self.topology.control_group)
             if trainer.checkpoint_callbacks:
@@ -370,9 +372,9 @@ class PipelineStrategy(CheckpointStrategy):
             return plugin.post_backward(loss, module)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.session.hooks.suspended(), self.session.hooks.around_optimizers(self.module.trainer):
-            return super().optimizer_step(*args, **kwargs)
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.session.around_optimizer_step(next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)):
+            return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -139,8 +139,12 @@ def check_converted(converted: nn.Module, module: nn.Module) -> nn.Module:
     return module
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> None:
-    """Raises :class:`UnsupportedError` where there is none, or one that cannot train a stage without the others."""
+def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> list[Optimizer]:
+    """The optimizers that a stage cannot step without the others' parameters, of which the user is told.
+
+    Raises:
+        UnsupportedError: There is none, or one of which that cannot be found out.
+    """
     if not optimizers:
         raise UnsupportedError(
             "There is no optimizer.",
@@ -148,45 +152,31 @@ def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> None:
             observed="an empty list",
             todo="Return one, or None where the step trains nothing.",
         )
-    for optimizer in optimizers:
-        _check_optimizer(optimizer, num_stages)
-
-
-def _check_optimizer(optimizer: Optimizer, num_stages: int) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise UnsupportedError(
-            "strategy='fxpipe' cannot train with LBFGS.",
-            where="configure_optimizers",
-            observed="an optimizer that evaluates the loss several times per step and needs the whole model's parameters",
-            todo="Use an optimizer that treats each parameter by itself, such as AdamW or SGD.",
+    coupled = [optimizer for optimizer in optimizers if num_stages > 1 and _is_coupled(optimizer)]
+    for name in dict.fromkeys(type(optimizer).__name__ for optimizer in coupled):
+        warn(
+            f"{name} needs all parameters together. So every rank steps it for the whole model: in each step the other stages' "
+            "parameters and gradients are brought to each rank, and what the optimizer keeps of them stays there. An optimizer "
+            "that treats each parameter by itself, such as AdamW, needs a stage's share only."
         )
-    if num_stages > 1:
-        _check_uncoupled(optimizer)
+    return coupled
 
 
-def _check_uncoupled(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
+def _is_coupled(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, LBFGS):
+        return True
     try:
-        coupled = couples_parameters(optimizer)
+        return couples_parameters(optimizer)
     except CannotTryError as error:
         raise UnsupportedError(
             "It cannot be shown that the optimizer trains a stage as it would train it in the whole model.",
             where="configure_optimizers",
-            observed=f"{name} does not run on parameters of a trial: {error}",
+            observed=f"{type(optimizer).__name__} does not run on parameters of a trial: {error}",
             expected="an optimizer that keeps what belongs to a parameter in optimizer.state[parameter], and holds no other"
             " tensors or modules",
             todo="Keep such tensors in optimizer.state; what averages weights can be a callback, such as EMAWeightAveraging; or"
             " use another optimizer.",
         ) from error
-    if coupled:
-        raise UnsupportedError(
-            "The optimizer's step needs all parameters together, and a rank has those of one stage.",
-            where="configure_optimizers",
-            observed=f"{name}, in which the update of a parameter depends on which others the optimizer has",
-            expected="an optimizer that treats each parameter by itself",
-            todo="Use AdamW, SGD or such. If the step clips gradients by the norm of all, turn that off, and set"
-            " Trainer(gradient_clip_val=...).",
-        )
 
 
 def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None) -> None:
