@@ -255,11 +255,6 @@ def test_no_optimizer_is_refused() -> None:
         check_optimizers([], 2)
 
 
-def test_each_of_several_optimizers_is_looked_at() -> None:
-    with pytest.raises(UnsupportedError, match="LBFGS"):
-        check_optimizers([sgd(), torch.optim.LBFGS([nn.Parameter(torch.ones(1))])], 2)
-
-
 def test_manual_optimization_is_no_fault_and_may_have_a_backward_of_its_own() -> None:
     class Both(Manual, OwnBackward):
         pass
@@ -267,14 +262,15 @@ def test_manual_optimization_is_no_fault_and_may_have_a_backward_of_its_own() ->
     check_trainer(trainer_for(), Both())
 
 
-def test_lbfgs_is_refused() -> None:
+def test_lbfgs_is_one_that_needs_all_parameters_and_the_user_is_told() -> None:
     class Mine(torch.optim.LBFGS):
         pass
 
     for kind in (torch.optim.LBFGS, Mine):
-        with pytest.raises(UnsupportedError, match="LBFGS") as caught:
-            check_optimizers([kind([nn.Parameter(torch.ones(1))])], 2)
-        assert "AdamW" in str(caught.value)
+        optimizers = [sgd(), kind([nn.Parameter(torch.ones(1))])]
+        with pytest.warns(UserWarning, match=f"{kind.__name__} needs all parameters together.*AdamW"):
+            assert check_optimizers(optimizers, 2) == optimizers[1:]
+        assert check_optimizers(optimizers, 1) == []
 
 
 # ------------------------------------------------------------------ stages, batch, BatchNorm

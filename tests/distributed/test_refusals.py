@@ -51,11 +51,6 @@ class TwoOptimizers(TwoLayers):
         return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.second)]
 
 
-class Lbfgs(TwoLayers):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxPipeError], list[str]]] = {
     "more stages than legal cuts": (
         TwoLayers,
@@ -77,7 +72,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int | str, type[FxP
 
 PAIR_CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "two optimizers": (TwoOptimizers, RuntimeError, ["multiple optimizers"]),  # Lightning's own refusal
-    "LBFGS": (Lbfgs, UnsupportedError, ["LBFGS"]),
 }
 
 
@@ -105,7 +99,7 @@ def refused_pair(case: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["two optimizers", "LBFGS"])
+@pytest.mark.parametrize("case", PAIR_CASES)
 def test_optimizers_that_a_pipeline_cannot_run(ranks: Ranks, case: str) -> None:
     _, kind, words = PAIR_CASES[case]
     for name, message in ranks(2).run(refused_pair, case):
