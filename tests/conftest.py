@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.distributed.pool import RankPool
@@ -50,13 +51,18 @@ def same_excepthook() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    """A run in this process leaves its rendezvous' port in the environment, where a script started later would find it."""
-    before = dict(os.environ)
+def no_run_left() -> Iterator[None]:
+    """A run in this process leaves its process group, and the rendezvous' port in the environment, for runs that follow.
+
+    The next test may make a group of its own, and a script that it starts would take the port for that of its ranks.
+    """
+    before, had_group = dict(os.environ), dist.is_initialized()
     yield
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+    if dist.is_initialized() and not had_group:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
