@@ -29,8 +29,9 @@ from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.wording import node_words
 
-# Each holds receive buffers.
+# Each holds receive buffers. A step that every rank runs makes several calls, each with and without gradients.
 _MAX_SETUPS = 8
+_MAX_SETUPS_OF_CALLS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,13 +81,16 @@ class PassSetups:
         self._log = log
         self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
         self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
-        self._setups: LruCache[Hashable, PassSetup] = LruCache(_MAX_SETUPS)
+        self._setups = self._no_setups()
         self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
 
     def forget(self) -> None:
         """Gives back what is kept."""
-        self._setups = LruCache(_MAX_SETUPS)
+        self._setups = self._no_setups()
+
+    def _no_setups(self) -> LruCache[Hashable, PassSetup]:
+        return LruCache(_MAX_SETUPS_OF_CALLS if self._everywhere else _MAX_SETUPS)
 
     def get(
         self,
@@ -133,7 +137,7 @@ class PassSetups:
         found = [call for call in gathered(self._topology.control_group, mixing) if call is not None]
         if found:
             self._divided.put(trace, f"in {found[0]}, samples of the batch notice each other")
-            self._setups = LruCache(_MAX_SETUPS)
+            self._setups = self._no_setups()
         self._proven.add(trace.traced)
         return not found
 
