@@ -197,6 +197,8 @@ class FailureWatch:
     def end_run(self) -> None:
         """The run is over, with its hooks, in whatever way."""
         self._in_run = False
+        if self._lifeline is not None:
+            self._lifeline.on_stop = None  # it would keep the Trainer, and all that the run had
 
     def failed(self, error: BaseException) -> BaseException:
         """The main thread has an error; returns it, or the one of another rank that it follows from."""

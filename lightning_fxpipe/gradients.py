@@ -10,6 +10,8 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
+from lightning_fxpipe.groups import closed_with
+
 
 class SharedParameters:
     """Parameters of which several stages hold a copy, such as an embedding that is also the output layer.
@@ -39,12 +41,14 @@ class SharedParameters:
             dist.broadcast(tensor.data, src=ranks[0], group=groups[ranks])
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
+        closed_with(self, self.groups)
 
     def close(self) -> None:
         """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
         for group in self.groups:
             dist.destroy_process_group(group)
-        self.groups, self._mine = [], []
+        self.groups.clear()
+        self._mine.clear()
 
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:

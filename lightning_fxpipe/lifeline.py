@@ -62,7 +62,7 @@ class Lifeline:
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._changed = threading.Condition()
-        self.on_stop: Callable[[], None] = lambda: None  # called in the lifeline's thread when a rank asks to stop
+        self.on_stop: Callable[[], None] | None = None  # called in the lifeline's thread when a rank asks to stop
         self._owner = os.getpid()
         self.done: set[int] = set()  # ranks that have told the user why they stop, or have gone
         self.left: set[int] = set()  # ranks that have ended their program in order
@@ -115,8 +115,9 @@ class Lifeline:
                 if "left" in message:
                     self.left.add(message["left"])
                 self._changed.notify_all()
-            if "stop" in message:
-                self.on_stop()
+            stop = self.on_stop
+            if "stop" in message and stop is not None:
+                stop()
             if "failure" in message:
                 self._on_failure(Failure(**message["failure"]))
 

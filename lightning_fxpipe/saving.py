@@ -34,6 +34,7 @@ from lightning_fxpipe._compat_lightning import metadata_filename
 from lightning_fxpipe.collect import identity
 from lightning_fxpipe.errors import text_of
 from lightning_fxpipe.folders import original_errors
+from lightning_fxpipe.groups import closed_with
 from lightning_fxpipe.replacing import begin, cancel, finish
 
 Write = Callable[[Path, "dist.ProcessGroup | None"], None]
@@ -75,6 +76,7 @@ class Saver:
         self.wait(before=moment)
         if self._group is None:
             self._group = self._make_group()
+            closed_with(self, [] if self._group is None else [self._group])
         self._jobs.append(_Job(path, write, self._group, moment, self._jobs[-1] if self._jobs else None))
 
     def wait(self, *, before: int | None = None) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as dist
 
+from lightning_fxpipe.groups import closed_with
+
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
@@ -58,15 +60,18 @@ def make_topology(device: torch.device, timeout: timedelta | None = None) -> Top
     order: dict[str, Any] = {"ranks": list(reversed(range(num_stages))), "sort_ranks": False} if num_stages > 1 else {}
     group = dist.new_group(timeout=timeout, **order)
     control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout, **order)
-    return Topology(
+    backward = dist.new_group(timeout=timeout)  # in the order of the ranks, against which the stages run
+    topology = Topology(
         group=group,
-        backward_group=dist.new_group(timeout=timeout),  # in the order of the ranks, against which the stages run
+        backward_group=backward,
         control_group=control,
         stage_index=dist.get_rank(group),
         num_stages=num_stages,
         device=device,
         timeout=timeout,
     )
+    closed_with(topology, [group, backward, control])
+    return topology
 
 
 def make_group(timeout: timedelta) -> dist.ProcessGroup | None:

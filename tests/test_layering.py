@@ -102,6 +102,7 @@ ORDER = [
         "replay",
         "metrics",
         "step",
+        "groups",
         "topology",
         "commands",
         "replica",

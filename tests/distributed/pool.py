@@ -7,6 +7,7 @@ named by its module and name; every rank calls it with the same arguments and it
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -120,8 +121,10 @@ class RankPool:
 
 
 def _ready() -> None:
-    """The first job: once it is done, the rank has imported what jobs need."""
+    """The first job: once it is done, the rank has imported what jobs need, and looks for garbage among other things only."""
     importlib.import_module("lightning_fxpipe")
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) -> None:
@@ -147,6 +150,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
             pipe.send((True, getattr(importlib.import_module(module), name)(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+        gc.collect()  # threads and connections of a run that is over would slow down all that follow
 
 
 def _free_port() -> int:

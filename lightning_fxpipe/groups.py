@@ -1,0 +1,30 @@
+"""Process groups that end with what they were made for.
+
+Each gloo group has threads, which look for work some hundred times a second, and connections. A process that makes many
+Trainers, as a search for hyperparameters does, would keep those of all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+
+import torch.distributed.distributed_c10d as dist
+
+
+def closed_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
+    """Ends groups when nobody has their owner any more, but those of NCCL, whose end would wait for the other ranks.
+
+    Args:
+        owner: Whoever has it may use the groups.
+        groups: Those that are then in the list.
+    """
+    # At the end of the process torch ends what is left.
+    weakref.finalize(owner, _close, groups).atexit = False
+
+
+def _close(groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:
+        with suppress(ValueError):  # it has ended before
+            if dist.is_initialized() and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
