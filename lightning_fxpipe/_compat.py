@@ -176,6 +176,12 @@ def symbol_hints(size: torch.SymInt) -> dict[Any, int]:
     return {symbol: int(hint_of(symbol)) for symbol in size.node.expr.free_symbols}
 
 
+def size_of_symbol(symbol: Any, like: Any, hint: int) -> torch.SymInt:
+    """A symbol as a size in the world of a fake tensor, with its value there. No public name makes one. torch 2.11-2.15."""
+    size: torch.SymInt = like.fake_mode.shape_env.create_symintnode(symbol, hint=hint)
+    return size
+
+
 def unknown_size(like: Any) -> torch.SymInt:
     """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.11-2.15."""
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size

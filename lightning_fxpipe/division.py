@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_fxpipe._compat import storage_key, symbolic_expression
+from lightning_fxpipe._compat import storage_key
 from lightning_fxpipe.cost import grouped, node_fqns
 from lightning_fxpipe.examples import draws
 from lightning_fxpipe.objects import makes_objects
+from lightning_fxpipe.repeat import has_known_size
+from lightning_fxpipe.rows import Rows, settled
 from lightning_fxpipe.trace import TracedRegion
-
-# Their result depends on the place of each entry, though on no tensor.
-_NUMBERING = frozenset({"arange", "linspace", "logspace", "range", "tril_indices", "triu_indices", "randperm"})
+from lightning_fxpipe.valueuse import ValueUse
 
 
 class NotDivisible(Exception):
@@ -41,12 +41,14 @@ class Division:
         unit: Size of the dimension that is cut, as an expression of ``symbol``: the symbol, or a multiple of it.
         input_dims: For each of the graph's inputs, draws included, the dimension that is cut; None: every microbatch gets all.
         tail: The calls that run once, on what the microbatches gave.
+        batch_rows: Where the tensors have the batch.
     """
 
     symbol: Any
     unit: Any
     input_dims: tuple[int | None, ...]
     tail: frozenset[fx.Node]
+    batch_rows: Rows
 
     def rows(self, num_samples: int) -> int:
         """Size of the cut dimension for so many samples."""
@@ -59,32 +61,56 @@ def divide(traced: TracedRegion) -> Division:
     Raises:
         NotDivisible: It cannot.
     """
-    symbol = _symbol_of_batch(traced)
+    rows = Rows(traced, _symbol_of_batch(traced))
     placeholders = (*traced.input_nodes, *traced.draw_nodes)
-    unit = _unit(traced, placeholders, symbol)
-    dims = tuple(_joined_dim(node.meta["val"], symbol, unit, traced) for node in placeholders)
-    return Division(symbol=symbol, unit=unit, input_dims=dims, tail=_Tail(traced, symbol, unit, placeholders).find())
+    unit = _unit(placeholders, rows)
+    dims = tuple(_joined_dim(node.meta["val"], unit, rows) for node in placeholders)
+    tail = _Tail(traced, unit, rows, placeholders).find()
+    return Division(symbol=rows.symbol, unit=unit, input_dims=dims, tail=tail, batch_rows=rows)
 
 
-def joined_dim(node: fx.Node, traced: TracedRegion, division: Division) -> int | None:
-    """The dimension along which a node's results for microbatches are joined; None: each microbatch has the same."""
-    return _joined_dim(node.meta["val"], division.symbol, division.unit, traced)
+def joined_dim(node: fx.Node, division: Division) -> int | None:
+    """The dimension along which a node's results for microbatches are joined; None: each microbatch has the same.
+
+    It may have several entries for each row that is cut (:func:`has_several_entries`).
+    """
+    dims = division.batch_rows.carrying(node.meta["val"])
+    return dims[0] if dims else None
+
+
+def has_several_entries(node: fx.Node, division: Division) -> bool:
+    """Whether a node's results have several entries for each row in the dimension that has the batch, as a flattened batch of
+    tokens has. Whether those of a sample stand together, no shape tells: it is to be tried."""
+    value = node.meta["val"]
+    return any(division.batch_rows.sizes(value)[dim] != division.unit for dim in division.batch_rows.carrying(value))
 
 
 def sample_dims(traced: TracedRegion, division: Division) -> dict[str, int]:
-    """Of the nodes whose results have one dimension that is cut, that dimension, by the node's name."""
+    """Of the nodes whose results have one dimension that is cut, that dimension, by the node's name.
+
+    Numbers of rows are none of them: microbatches have their own.
+    """
     found = {}
     for node in traced.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            dims = _carrying(value, division.symbol, traced)
-            if len(dims) == 1 and _sizes(value, traced)[dims[0]] == division.unit:
+        if isinstance(value, Tensor) and node not in division.batch_rows.own_numbers:
+            dims = division.batch_rows.carrying(value)
+            if len(dims) == 1 and division.batch_rows.sizes(value)[dims[0]] == division.unit:
                 found[node.name] = dims[0]
     return found
 
 
+def fixed_nodes(traced: TracedRegion, division: Division) -> frozenset[str]:
+    """Names of the nodes before the tail whose results are the same for all samples."""
+    nodes = [node for node in traced.graph.nodes if node not in division.tail and isinstance(node.meta.get("val"), Tensor)]
+    values = {node.name: node.meta["val"] for node in nodes}
+    return frozenset(
+        name for name, value in values.items() if has_known_size(value) and not division.batch_rows.carrying(value)
+    )
+
+
 def _symbol_of_batch(traced: TracedRegion) -> Any:
-    found = {_settled(symbol, traced) for symbol in traced.batch_symbols}
+    found = {settled(symbol, traced.world.replacements()) for symbol in traced.batch_symbols}
     if not found:
         raise NotDivisible("no tensor that the model gets has the batch as a dimension")
     symbol = found.pop()
@@ -93,13 +119,9 @@ def _symbol_of_batch(traced: TracedRegion) -> Any:
     return symbol
 
 
-def _unit(traced: TracedRegion, placeholders: Iterable[fx.Node], symbol: Any) -> Any:
-    units = {
-        size
-        for node in placeholders
-        for size in _sizes(node.meta["val"], traced)
-        if symbol in getattr(size, "free_symbols", ())
-    }
+def _unit(placeholders: Iterable[fx.Node], rows: Rows) -> Any:
+    values = [node.meta["val"] for node in placeholders]
+    units = {rows.sizes(value)[dim] for value in values for dim in rows.carrying(value)}
     if len(units) != 1:
         raise NotDivisible(
             f"its inputs have different numbers of rows for each sample: {', '.join(sorted(map(str, units)))}"
@@ -107,30 +129,16 @@ def _unit(traced: TracedRegion, placeholders: Iterable[fx.Node], symbol: Any) ->
             else "none of its inputs has the batch as a dimension"
         )
     (unit,) = units
-    if unit != symbol and not (unit / symbol).is_Integer:
+    if unit != rows.symbol and not (unit / rows.symbol).is_Integer:
         raise NotDivisible("an input's rows are no multiple of the samples")
     return unit
 
 
-def _settled(expression: Any, traced: TracedRegion) -> Any:
-    """An expression with what the trace found out about its symbols."""
-    return expression if isinstance(expression, int) else expression.xreplace(traced.world.replacements())
-
-
-def _sizes(value: Tensor, traced: TracedRegion) -> list[Any]:
-    return [_settled(symbolic_expression(size), traced) for size in value.shape]
-
-
-def _carrying(value: Tensor, symbol: Any, traced: TracedRegion) -> list[int]:
-    """The dimensions of a tensor whose sizes follow from the number of samples."""
-    return [dim for dim, size in enumerate(_sizes(value, traced)) if symbol in getattr(size, "free_symbols", ())]
-
-
-def _joined_dim(value: Tensor, symbol: Any, unit: Any, traced: TracedRegion) -> int | None:
-    dims = _carrying(value, symbol, traced)
+def _joined_dim(value: Tensor, unit: Any, rows: Rows) -> int | None:
+    dims = rows.carrying(value)
     if not dims:
         return None
-    if len(dims) > 1 or _sizes(value, traced)[dims[0]] != unit:
+    if len(dims) > 1 or rows.sizes(value)[dims[0]] != unit:
         raise NotDivisible("a tensor has the batch in a way that microbatches cannot be joined in")
     return dims[0]
 
@@ -138,15 +146,16 @@ def _joined_dim(value: Tensor, symbol: Any, unit: Any, traced: TracedRegion) -> 
 class _Tail:
     """Finds the calls that must see the whole batch."""
 
-    def __init__(self, traced: TracedRegion, symbol: Any, unit: Any, placeholders: Collection[fx.Node]) -> None:
+    def __init__(self, traced: TracedRegion, unit: Any, rows: Rows, placeholders: Collection[fx.Node]) -> None:
         self._traced = traced
-        self._symbol = symbol
         self._unit = unit
+        self._rows = rows
         groups, self._position_of = grouped(traced.graph)
         self._groups = [tuple(group) for group in groups]
         self._parameters = {fqn for fqn, _ in traced.root.named_parameters(remove_duplicate=False)}
         # Values that follow from those of the batch; sizes are no values.
-        self._following = {node for node in placeholders if _carrying(node.meta["val"], symbol, traced)}
+        self._following = {node for node in placeholders if rows.carrying(node.meta["val"])}
+        self._value_use = ValueUse(traced)
         self._mixing: dict[int, str] = {}  # positions of groups, and why
         self._twins: list[tuple[fx.Node, fx.Node]] = []
 
@@ -157,9 +166,9 @@ class _Tail:
             NotDivisible: A stage would need one of them.
         """
         for position, group in enumerate(self._groups):
-            reason = self._why_mixing(group)
-            if any(operand in self._following for node in group for operand in node.all_input_nodes):
-                self._following.update(group)
+            following = self._that_follow(group)
+            reason = self._why_mixing(group, following)
+            self._following |= following
             if reason is not None:
                 self._mixing[position] = reason
         try:
@@ -174,23 +183,36 @@ class _Tail:
 
     # ------------------------------------------------------------------ what mixes
 
-    def _why_mixing(self, group: tuple[fx.Node, ...]) -> str | None:
+    def _that_follow(self, group: tuple[fx.Node, ...]) -> set[fx.Node]:
+        """The nodes of a group whose values follow from those of the batch."""
+        if not any(operand in self._following for node in group for operand in node.all_input_nodes):
+            return set()
+        if any(isinstance(value := node.meta.get("val"), Tensor) and not self._rows.carrying(value) for node in group):
+            return set(group) - self._value_use.independent(group, self._following)
+        return set(group)
+
+    def _why_mixing(self, group: tuple[fx.Node, ...], following: set[fx.Node]) -> str | None:
         for node in group:
             for operand in node.all_input_nodes:
                 before = self._position_of.get(operand)
                 if before is not None and before in self._mixing and before != self._position_of[node]:
                     return self._mixing[before]
-        follows = any(operand in self._following for node in group for operand in node.all_input_nodes)
         for node in group:
+            follows = node in following
             # A tuple's entries have nodes of their own, as far as they are used.
-            values = [node.meta["val"]] if isinstance(node.meta.get("val"), Tensor) else []
-            for value in values:
-                dims = _carrying(value, self._symbol, self._traced)
-                if len(dims) > 1 or (follows and not dims):
-                    return self._described(node)
-                if dims and not follows and _is_numbering(node):
-                    return self._described(node)
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and self._mixes_in(node, value, follows):
+                return self._described(node)
+            if self._rows.picks_rows(node, self._unit) or self._rows.calculates_with_number(node):
+                return self._described(node)
         return None
+
+    def _mixes_in(self, node: fx.Node, value: Tensor, follows: bool) -> bool:
+        """Whether a result shows that it is no part of what the call gives for the batch."""
+        dims = self._rows.carrying(value)
+        if len(dims) != 1:
+            return bool(dims) or follows
+        return self._rows.has_parts_of_samples(value) or (not follows and self._rows.is_numbering(node))
 
     def _described(self, node: fx.Node) -> str:
         what = str(node.target) if node.op == "call_module" else getattr(node.target, "__name__", str(node.target))
@@ -211,12 +233,15 @@ class _Tail:
             if position is None or position in self._mixing or self._can_be_joined(node):
                 continue
             group = self._groups[position]
+            if (why := self._why_unmovable(group)) is not None:
+                if self._has_whole_samples(node):
+                    continue
+                raise NotDivisible(why)
             if any(use not in group and self._is_of_stages(use) for member in group for use in member.users):
                 group = self._twin(group)
                 position = len(self._groups)
                 self._groups.append(group)
                 self._position_of |= dict.fromkeys(group, position)
-            self._check_movable(group)
             self._mixing[position] = self._described(group[0])
             waiting += [operand for member in group for operand in member.all_input_nodes]
 
@@ -226,18 +251,27 @@ class _Tail:
 
     def _can_be_joined(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or node in self._rows.own_numbers:
             return False
         try:
-            dim = _joined_dim(value, self._symbol, self._unit, self._traced)
+            dim = _joined_dim(value, self._unit, self._rows)
         except NotDivisible:
             return False
         return dim is not None or node not in self._following
 
-    def _check_movable(self, group: tuple[fx.Node, ...]) -> None:
+    def _has_whole_samples(self, node: fx.Node) -> bool:
+        """Whether results may be joined in which each row has several entries."""
+        value = node.meta.get("val")
+        dims = self._rows.carrying(value) if isinstance(value, Tensor) else []
+        if not isinstance(value, Tensor) or len(dims) != 1 or node in self._rows.own_numbers:
+            return False
+        return self._rows.is_multiple(self._rows.sizes(value)[dims[0]] / self._unit * self._rows.symbol)
+
+    def _why_unmovable(self, group: tuple[fx.Node, ...]) -> str | None:
         for node in group:
             if draws(node) or not self._parameters.isdisjoint(node_fqns(node, self._traced.root)):
-                raise NotDivisible(f"{self._described(node)} gives values in which the samples cannot be told apart")
+                return f"{self._described(node)} gives values in which the samples cannot be told apart"
+        return None
 
     def _twin(self, group: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """A second call for the tail, where the stages need the first."""
@@ -277,11 +311,7 @@ class _Tail:
                 raise NotDivisible(f"{self._described(node)} shares memory with what is changed for the whole batch")
 
 
-def _is_numbering(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") in _NUMBERING
-
-
-def cut(tensor: Tensor, dim: int | None, start: int, rows: int) -> Tensor:
+def cut(tensor: Tensor, dim: int | None, start: int, rows: int, *, num_rows: int | None = None) -> Tensor:
     """The rows of a microbatch.
 
     Args:
@@ -289,12 +319,14 @@ def cut(tensor: Tensor, dim: int | None, start: int, rows: int) -> Tensor:
         dim: Its dimension that is cut; None: it belongs to every microbatch as it is.
         start: First row.
         rows: How many.
+        num_rows: Rows of the batch, where the dimension may have several entries for each.
     """
     if dim is None:
         return tensor
+    entries = 1 if num_rows is None else tensor.shape[dim] // num_rows
     # `.data` gives each microbatch a version counter of its own: a call that changes its input in place would otherwise
     # invalidate what the microbatches before it saved for backward.
-    return (tensor if tensor.requires_grad else tensor.data).narrow(dim, start, rows)
+    return (tensor if tensor.requires_grad else tensor.data).narrow(dim, start * entries, rows * entries)
 
 
 def join(parts: list[Tensor], dim: int | None) -> Tensor:

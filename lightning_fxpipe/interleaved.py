@@ -312,7 +312,7 @@ class Interleaving:
                 for index in range(leg.part.count):
                     row = leg.start + index * leg.rows
                     results = [
-                        cut(tensor.detach(), dim, row, leg.rows)
+                        cut(tensor.detach(), dim, row, leg.rows, num_rows=tail.setup.num_rows)
                         for tensor, dim in zip(joined, tail.setup.joined_dims, strict=True)
                     ]
                     losses.append(tail.loss(leg.part.first + index, results))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import SYMBOLIC_TYPES
+from lightning_fxpipe._compat import SYMBOLIC_TYPES, outside_fakes
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.kinds import kinds_of
 from lightning_fxpipe.snapshot import MAX_WALKED
@@ -49,7 +49,8 @@ class Unsent(Tensor):
     @classmethod
     def called(cls, name: str) -> Unsent:
         """A stand-in; ``name`` says in messages what it stands for."""
-        unsent: Unsent = torch.empty(0, device="meta").as_subclass(cls)
+        with outside_fakes():
+            unsent: Unsent = torch.empty(0, device="meta").as_subclass(cls)
         unsent.stands_for = name
         return unsent
 

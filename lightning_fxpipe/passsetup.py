@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from lightning_fxpipe.agreement import check_agreement, gathered
 from lightning_fxpipe.cost import node_fqns
-from lightning_fxpipe.division import Division, NotDivisible, divide, joined_dim, sample_dims
+from lightning_fxpipe.division import Division, NotDivisible, divide, fixed_nodes, has_several_entries, joined_dim, sample_dims
 from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.following import follow_plan_with_tail
 from lightning_fxpipe.lru import LruCache
@@ -201,8 +201,13 @@ class PassSetups:
         division, stage, topology = stages.division, stages.stage, self._topology
         num_values = len(traced.input_nodes) + len(traced.draw_nodes)
         joined: tuple[int | None, ...] = (None,) * len(stages.results)
+        dims: dict[str, int] = {}
         if division is not None:
-            joined = tuple(joined_dim(node, traced, division) for node in stages.results)
+            joined = tuple(joined_dim(node, division) for node in stages.results)
+            if passes[0].size < 2 and any(has_several_entries(node, division) for node in stages.results):
+                raise NotDivisible("a single sample does not show which of a result's entries are its own")
+            dims = sample_dims(traced, division)
+            dims |= {node.name: dim for node, dim in zip(stages.results, joined, strict=True) if dim is not None}
         # With one microbatch the random numbers run through the stages as on one device.
         carried = random_state_specs(topology.device) if division is None else ()
         legs = []
@@ -210,7 +215,9 @@ class PassSetups:
             sizes_of_part = dict(sizes) if division is None else {**sizes, division.symbol: part.size}
             if not traced.admits(sizes_of_part):
                 raise NotDivisible(f"the model's code takes another path for {part.size} samples than for {passes[0].size}")
-            legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training))
+            longer = None if division is None else {**sizes, division.symbol: part.size + 1}
+            admits_one_more = longer is not None and traced.admits(longer)
+            legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training, admits_one_more))
         return PassSetup(
             stage=stage,
             tail=stages.tail,
@@ -219,7 +226,8 @@ class PassSetups:
             input_dims=(None,) * num_values if division is None else division.input_dims,
             joined_dims=joined,
             joined_specs=boundary_specs(stages.results, sizes),
-            sample_dims={} if division is None else sample_dims(traced, division),
+            sample_dims=dims,
+            fixed=frozenset() if division is None else fixed_nodes(traced, division),
             carries_random_state=bool(carried),
             device=topology.device,
         )
@@ -232,6 +240,7 @@ class PassSetups:
         sizes: Mapping[Any, int],
         carried: tuple[TensorSpec, ...],
         training: bool,
+        admits_one_more: bool,
     ) -> Leg:
         stage, division, topology = stages.stage, stages.division, self._topology
         received, sent = boundary_specs(stage.boundary_in, sizes), boundary_specs(stage.boundary_out, sizes)
@@ -276,6 +285,7 @@ class PassSetups:
             received=received,
             sent=sent,
             sizes=sizes,
+            admits_one_more=admits_one_more,
             forward=forward,
             backward=backward,
             interleaved=interleaved,

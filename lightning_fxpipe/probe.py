@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import depends_on_data, outside_fakes, size_hint, symbol_hints, symbolic_expression, unknown_size
+from lightning_fxpipe._compat import (
+    depends_on_data,
+    outside_fakes,
+    size_hint,
+    size_of_symbol,
+    symbol_hints,
+    symbolic_expression,
+    unknown_size,
+)
 from lightning_fxpipe._compat_modes import unwatched_torch
 from lightning_fxpipe.exchange import exchanged_tensors
 from lightning_fxpipe.structure import Structure, Template
@@ -134,10 +142,11 @@ class Probe:
         return self.template.tensors[0]
 
     def _symbols(self) -> dict[Any, Any]:
-        """Sizes of the arguments that are a symbol by themselves, by that symbol."""
-        sizes = [size for tensor in self.template.tensors for size in tensor.shape]
-        known = {symbolic_expression(size): size for size in sizes if not depends_on_data(size)}
-        return {symbol: size for symbol, size in known.items() if getattr(symbol, "is_Symbol", False)}
+        """The symbols that sizes of the arguments follow from, as sizes."""
+        every: list[Any] = [size for tensor in self.template.tensors for size in tensor.shape]
+        sizes = [size for size in every if isinstance(size, torch.SymInt)]
+        hints = {symbol: hint for size in sizes if not depends_on_data(size) for symbol, hint in symbol_hints(size).items()}
+        return {symbol: size_of_symbol(symbol, self._environment(), hint) for symbol, hint in hints.items()}
 
     def _run(self, sizes: Mapping[Any, int], *, seed: int, filler: int, altered: bool = False) -> _Run:
         generator = torch.Generator().manual_seed(seed)

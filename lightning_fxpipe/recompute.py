@@ -11,10 +11,9 @@ have the same graph, so all decide alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +21,15 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import (
     FakeTensor,
-    FakeWorld,
     TorchDispatchMode,
     has_hooks,
-    size_hint,
     storage_key,
-    symbolic_expression,
     tree_leaves,
     tree_map,
 )
-from lightning_fxpipe.exchange import exchanged_tensors
-from lightning_fxpipe.placement import Placement
+from lightning_fxpipe.repeat import Repeat, has_known_size, is_of_torch, modes_of
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.sizes import SymbolicSize, as_number, size_symbols, tensor_bytes
+from lightning_fxpipe.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.wording import node_words
@@ -194,18 +189,16 @@ class _Rehearsal:
         self._traced = traced
         self._is_kept_apart = is_kept_apart
         self._changed = _changed_storages(traced)
-        self._world = FakeWorld()
+        self._repeat = Repeat(traced)
         self._results: dict[fx.Node, Any] = {}
 
     def run(self) -> None:
         """Fills the attributes."""
-        context = self._traced.signature.context
-        autocast = torch.autocast(self._traced.device.type, enabled=context.autocast_enabled, dtype=context.autocast_dtype)
-        with self._world.active(), torch.no_grad(), autocast:
+        with self._repeat.active():
             for node in self._traced.graph.nodes:
                 if node.op in ("placeholder", "get_attr"):
                     if self._is_source(node):
-                        self._results[node] = self._blank(node)
+                        self._results[node] = self._repeat.blank(node)
                 elif node.op != "output" and self._may_run(node):
                     try:
                         self._rehearse(node)
@@ -217,47 +210,31 @@ class _Rehearsal:
         value: Tensor = _value(node)
         return not value.requires_grad and storage_key(value) not in self._changed and not self._is_kept_apart(node)
 
-    def _blank(self, node: fx.Node) -> Tensor:
-        value = _value(node)
-        sizes = [size_hint(size) for size in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
-
     def _may_run(self, node: fx.Node) -> bool:
         """What can be said without running it."""
         if not all(operand in self._results or self._can_be_blank(operand) for operand in node.all_input_nodes):
             return False
         value = _value(node)
-        if isinstance(value, Tensor) and (value.requires_grad or not _has_known_size(value)):
+        if isinstance(value, Tensor) and (value.requires_grad or not has_known_size(value)):
             return False
-        if not all(self._is_known(symbol) for symbol in size_symbols((node.args, node.kwargs))):
+        if not all(self._repeat.is_known(symbol) for symbol in size_symbols((node.args, node.kwargs))):
             return False
         if node.op == "call_module":
             module = self._traced.root.get_submodule(str(node.target))
             own = node.meta.get("module_storages", frozenset())
             return not (self._is_kept_apart(node) or own & self._changed or any(map(has_hooks, module.modules())))
-        # Elsewhere there may be a custom autograd function, or a user's own that torch only hears of.
-        home = getattr(node.target, "__module__", None) or "torch"
-        return node.op == "call_method" or home.split(".")[0] in ("torch", "_operator", "builtins")
+        return is_of_torch(node)
 
     def _can_be_blank(self, node: fx.Node) -> bool:
         value = _value(node)
-        if not node.op.startswith("call") or not isinstance(value, Tensor) or not _has_known_size(value):
+        if not node.op.startswith("call") or not isinstance(value, Tensor) or not has_known_size(value):
             return False
         return self._traced.world.is_contiguous(value)
 
     def _rehearse(self, node: fx.Node) -> None:
-        blanks = {operand: self._blank(operand) for operand in node.all_input_nodes if operand not in self._results}
-        values = self._results | blanks
-        args, kwargs = self._argument(node.args, values), self._argument(node.kwargs, values)
-        context = node.meta.get("context")
-        with _active(context), _OperatorWatch(blanks.values()) as watch:
-            if node.op == "call_module":
-                result = self._call_module(self._traced.root.get_submodule(str(node.target)), args, kwargs, watch)
-            elif node.op == "call_method":
-                result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                assert callable(node.target)
-                result = node.target(*args, **kwargs)
+        blanks = {operand: self._repeat.blank(operand) for operand in node.all_input_nodes if operand not in self._results}
+        with modes_of(node), _OperatorWatch(blanks.values()) as watch:
+            result = self._repeat.call(node, self._results | blanks, partial(self._call_module, watch))
         watch.check_result(result)
         self._results[node] = result
         self.work[node] = watch.num_bytes
@@ -268,17 +245,12 @@ class _Rehearsal:
             if operand not in blanks and operand.op not in ("placeholder", "get_attr")
         }
 
-    def _call_module(self, module: nn.Module, args: Any, kwargs: Any, watch: _OperatorWatch) -> Any:
+    def _call_module(self, watch: _OperatorWatch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a module as in training and as in evaluation: it must do the same, and keep nothing of it."""
         runs = []
-        placement = Placement(module, self._traced.device)
-
-        def fake(tensor: Tensor, _: str) -> Tensor:
-            return self._world.static(tensor, placement.device_of(tensor))
-
         for training in (False, True):
             watch.reset()
-            with exchanged_tensors(module, fake), placement.named():
+            with self._repeat.module_on_fakes(module):
                 for child in module.modules():
                     child.training = training
                 before, generators = Snapshot({"self": module}), python_rng()
@@ -289,51 +261,6 @@ class _Rehearsal:
         if runs[0] != runs[1]:
             raise _Unsuitable("it does something else in training than in evaluation")
         return result
-
-    # ------------------------------------------------------------------ arguments
-
-    @cached_property
-    def _sizes(self) -> dict[Any, int]:
-        """The example's value of every symbol that is a size of an input."""
-        sizes = [size for node in self._traced.input_nodes for size in node.meta["val"].shape]
-        return {symbolic_expression(size): size_hint(size) for size in sizes if isinstance(size, torch.SymInt)}
-
-    def _is_known(self, symbol: Any) -> bool:
-        """Whether a symbol follows from the inputs' sizes, and not from data."""
-        symbols: set[Any] = symbol.xreplace(self._traced.world.replacements()).free_symbols
-        return symbols <= self._sizes.keys()
-
-    def _argument(self, value: Any, values: Mapping[fx.Node, Any]) -> Any:
-        if isinstance(value, fx.Node):
-            return values[value]
-        if isinstance(value, SymbolicSize):
-            expression = value.expression.xreplace(self._traced.world.replacements())
-            return as_number(expression.subs(self._sizes))
-        if isinstance(value, (tuple, list)):
-            items = [self._argument(item, values) for item in value]
-            return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, Mapping):
-            return {key: self._argument(item, values) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*(self._argument(bound, values) for bound in (value.start, value.stop, value.step)))
-        return value
-
-
-@contextmanager
-def _active(context: Any) -> Iterator[None]:
-    if context is None:
-        yield
-    else:
-        with context.active():
-            yield
-
-
-def _has_known_size(value: Tensor) -> bool:
-    try:
-        tensor_bytes(value)
-    except ValueError:
-        return False
-    return True
 
 
 class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -372,7 +299,7 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if not all(isinstance(operand, FakeTensor) for operand in operands):
             raise _Unsuitable(f"{func} takes a tensor from elsewhere")
-        if name in _READ_NOTHING:
+        if name in READ_NOTHING:
             operands = []
         if any(operand is blank for operand in operands for blank in self._blanks):
             raise _Unsuitable(f"{func} reads what trains")
@@ -394,14 +321,14 @@ def _repeats_itself(func: Any, results: list[Tensor]) -> bool:
     if name == "cumsum":  # on GPUs in an order that varies, which matters to fractions only
         return not any(result.is_floating_point() for result in results)
     out_of_place = getattr(getattr(torch.ops.aten, name, None), overload, func)
-    return name in _READ_NOTHING or name in _CHEAP or name in _PRODUCTS or torch.Tag.pointwise in out_of_place.tags
+    return name in READ_NOTHING or name in _CHEAP or name in _PRODUCTS or torch.Tag.pointwise in out_of_place.tags
 
 
 # A product is counted as if it read its second operand anew for each element, so only a narrow one, such as that of positions
 # with frequencies, is cheap.
 _PRODUCTS = frozenset(["mm", "bmm"])
 # They take nothing from a tensor but its shape and kind.
-_READ_NOTHING = frozenset(
+READ_NOTHING = frozenset(
     "full_like zeros_like ones_like empty_like new_full new_zeros new_ones new_empty new_empty_strided".split()  # noqa: SIM905
 )
 # Besides those that work on each element by itself: all take time in proportion to their operands and results.

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from lightning_fxpipe.division import cut, join
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.independence import mixing_call
+from lightning_fxpipe.independence import counting_call, mixing_call
 from lightning_fxpipe.inputgradient import no_second_derivative
 from lightning_fxpipe.microbatch import Pass
 from lightning_fxpipe.randomness import (
@@ -45,6 +45,7 @@ class Leg:
         received: Specs of the tensors from the previous stage.
         sent: Specs of the tensors to the next stage; on the last stage those that are joined.
         sizes: Values of the graph's symbols for one of them.
+        admits_one_more: Whether the graph holds for one of them with one sample more.
         forward, backward: The pipelines; the latter only in training.
         interleaved: The pipeline that does both at once; None where that is not asked for.
     """
@@ -55,6 +56,7 @@ class Leg:
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...]
     sizes: Mapping[Any, int]
+    admits_one_more: bool
     forward: Pipeline
     backward: Pipeline | None
     interleaved: Pipeline | None
@@ -72,7 +74,9 @@ class PassSetup:
         input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
         joined_specs: Specs of the joined results.
-        sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has.
+        sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has. Results
+            that are joined may have several entries for each row; those of others count as none.
+        fixed: The graph's nodes, by name, whose results are the same for all samples.
         carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
         device: This rank's device.
     """
@@ -85,6 +89,7 @@ class PassSetup:
     joined_dims: tuple[int | None, ...]
     joined_specs: tuple[TensorSpec, ...]
     sample_dims: Mapping[str, int]
+    fixed: frozenset[str]
     carries_random_state: bool
     device: torch.device
 
@@ -97,6 +102,12 @@ class PassSetup:
     def num_microbatches(self) -> int:
         """Microbatches of a batch."""
         return sum(leg.part.count for leg in self.legs)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch."""
+        last = self.legs[-1]
+        return last.start + last.part.count * last.rows
 
     def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What the last stage gave for all microbatches, in order, as results for the batch."""
@@ -154,7 +165,11 @@ class StageRun:
         dims = [setup.sample_dims.get(node.name) for node in setup.stage.boundary_in]
         dims += [setup.input_dims[i] for i in setup.stage.region_inputs]
         inputs = [*received[: len(setup.stage.boundary_in)], *self._inputs(leg, index)]
-        return mixing_call(setup.stage.module, inputs, dims, setup.sample_dims.get, leg.rows)
+        module, rows_of = setup.stage.module, setup.sample_dims.get
+        mixing = mixing_call(module, inputs, dims, rows_of, leg.rows)
+        if mixing is None and leg.admits_one_more:
+            mixing = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
+        return mixing
 
     def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
         start = leg.start + index * leg.rows
@@ -339,7 +354,7 @@ class RegionPass:
             elif dim is None:  # all microbatches gave the same; one of them is what the batch has
                 found.append(gradient if leg.part.first + index == 0 else None)
             else:
-                found.append(cut(gradient, dim, start, leg.rows))
+                found.append(cut(gradient, dim, start, leg.rows, num_rows=self.setup.num_rows))
         return found
 
     # ------------------------------------------------------------------ a leg

@@ -335,6 +335,17 @@ def test_patched_attributes_are_restored_in_reverse() -> None:
 # ------------------------------------------------------------------ questions about values, checkpoints
 
 
+def test_size_of_symbol_is_the_size_that_has_it() -> None:
+    world = _compat.FakeWorld()
+    like = world.input(torch.ones(3, 5), [0])
+    (symbol,) = _compat.symbolic_expression(like.shape[0] * 5).free_symbols
+    size = _compat.size_of_symbol(symbol, like, 3)
+    assert _compat.symbolic_expression(size) == symbol
+    assert _compat.size_hint(size) == 3
+    assert _compat.symbolic_expression(size * 2 - like.shape[0]) == symbol
+    assert world.guards() == []
+
+
 def test_unknown_size_is_a_size_that_depends_on_data() -> None:
     world = FakeWorld()
     like = world.input(torch.ones(3, 2), [0])

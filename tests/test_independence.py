@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe.independence import mixing_call
+from lightning_fxpipe.independence import counting_call, mixing_call
 
 
 class Stage(nn.Module):
@@ -84,3 +84,105 @@ def test_integers_stay_legal() -> None:
     ids = torch.tensor([[4], [0], [3]])
     assert mixing_call(fx.symbolic_trace(Embeds()), [ids], [0], lambda name: 0, 3) is not None
     assert ids.tolist() == [[4], [0], [3]]
+
+
+def counted(function: Callable[[Tensor], Tensor], *, num_rows: int = 4, num_added: int = 1) -> str | None:
+    torch.manual_seed(2)
+    module = fx.symbolic_trace(Stage(function))
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    fixed = ["mean", "full", "rand"]
+    call = counting_call(
+        module, [torch.randn(num_rows, 3)], [0], lambda name: None if name in fixed else 0, fixed, num_rows, num_added
+    )
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in module.named_buffers())
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "function"),
+    [
+        ("truediv", lambda x: x / x.shape[0]),
+        ("full", lambda x: x * _full(x)),
+        ("numbers", lambda x: x + _numbers(x)),
+        ("halves", lambda x: _halves(x)),
+        ("weighted", lambda x: _weighted(x)),
+        ("mean", lambda x: x - x.mean(0)),
+        ("roll", lambda x: x.roll(1, 0)),
+        ("first_set", lambda x: _first_set(x)),
+    ],
+)
+def test_calls_that_go_by_number_or_place_are_named(call: str, function: Callable[[Tensor], Tensor]) -> None:
+    assert call in str(counted(function))
+
+
+@fx.wrap
+def _numbers(x: Tensor) -> Tensor:
+    return torch.arange(len(x))[:, None]
+
+
+@fx.wrap
+def _weighted(x: Tensor) -> Tensor:
+    return x * torch.linspace(0, 1, len(x))[:, None]
+
+
+@fx.wrap
+def _own(x: Tensor) -> Tensor:
+    return x[torch.arange(len(x))]
+
+
+@fx.wrap
+def _full(x: Tensor) -> Tensor:
+    return torch.full((), len(x))
+
+
+@fx.wrap
+def _halves(x: Tensor) -> Tensor:
+    return torch.cat([x[: len(x) // 2] * 2, x[len(x) // 2 :]])
+
+
+@fx.wrap
+def _first_set(x: Tensor) -> Tensor:
+    x[0] = 0
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sort(1).values,
+        lambda x: x / x.shape[1],
+        lambda x: _own(x),
+        lambda x: x.relu_().exp_(),
+        lambda x: nn.functional.dropout(x).sin(),
+        lambda x: nn.functional.dropout(x[:, None]).squeeze(1).sin(),
+        lambda x: x + torch.rand(3),
+        lambda x: x.unbind(1)[0][:, None] + x,
+    ],
+)
+def test_calls_that_do_not_go_by_number_or_place_are_not(function: Callable[[Tensor], Tensor]) -> None:
+    """Nor is what random numbers make of it."""
+    assert counted(function) is None
+    assert counted(function, num_rows=6, num_added=2) is None
+
+
+def test_a_single_sample_shows_what_goes_by_the_number() -> None:
+    assert "truediv" in str(counted(lambda x: x / x.shape[0], num_rows=1))
+    assert counted(torch.sin, num_rows=1) is None
+
+
+@pytest.mark.parametrize(("function", "mixes"), [(lambda x: x.reshape(-1), False), (lambda x: x.T.reshape(-1), True)])
+def test_entries_of_a_sample_stand_together_or_it_is_said(function: Callable[[Tensor], Tensor], mixes: bool) -> None:
+    """A flattened batch of tokens is joined from those of microbatches."""
+
+    class Flattens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.first(x))
+
+    torch.manual_seed(2)
+    module, inputs = fx.symbolic_trace(Flattens()), [torch.randn(4, 3)]
+    assert (mixing_call(module, inputs, [0], lambda name: 0, 4) is not None) == mixes
+    assert (counting_call(module, inputs, [0], lambda name: 0, [], 4, 1) is not None) == mixes

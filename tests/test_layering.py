@@ -79,6 +79,7 @@ ORDER = [
         "fakerun",
         "trace",
         "tracelog",
+        "repeat",
         "recompute",
         "reorder",
         "cost",
@@ -94,6 +95,8 @@ ORDER = [
         "following",
     ),
     *(
+        "rows",
+        "valueuse",
         "division",
         "split",
         "schedule",
