@@ -3,7 +3,8 @@
 When the first microbatch of a new trace has gone through a stage, the stage runs some more times on it, twice in two ways:
 
 - with a copy of the second sample in the first one's place: no other sample may notice. Sorting, rolling or flipping a batch,
-  attention between its samples, a module that subtracts the batch's mean keep the shape, and are found so;
+  attention between its samples, a module that subtracts the batch's mean keep the shape, and are found so.
+  A microbatch of one sample gets a second one for this, with the same entries in other places;
 - with a copy of the last sample put in front: the others' results must be what they were. What goes by the number or the place
   of the samples is found so: a division by their number, other weights for the first half of them.
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_fxpipe._compat import storage_key
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.snapshot import Snapshot
 
@@ -63,6 +65,28 @@ def mixing_call(
         if not _alike(before.movedim(dim, 0)[entries:], after.movedim(dim, 0)[entries:]):
             return _described(node)
     return None
+
+
+def mixing_call_of_one(
+    module: fx.GraphModule,
+    inputs: Sequence[Tensor | None],
+    dims: Sequence[int | None],
+    rows_of: Callable[[str], int | None],
+) -> str | None:
+    """As :func:`mixing_call`, for a microbatch of one row: another is put in front, with the same entries in other places."""
+    pair = [
+        value if value is None or dim is None else torch.cat([_rotated(value.detach()), value.detach()], dim)
+        for value, dim in zip(inputs, dims, strict=True)
+    ]
+    try:
+        return mixing_call(module, pair, dims, rows_of, 2)
+    except Exception as error:  # code may hold for one sample only
+        _logger.debug("A stage was not tried with another sample: %s", error)
+        return None
+
+
+def _rotated(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).roll(1).reshape(tensor.shape)
 
 
 def counting_call(
@@ -184,6 +208,9 @@ class _Longer(fx.Interpreter):
         self._found = found
         self._rows_of, self._fixed = rows_of, fixed
         self._num_rows, self._num_added = num_rows, num_added
+        # Memory of the module's own, which stays what it is: a result may be a view of it.
+        lasting = (*module.parameters(), *module.buffers(), *Snapshot({"self": module}).tensors())
+        self._lasting = {storage_key(tensor) for tensor in lasting}
         self._random = set(drawing)  # names of nodes whose results are other ones than in the other run
 
     def run_node(self, n: fx.Node) -> Any:
@@ -200,7 +227,9 @@ class _Longer(fx.Interpreter):
         self._random.discard(n.name)
         if not is_random and not _close(expected, result):
             self.differing = n
-        if any(step == 0 and size > 1 for step, size in zip(result.stride(), result.shape, strict=True)):
+            return result
+        is_spread = any(step == 0 and size > 1 for step, size in zip(result.stride(), result.shape, strict=True))
+        if is_spread or storage_key(result) in self._lasting:
             return result
         return result.copy_(expected)  # in place, for those that share the memory
 
@@ -232,7 +261,9 @@ def _untouched(module: nn.Module) -> Iterator[None]:
             norm.training = True
         with torch.no_grad():
             for buffer, values in buffers:
-                buffer.copy_(values)
+                # Only where it has changed: an earlier call may have saved it for its backward pass.
+                if buffer.layout is not torch.strided or not torch.equal(buffer, values):
+                    buffer.copy_(values)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from lightning_fxpipe.division import cut, join
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.independence import counting_call, mixing_call
+from lightning_fxpipe.independence import counting_call, mixing_call, mixing_call_of_one
 from lightning_fxpipe.inputgradient import no_second_derivative
 from lightning_fxpipe.microbatch import Pass
 from lightning_fxpipe.randomness import (
@@ -167,6 +167,8 @@ class StageRun:
         inputs = [*received[: len(setup.stage.boundary_in)], *self._inputs(leg, index)]
         module, rows_of = setup.stage.module, setup.sample_dims.get
         mixing = mixing_call(module, inputs, dims, rows_of, leg.rows)
+        if leg.rows == 1 and leg.admits_one_more:
+            mixing = mixing_call_of_one(module, inputs, dims, rows_of)
         if mixing is None and leg.admits_one_more:
             mixing = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
         return mixing

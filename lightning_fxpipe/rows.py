@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat import symbolic_expression
+from lightning_fxpipe.recompute import READ_NOTHING
 from lightning_fxpipe.repeat import example_sizes
 from lightning_fxpipe.sizes import size_symbols
 from lightning_fxpipe.trace import TracedRegion
@@ -36,11 +37,19 @@ _GETTING = frozenset({"__getitem__", "getitem"})
 _SETTING = frozenset({"__setitem__", "setitem"})
 _PUTTING = frozenset({"index_put", "index_put_"})
 _SELECTING = frozenset({"index_select"})
+# They take from or put into places along a dimension, by numbers that stand in another tensor.
+_ALONG = frozenset(
+    """gather take_along_dim index_select scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add
+    index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_""".split()  # noqa: SIM905
+)
+_FLAT = frozenset({"take", "put", "put_"})  # so do these, along all dimensions
+# They give each sample the same, made of a tensor that does not have the batch.
+_REPEATING = READ_NOTHING | {"expand", "expand_as", "broadcast_to", "broadcast_tensors", "repeat", "tile", "full"}
 # They take numbers, which are no sizes.
 _CALCULATING = frozenset(
     "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power".split()  # noqa: SIM905
 )
-_NUM_TRIED = 12
+_TRIED_NUMBERS = (*range(2, 12), 64, 97, 1000)
 
 
 class Rows:
@@ -75,7 +84,7 @@ class Rows:
             return True
         size = size.xreplace(self._hints)
         one = size.subs({self.symbol: 1})
-        return all(size.subs({self.symbol: samples}) == samples * one for samples in range(2, _NUM_TRIED))
+        return all(size.subs({self.symbol: samples}) == samples * one for samples in _TRIED_NUMBERS)
 
     @cached_property
     def _hints(self) -> dict[Any, int]:
@@ -106,11 +115,28 @@ class Rows:
             dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", node.kwargs.get("axis"))
             value = _tensor(node)
             return value is None or not isinstance(dim, int) or dim % max(value.dim(), 1) in self.carrying(value)
-        return name in _NUMBERING and node not in self.own_numbers
+        if name in _NUMBERING:
+            return node not in self.own_numbers
+        return self._is_of_what_has_no_rows(node.meta.get("part_of", node))
+
+    def _is_of_what_has_no_rows(self, node: fx.Node) -> bool:
+        """Whether a call makes rows of what has none, and not all alike as far as can be seen: the first of a table, say. No
+        trial shows it where the table holds zeros for a start."""
+        operands = [value for operand in node.all_input_nodes if (value := _tensor(operand)) is not None]
+        if any(map(self.carrying, operands)):
+            return False
+        if node.op == "call_module":
+            return True
+        name, result = _name(node), _tensor(node)
+        if name == "repeat_interleave" and result is not None:  # gives each entry so often, one after the other
+            (dim,) = self.carrying(result)
+            return not all(value.dim() == result.dim() and self.sizes(value)[dim] == 1 for value in operands)
+        return bool(operands and name) and name not in _REPEATING
 
     def calculates_with_number(self, node: fx.Node) -> bool:
-        """Whether a call calculates with the number of samples."""
-        if _name(node).strip("_") not in _CALCULATING:
+        """Whether a call calculates with the number of samples, and does not just make or take so many rows."""
+        value = _tensor(node)
+        if _name(node).strip("_") not in _CALCULATING and (value is None or self.carrying(value)):
             return False
         sizes = (settled(symbol, self._replacements) for symbol in size_symbols((node.args, node.kwargs)))
         return any(self.symbol in size.free_symbols for size in sizes)
@@ -124,7 +150,7 @@ class Rows:
         """
         taken = _taken_apart(node)
         if taken is None:
-            return False
+            return self._goes_along_rows(node)
         x, entries = taken
         value = _tensor(x)
         dims = [] if value is None else self.carrying(value)
@@ -138,6 +164,22 @@ class Rows:
             # Where rows are taken, the shape of the result shows which; where they are set there is none.
             return _name(node) in _SETTING and entry != slice(None)
         return False
+
+    def _goes_along_rows(self, node: fx.Node) -> bool:
+        """Whether a call that is no plain indexing goes by the places of rows, along their dimension."""
+        name, args, kwargs = _name(node), node.args, node.kwargs
+        if name == "embedding":
+            source = args[1] if len(args) > 1 else kwargs.get("weight")
+        elif name in _ALONG | _FLAT:
+            source = args[0] if args else kwargs.get("input")
+        else:
+            return False
+        value = _tensor(source) if isinstance(source, fx.Node) else None
+        dims = [] if value is None else self.carrying(value)
+        if value is None or name not in _ALONG:
+            return bool(dims)
+        dim = kwargs.get("dim", next((arg for arg in args[1:] if type(arg) is int), None))
+        return bool(dims) and (not isinstance(dim, int) or dim % value.dim() in dims)
 
     def _length(self, node: fx.Node, found: dict[fx.Node, Any]) -> Any:
         """How many rows a node numbers; None where it does not do just that."""
@@ -156,9 +198,11 @@ class Rows:
         if user in own:
             return True
         if _name(user) in _SPREADING:
-            place = _operands(user).index(node)
-            others = [operand for operand in _operands(user) if operand is node]
-            return len(others) == 1 and all(child in own for child in user.users if _item(child) == place)
+            operands = _operands(user)
+            items = {child: _item(child) for child in user.users}
+            if operands.count(node) != 1 or not all(type(item) is int for item in items.values()):
+                return False
+            return all(child in own for child, item in items.items() if operands[item] is node)
         taken = _taken_apart(user)
         return taken is not None and self._is_indexed_by(*taken, node, length) and _is_index_only(user, node)
 
@@ -220,7 +264,9 @@ def _kept_from(node: fx.Node, rows: Rows) -> fx.Node | None:
     name = _name(node)
     if name in _RESHAPING:
         dims = rows.carrying(value)
-        return source if all(size == 1 for dim, size in enumerate(rows.sizes(value)) if dim not in dims) else None
+        is_same_kind = node.meta["val"].dtype == value.dtype  # `view` may take memory as another kind of number
+        is_line = all(size == 1 for dim, size in enumerate(rows.sizes(value)) if dim not in dims)
+        return source if is_line and is_same_kind else None
     if name in _GETTING:
         entries = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         plain = all(entry is None or entry is ... or type(entry) is int or isinstance(entry, slice) for entry in entries)

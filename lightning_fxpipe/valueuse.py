@@ -108,7 +108,7 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._alive += made
+        self._alive += given + made
         keys = {storage_key(tensor) for tensor in given}
         name = str(func).split(".")[1]
         reads = keys & self._reached and name not in READ_NOTHING and func.namespace != "prim"

@@ -103,6 +103,10 @@ OWN_ROWS = {
     "index_select": lambda h: h.index_select(0, torch.arange(len(h))),
     "index_put": lambda h: h.index_put((torch.arange(len(h)), h.argmax(1)), torch.zeros(())),
     "a mask of transformers": transformers_mask,
+    "a token of each": lambda h: h + TABLE[:1].expand(len(h), -1) + TABLE[0].repeat(len(h), 1),
+    "a token of each, interleaved": lambda h: h + TABLE[:1].repeat_interleave(len(h), 0),
+    "gathered from each": lambda h: h.gather(1, h.argsort(1)),
+    "zeros of their number": lambda h: h + h.new_zeros(len(h), WIDTH) + torch.full((len(h), 1), 2.0),
     "the second dimension": lambda h: h.T[:, torch.arange(len(h))].T,
 }
 
@@ -123,7 +127,42 @@ def first_row(h: Tensor) -> Tensor:
     return h
 
 
+def by_number(h: Tensor, name: str, *more: Tensor) -> Tensor:
+    """A method that goes along the first dimension by numbers in a tensor."""
+    index = torch.zeros(len(h), WIDTH, dtype=torch.long)
+    result: Tensor = getattr(h, name)(0, index, *more)
+    return result
+
+
+TABLE = torch.zeros(100, WIDTH)
+
 OTHER_NUMBERS = {
+    "the first of a table of zeros": ("__getitem__", lambda h: h + TABLE[: len(h)]),
+    "narrow, of a table of zeros": ("narrow", lambda h: h + TABLE.narrow(0, 0, len(h))),
+    "each of a table so often": (
+        "repeat_interleave",
+        lambda h: h + TABLE[:3].repeat_interleave(len(h), 0).view(3, -1, WIDTH)[0],
+    ),
+    "padded to their number": ("pad", lambda h: h + nn.functional.pad(TABLE[:2], (0, 0, 0, len(h) - 2))),
+    "gathered": ("gather", lambda h: by_number(h, "gather")),
+    "scattered": ("scatter_add", lambda h: by_number(h, "scatter_add", h)),
+    "index_select by the first item": ("index_select", lambda h: h.index_select(0, h.argmax(1))),
+    "index_add": ("index_add", lambda h: h.index_add(0, h.argmax(1), h)),
+    "looked up in the batch": ("embedding", lambda h: nn.functional.embedding(h.argmax(1), h)),
+    "their number in a tensor": ("new_full", lambda h: h * h.new_full((), len(h))),
+    "their number as a bound": ("clamp", lambda h: h * torch.clamp(TABLE[0], max=len(h))),
+    "flipped numbers": ("__getitem__", lambda h: h[torch.arange(len(h)).flip(0)]),
+    "halved numbers": ("__getitem__", lambda h: h[torch.arange(len(h)) // 2]),
+    "every second number": ("__getitem__", lambda h: h[torch.arange(0, 2 * len(h), 2) // 2]),
+    "other kinds of numbers": (
+        "view",
+        lambda h: h[torch.arange(len(h), dtype=torch.int64)[:, None].view(torch.int32)].sum(1),
+    ),
+    "a mesh that is stacked": (
+        "stack",
+        lambda h: h + torch.stack(torch.meshgrid(torch.arange(len(h)), torch.arange(WIDTH), indexing="ij")).sum(0),
+    ),
+    "gathered by their own numbers": ("gather", lambda h: h.gather(0, torch.arange(len(h))[:, None].expand(-1, WIDTH))),
     "added": ("add", lambda h: h + torch.arange(len(h))[:, None]),
     "indexed and added": ("add", lambda h: (n := torch.arange(len(h)))[:, None] + h[n]),
     "looked up in a table": ("__getitem__", lambda h: h + torch.ones(100, WIDTH)[torch.arange(len(h))]),
@@ -139,6 +178,7 @@ OTHER_NUMBERS = {
     "every second": ("stack", lambda h: torch.stack([h[::2], h[1::2]], 1).view(-1, WIDTH)),
     "counted": ("cumsum", lambda h: h * torch.ones(len(h)).cumsum(0)[:, None]),
     "a flag of the first": ("cat", lambda h: h * torch.cat([torch.zeros(1), torch.ones(len(h) - 1)])[:, None]),
+    "what all have in common": ("any", lambda h: h * (h > 0).any(0)),
     "divided by their number": ("div", lambda h: h / len(h)),
     "times their reciprocal number": ("mul", lambda h: h * (1 / len(h))),
 }

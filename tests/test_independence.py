@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe.independence import counting_call, mixing_call
+from lightning_fxpipe._compat import version_of
+from lightning_fxpipe.independence import counting_call, mixing_call, mixing_call_of_one
 
 
 class Stage(nn.Module):
@@ -186,3 +187,67 @@ def test_entries_of_a_sample_stand_together_or_it_is_said(function: Callable[[Te
     module, inputs = fx.symbolic_trace(Flattens()), [torch.randn(4, 3)]
     assert (mixing_call(module, inputs, [0], lambda name: 0, 4) is not None) == mixes
     assert (counting_call(module, inputs, [0], lambda name: 0, [], 4, 1) is not None) == mixes
+
+
+@pytest.mark.parametrize(
+    ("call", "function"),
+    [
+        ("flip", lambda x: x.flip(0)),
+        ("getattr", lambda x: x.sort(0).values),
+        ("softmax", lambda x: x.softmax(0)),
+        (None, lambda x: x.flip(1)),
+        (None, lambda x: nn.functional.dropout(x).sin()),
+    ],
+)
+def test_a_single_sample_gets_another_one_to_notice(call: str | None, function: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(2)
+    found = mixing_call_of_one(fx.symbolic_trace(Stage(function)), [torch.randn(1, 3)], [0], lambda name: 0)
+    assert (found is None) if call is None else (call in str(found))
+
+
+def test_code_that_holds_for_a_single_sample_only_is_not_tried() -> None:
+    module = fx.symbolic_trace(Stage(lambda x: x.view(1, 3)))
+    assert mixing_call_of_one(module, [torch.randn(1, 3)], [0], lambda name: 0) is None
+
+
+class HasTable(nn.Module):
+    """Results are views of its parameter, its buffer and a tensor that is neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.plain = nn.Parameter(torch.randn(8, 3)), Plain()
+        self.register_buffer("table", torch.randn(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table[:1].expand(1, 3) + self.weight[:1] + self.plain(x) + self.weight[: x.shape[0]]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.randn(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kept[: len(x)]
+
+
+def test_trying_leaves_the_module_s_own_memory_as_it_is() -> None:
+    """Neither its values nor, for what an earlier call saved for its backward pass, its versions change."""
+
+    class Leaf(fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return True
+
+    torch.manual_seed(2)
+    model = HasTable()
+    module = fx.GraphModule(model, Leaf().trace(model))
+    own = (model.weight, model.table, model.plain.kept)
+    before = [(tensor.detach().clone(), version_of(tensor)) for tensor in own]
+    x = torch.randn(4, 3)
+    assert mixing_call(module, [x], [0], lambda name: 0, 4) is None
+    rows_of = {"plain": 0, "getitem_2": 0, "add_3": 0}.get
+    assert "plain" in str(counting_call(module, [x], [0], rows_of, ["getitem", "getitem_1"], 4, 1))
+    assert "getitem" in str(counting_call(module, [x], [0], {"getitem_2": 0}.get, ["getitem", "getitem_1"], 4, 1))
+    for tensor, (values, version) in zip(own, before, strict=True):
+        assert torch.equal(tensor, values)
+        assert version_of(tensor) == version
