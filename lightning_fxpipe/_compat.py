@@ -469,3 +469,9 @@ def end_workers(loader: Any) -> None:
     """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.11-2.15."""
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
+
+
+def standard_normals(draw: Any) -> list[tuple[Any, str, Any]]:
+    """What to patch so that ``torch.distributions`` draw by one call, not by one in place. torch 2.11-2.15."""
+    owners = (torch.distributions.normal, torch.distributions.multivariate_normal, torch.distributions.studentT)
+    return [(owner, "_standard_normal", draw) for owner in (*owners, torch.distributions.lowrank_multivariate_normal)]

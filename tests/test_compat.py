@@ -673,3 +673,21 @@ def test_an_apply_of_a_class_s_own_tells_what_moves_along_with_a_module() -> Non
     assert id(module.other) not in found
     assert not set(found) & {id(parameter) for parameter in module.parameters()}
     assert module.to(torch.float64).table.dtype == torch.float64
+
+
+def test_distributions_draw_standard_normal_numbers_by_a_function_of_theirs() -> None:
+    def draw(shape: Any, dtype: Any, device: Any) -> Tensor:
+        return torch.full(shape, 2.0, dtype=dtype, device=device)
+
+    zeros, eye = torch.zeros(3), torch.eye(3)
+    made = [
+        torch.distributions.Normal(zeros, 1.0),
+        torch.distributions.MultivariateNormal(zeros, eye),
+        torch.distributions.LowRankMultivariateNormal(zeros, torch.zeros(3, 1), torch.ones(3)),
+    ]
+    with _compat.patched_attributes(*_compat.standard_normals(draw)):
+        assert [each.rsample().tolist() for each in made] == [[2.0, 2.0, 2.0]] * 3
+    torch.manual_seed(1)
+    expected = torch.randn(4, 3)
+    torch.manual_seed(1)
+    assert torch.equal(made[0].rsample((4,)), expected)
