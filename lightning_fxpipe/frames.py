@@ -14,14 +14,9 @@ _FRAMEWORKS = frozenset(
 
 
 def user_source() -> str | None:
-    """``file:line`` of the innermost frame that belongs to neither torch nor this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not is_machinery(name):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
+    """``file:line`` of the innermost frame that belongs to no framework."""
+    frame = user_frame()
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def user_frame() -> FrameType | None:

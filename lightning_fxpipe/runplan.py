@@ -225,8 +225,8 @@ def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:
         where=raising_source(failure),
         observed=error_words(failure),
         expected="a step that runs up to its call of the model before hooks have run and optimizers are there",
-        todo="Make what it reads in the constructor, setup or configure_model, or give FxPipeStrategy(plan=...) a plan by "
-        "lightning_fxpipe.make_plan.",
+        todo="If one device gives the same error, mend that. Else make what the step reads in the constructor, setup or "
+        "configure_model, or give FxPipeStrategy(plan=...) a plan by lightning_fxpipe.make_plan.",
     )
 
 

@@ -195,12 +195,18 @@ def batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, child) for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
 
 
+def _layers(found: Sequence[str]) -> str:
+    return (
+        f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise" if len(found) > 1 else f"{found[0]} (BatchNorm) normalises"
+    )
+
+
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
     """Warns where BatchNorm would normalise over microbatches instead of the batch, which changes what is trained."""
     found = [path for path, _ in batch_norms(module)]
     if found and num_microbatches != 1:
         warn(
-            f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise over one microbatch, not the whole batch, as with "
+            f"{_layers(found)} over one microbatch, not the whole batch, as with "
             "gradient accumulation. For the statistics of one device, set FxPipeStrategy(num_microbatches=1)."
         )
 
