@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import version_of
 from lightning_fxpipe.contents import ABSENT
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
@@ -52,27 +53,59 @@ class StepAttributes:
         module: The LightningModule.
         buffers: Its buffers that every rank has, by FQN.
         *functions: The step, if it is no method of the module.
+        staged: The buffers of stages, by FQN.
     """
 
-    def __init__(self, module: nn.Module, buffers: Mapping[str, Tensor], *functions: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: Mapping[str, Tensor],
+        *functions: Any,
+        staged: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._module = module
         self._buffers = {fqn: (buffer, version_of(buffer)) for fqn, buffer in buffers.items()}
+        self._staged = staged or {}
         self._before = Snapshot(roots_of(module, *functions)[0], enters_modules=False)
+        self._own_iterators: dict[int, tuple[Rewindable, int]] = {}
 
-    def changes(self) -> tuple[list[Change], dict[str, Tensor]]:
+    def begin_region(self) -> None:
+        """Tells that the step is about to call the model: so far every rank has done the same, and made the same iterators."""
+        attributes = vars(self._module)
+        made = {name: Rewindable(value) for name, value in attributes.items() if is_iterator(value)}
+        attributes.update(made)
+        self._own_iterators = {id(each): (each, each.position) for each in attributes.values() if type(each) is Rewindable}
+
+    def changes(self, made: StepIterators | None = None) -> tuple[list[Change], dict[str, Tensor]]:
         """What differs now, and buffers by FQN. Tensors are on the CPU and outside of any graph.
+
+        Args:
+            made: The iterators that the step has made.
 
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
         differences = [*self._before.differences(), *self._before.written_tensors()]
-        found = [_change(self._module, self._before, each) for each in differences if not _is_each_ranks(each.path)]
+        differences = [each for each in differences if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)]
+        found = [_change(self._module, self._before, each, made) for each in differences]
         buffers: dict[str, Tensor] = {}
         for fqn, (buffer, version) in self._buffers.items():
             now = self._module.get_buffer(fqn)
             if now is not buffer or version_of(now) != version:
                 buffers[fqn] = now.detach().cpu()
+        # Those of a stage are changed by it, on its rank; but the step can put others there.
+        today = dict(self._module.named_buffers()) if self._staged else {}
+        for fqn, buffer in self._staged.items():
+            if (now := today.get(fqn, buffer)) is not buffer:
+                buffers[fqn] = now.detach().cpu()
         return found, buffers
+
+    def _is_own_iterator(self, difference: Difference, made: StepIterators | None) -> bool:
+        """Whether every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""
+        found, position = self._own_iterators.get(id(difference.value), (None, 0))
+        if made is not None and made.place_of(found) is not None:
+            return False
+        return found is not None and found.position == position
 
 
 class SubmoduleAttributes:
@@ -130,12 +163,12 @@ def _shown(path: Path) -> list[str]:
     return [str(path[0]), *(str(key[1] if isinstance(key, tuple) else key) for _, key in path[1:])]
 
 
-def _change(module: nn.Module, before: Snapshot, difference: Difference) -> Change:
+def _change(module: nn.Module, before: Snapshot, difference: Difference, made: StepIterators | None = None) -> Change:
     value = None
     if difference.value is not ABSENT:
         sent = io.BytesIO()
         try:
-            _Pickler(sent, module, before, difference.value).dump(difference.value)
+            _Pickler(sent, module, before, difference.value, made).dump(difference.value)
         except Exception as error:
             raise _not_sendable(difference, error) from error
         value = sent.getvalue()
@@ -143,12 +176,27 @@ def _change(module: nn.Module, before: Snapshot, difference: Difference) -> Chan
 
 
 def take_over(
-    module: nn.Module, changes: Iterable[Change], buffers: Mapping[str, Tensor], device: torch.device, *functions: Any
+    module: nn.Module,
+    changes: Iterable[Change],
+    buffers: Mapping[str, Tensor],
+    device: torch.device,
+    *functions: Any,
+    made: StepIterators | None = None,
 ) -> None:
-    """Makes the same changes to this rank's module and to what its step's code reaches."""
+    """Makes the same changes to this rank's module and to what its step's code reaches.
+
+    Args:
+        module: The module.
+        changes: The changes.
+        buffers: New values of buffers, by FQN.
+        device: This rank's.
+        *functions: The step, if it is no method of the module.
+        made: The iterators that the step has made here.
+    """
     roots = roots_of(module, *functions)[0]
     # All values first: what they refer to is found where it was before the step.
-    values = [ABSENT if change.value is None else _Unpickler(change.value, module, roots, device).load() for change in changes]
+    news = (None if change.value is None else _Unpickler(change.value, module, roots, device, made) for change in changes)
+    values = [ABSENT if new is None else new.load() for new in news]
     for change, value in zip(changes, values, strict=True):
         if change.start is not None:
             at_path(roots, change.path)[change.start :] = value
@@ -167,8 +215,9 @@ def take_over(
 class _Pickler(pickle.Pickler):
     """Pickles a new value; what the other ranks have themselves goes as a reference: modules, parameters, known objects."""
 
-    def __init__(self, file: io.BytesIO, module: nn.Module, before: Snapshot, value: Any) -> None:
+    def __init__(self, file: io.BytesIO, module: nn.Module, before: Snapshot, value: Any, made: StepIterators | None) -> None:
         super().__init__(file)
+        self._made = made
         self._modules = {id(child): fqn for fqn, child in module.named_modules()}
         self._parameters = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
         self._trainer = vars(module).get("_trainer")
@@ -184,6 +233,8 @@ class _Pickler(pickle.Pickler):
             return None if id(value) not in self._parameters else ("parameter", self._parameters[id(value)])
         if value is self._trainer and value is not None:
             return ("trainer", None)
+        if self._made is not None and (place := self._made.place_of(value)) is not None:
+            return ("iterator", place)
         # Contents that have changed as a whole are those of a known object, and not a reference to it.
         if isinstance(value, (type, tuple, frozenset)) or callable(value) or value is self._value:
             return None
@@ -201,8 +252,16 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Inverse of :class:`_Pickler` on another rank."""
 
-    def __init__(self, data: bytes, module: nn.Module, roots: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        module: nn.Module,
+        roots: Mapping[str, Any],
+        device: torch.device,
+        made: StepIterators | None,
+    ) -> None:
         super().__init__(io.BytesIO(data))
+        self._made = made
         self._module, self._roots, self._device = module, roots, device
 
     def persistent_load(self, reference: Any) -> Any:
@@ -212,6 +271,9 @@ class _Unpickler(pickle.Unpickler):
             return self._module.get_submodule(where)
         if kind == "parameter":
             return self._module.get_parameter(where)
+        if kind == "iterator":
+            assert self._made is not None
+            return self._made.at(where)
         return vars(self._module)["_trainer"] if kind == "trainer" else at_path(self._roots, where)
 
     def find_class(self, module: str, name: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe.containers import fingerprint
+from lightning_fxpipe.iterators import StepIterators
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.reads import current_reads
@@ -50,6 +51,11 @@ class BatchTraces:
         self._found: LruCache[Hashable, Found] = LruCache(_MAX_FOUND)
         self._sparing = sparing
         self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
+
+    @property
+    def iterators(self) -> StepIterators:
+        """Those that the running batch's step makes."""
+        return self._traces.iterators
 
     def forget(self) -> None:
         """Forgets which batches have been met."""
@@ -100,6 +106,8 @@ class BatchTraces:
     def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
         # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those
         # cannot be compared, and where they are new, such as the names of the samples, the step tells.
+        if self._traces.have_held_tensors_changed():
+            self.forget()
         constants = fingerprint((batch, step.rest[1:]))
         if constants is None or not self._traces.is_fixed(step.kind):
             return self._find(step, batch, size, has_values=has_values)

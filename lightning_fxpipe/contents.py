@@ -2,9 +2,9 @@
 
 Lists, dicts, sets and deques and their subclasses, tuples (for what is in them), arrays, random generators, modules, instances
 of classes of user code (``__dict__`` and ``__slots__``), those classes themselves, functions with their closures and default
-values, and the global variables that functions name. No property or descriptor of the user's is asked. What torch and
-Lightning keep for themselves (the Trainer, loaders, optimizers), files, locks, mocks and whatever else the standard library
-makes is left alone.
+values, the generators of dataloaders, and the global variables that functions name. No property or descriptor of the user's is
+asked. What torch and Lightning keep for themselves (the Trainer, loaders, optimizers), files, locks, mocks and whatever else
+the standard library makes is left alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 ABSENT: Any = object()
 # A larger container is data; an array or buffer of more bytes too.
@@ -278,6 +279,13 @@ def set_state_of(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
 
 
+def _generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+    """Those that a loader and its samplers have for themselves."""
+    owners = {"loader": loader, "sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
+    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
+    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
+
+
 def _same_state(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
 
@@ -344,4 +352,5 @@ BUFFER = Kind(
     _set_index,
     lambda one, other: bool(one == other),
 )
+LOADER = Kind("loader", _generators, leave, lambda c: c.items(), lambda v, k: _generators(v)[k], leave, lambda one, other: True)
 GENERATOR = Kind("generator", state_of, set_state_of, nothing, nothing, leave, _same_state)

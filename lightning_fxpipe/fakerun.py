@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat import FakeTensor, FakeWorld, size_hint, symbolic_expression, tracing_friendly_torch
 from lightning_fxpipe.exchange import exchanged_tensors
+from lightning_fxpipe.iterators import StepIterators
 from lightning_fxpipe.memos import no_fakes_remembered
 from lightning_fxpipe.objects import lasting_objects
 from lightning_fxpipe.placement import Placement, device_of
@@ -120,6 +121,7 @@ def fake_run(
             tracing_friendly_torch(),
             world.active(),
             noted_reads(root, lambda: recorder.is_recording) as reads,
+            StepIterators().one_run(),
             recording(recorder),
         ):
             try:

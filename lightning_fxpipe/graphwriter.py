@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -65,6 +66,8 @@ class GraphWriter:
             return self._tensor_argument(value)
         if isinstance(value, SYMBOLIC_TYPES):
             return as_size(value)
+        if isinstance(value, np.generic):  # some are numbers of Python's, too, but a graph's code cannot name them
+            return value.item()
         if value is None or value is Ellipsis or isinstance(value, PLAIN_TYPES):
             return value
         if isinstance(value, torch.Size):
@@ -83,8 +86,6 @@ class GraphWriter:
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, torch.Generator):
             return value
-        if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
-            return value.item()
         template = self._template_of([value])
         return self._refilled(template, range(len(template.tensors)), 1)[1][0]
 
@@ -120,10 +121,13 @@ class GraphWriter:
         """
         if isinstance(tensor, FakeTensor):
             raise HiddenTensor("a tensor computed out of the recorder's sight is used, such as a cached value")
-        name = self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
+        name = self._constant_name(tensor)
         self.constants[name] = tensor
-        self._alive.append(tensor)
         return name
+
+    def _constant_name(self, tensor: Tensor) -> str:
+        self._alive.append(tensor)
+        return self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
 
     def _bind_tensor(self, tensor: Tensor, node: fx.Node) -> None:
         self._nodes[id(tensor)] = node

@@ -116,7 +116,7 @@ class StepTail:
         """In the block the region gives what it has given."""
         traced = self.traced
         if traced.record is not None:
-            replayer = Replayer(self.root, traced.record, leg.sizes, self.setup.device.type)
+            replayer = Replayer(self.root, traced.record, leg.sizes, self.setup.device.type, traced.held)
             return replayer.lead((args[0], args[2:]), self.draws, region)
         return self._single_call(region)
 

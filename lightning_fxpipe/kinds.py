@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_fxpipe.codecontents import CACHED, CLASS, FUNCTION, GLOBALS, METHOD, PARTIAL, Globals
 from lightning_fxpipe.codenames import is_followed
@@ -22,6 +23,7 @@ from lightning_fxpipe.contents import (
     FROZEN,
     GENERATOR,
     LIST,
+    LOADER,
     MAPPING,
     MODULE,
     NUMPY,
@@ -32,6 +34,7 @@ from lightning_fxpipe.contents import (
     Kind,
     slots,
 )
+from lightning_fxpipe.iterators import ITERATOR, Rewindable
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +75,10 @@ def _object_kinds(cls: type) -> tuple[Kind, ...]:
     return (*((SLOTS,) if has_slots else ()), *((ATTRIBUTES,) if has_dict else ()))
 
 
-_CONTAINERS: tuple[tuple[type, Kind], ...] = ((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE))
+_CONTAINERS: tuple[tuple[type, Kind], ...] = (
+    *((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE)),
+    (DataLoader, LOADER),
+)
 _OTHERS: tuple[tuple[Any, tuple[Kind, ...]], ...] = (
     (Tensor, ()),
     (frozenset, (FROZEN,)),
@@ -86,4 +92,5 @@ _OTHERS: tuple[tuple[Any, tuple[Kind, ...]], ...] = (
     (type(lru_cache(len)), (CACHED,)),
     (type, (CLASS,)),
     (Globals, (GLOBALS,)),
+    (Rewindable, (ITERATOR,)),
 )

@@ -27,6 +27,7 @@ from lightning_fxpipe.placement import Placement
 from lightning_fxpipe.reads import ReadKey, noted_reads
 from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.silence import silenced
+from lightning_fxpipe.snapshot import Snapshot
 from lightning_fxpipe.stepcode import reads_run_state, uses_arguments_after_batch
 from lightning_fxpipe.structure import NotFillable, Template
 from lightning_fxpipe.torchcalls import LOOKS
@@ -54,11 +55,13 @@ class Rehearsal:
 
     Attributes:
         args, kwargs: Copies of the step's arguments, which it may change.
+        state: What the step can change, as it was before.
         facts: What it has shown, when it is over.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    state: Snapshot | None = None
     facts: PreludeFacts | None = None
 
 
@@ -84,7 +87,7 @@ def rehearsed(
     left_at: TracebackType | None = None
     with (
         silenced(),
-        undone(root, function),
+        undone(root, function) as before,
         patched_attributes(*muted),
         silenced_loggers(root),
         metrics_as_one_call(held_metrics(root).values(), count=False),
@@ -92,13 +95,14 @@ def rehearsed(
         Placement(root, device).pretended() if device is not None else nullcontext(),
         _Looks() as looks,
     ):
+        rehearsal.state = before
         try:
             yield rehearsal
         except BaseException as error:
             left_at = error.__traceback__
             raise
         finally:
-            has_drawn = python_rng() != generators
+            has_drawn = python_rng() != generators or before.is_drawn_from()
             depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
             is_fixed = not (looks.happened or has_drawn or depends)
             rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)

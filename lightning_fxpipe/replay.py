@@ -23,18 +23,21 @@ from lightning_fxpipe.calls import call_name, calls_through, classes_with_own_ca
 from lightning_fxpipe.distributions import unvalidated_distributions
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.frames import user_source
+from lightning_fxpipe.heldtensors import HeldTensors
 from lightning_fxpipe.parameteruse import check_call
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.sizes import SymbolicSize, as_size
 from lightning_fxpipe.split import concrete_size
 from lightning_fxpipe.steprecord import RecordedCall, StepRecord, TensorKey
 from lightning_fxpipe.structure import Template
-from lightning_fxpipe.torchcalls import CallContext, is_query
+from lightning_fxpipe.torchcalls import LOOKS, CallContext, is_query
 from lightning_fxpipe.wording import argument_words
 
 # The outputs of a region for its inputs; None where it does not run, and its calls return tensors without data.
 RunRegion = Callable[[list[Tensor]], "list[Tensor] | None"]
 
+# An array of a tensor that trains is an error.
+_NUMBERS = frozenset(function for function in LOOKS if function not in (Tensor.numpy, Tensor.__array__))
 _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
@@ -74,6 +77,8 @@ class StepMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         with self.refusing():
             check_call(self._root, func, args, kwargs)
+        if func in _NUMBERS and type(args[0]) is Tensor and args[0].requires_grad:
+            args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
         return self._draws.call(func, args, kwargs or {})
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -112,11 +117,23 @@ class Replayer:
         record: The calls that were recorded.
         sizes: Values of the symbols in it.
         device_type: Of this rank's device.
+        held: Tensors that the stages have from elsewhere than the step's calls.
+        exchanged: Gets those that the step now hands to a call in place of such; without, that is another path.
     """
 
-    def __init__(self, root: nn.Module, record: StepRecord, sizes: Mapping[Any, int], device_type: str) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        record: StepRecord,
+        sizes: Mapping[Any, int],
+        device_type: str,
+        held: HeldTensors,
+        exchanged: dict[str, Tensor] | None = None,
+    ) -> None:
         self.root = root
         self.record = record
+        self._held = held
+        self._exchanged = exchanged
         self.own_call_classes = classes_with_own_call(root.modules())
         self.module_paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
         self.device_type = device_type
@@ -151,6 +168,15 @@ class Replayer:
             shape = tuple(concrete_size(size, self._sizes) for size in recorded.shape)
             self._made[key] = self._stand_ins.make(shape, recorded.dtype, recorded.device, recorded.requires_grad)
         return self._made[key]
+
+    def is_held(self, name: str, tensor: Tensor) -> bool:
+        """Whether the stages have a tensor as the one with this name, or will have."""
+        if not self._held.is_known(name):
+            return True  # the call is made anew, as no part of the graph
+        if self._exchanged is None:
+            return self._held.has(name, tensor)
+        known = self._exchanged.setdefault(name, tensor)
+        return known is tensor
 
     def constant(self, recorded: Any) -> Any:
         """A recorded constant as it is at these sizes."""
@@ -288,7 +314,7 @@ class _Replay(StepMode):
         if not isinstance(actual, Tensor):
             return False
         if recorded.call < 0 and recorded.name:
-            return id(actual) not in self._keys  # a parameter, a buffer or a constant
+            return id(actual) not in self._keys and self._replayer.is_held(recorded.name, actual)
         return self._keys.get(id(actual)) == recorded
 
     def _check_has_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

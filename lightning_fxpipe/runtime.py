@@ -21,6 +21,7 @@ from lightning_fxpipe.batchtraces import BatchTraces, Found
 from lightning_fxpipe.commands import Command, Commands
 from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
 from lightning_fxpipe.interleaved import InterleavedPass, Interleaving, ParkedLoss, StepTail
+from lightning_fxpipe.iterators import StepIterators
 from lightning_fxpipe.metrics import StepLog
 from lightning_fxpipe.microbatch import count_samples, default_num_microbatches, split_batch
 from lightning_fxpipe.passsetup import PassSetups
@@ -85,9 +86,16 @@ class PipelineRuntime:
         self._passes: list[RegionPass] = []  # of the running batch
         self._interleaved: InterleavedPass | None = None
 
+    @property
+    def iterators(self) -> StepIterators:
+        """Those that the running batch's step has made."""
+        return self._traces.iterators
+
     # ------------------------------------------------------------------ a batch
 
-    def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
+    def run(
+        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], at_region: Callable[[], None] | None = None
+    ) -> BatchResult:
         """Runs the step on a batch, in training up to its loss. Called by every rank of the pipeline.
 
         Errors of user code come out as they were raised.
@@ -96,12 +104,14 @@ class PipelineRuntime:
             step: The step.
             batch: The batch.
             metrics: The module's metrics, by name.
+            at_region: Called when what the step does before it calls the model is done.
 
         Raises:
             CannotFollow: The step trains nothing, and cannot run in stages.
             StepFailed: The same, raised on the last stage only; the other ranks return.
         """
         self.end_batch()
+        self.iterators.forget()
         num_samples = self._count_samples(batch)
         found, batch = self._traces.find(step, batch, num_samples)
         if found is None and not self._topology.is_last:
@@ -109,10 +119,12 @@ class PipelineRuntime:
         log = StepLog(metrics)
         draws = BatchDraws(num_samples, self._batch_dim)
         call = None if found is None else self._region_call(step, batch, num_samples, found, draws)
+        if call is not None:
+            call.at_region = at_region
         around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
         before = rng_state() if call is None else None
         try:
-            with log.capture(self._root), step.context(), self._behind_stages(step, call), around:
+            with log.capture(self._root), step.context(), self._behind_stages(step, call), self.iterators.one_run(), around:
                 output = step.function(batch, *step.rest)
         except BaseException:
             if call is None or call.leaving.error is None:
@@ -356,6 +368,7 @@ class _RegionCall:
         self.tail: StepTail | None = None
         self.joined: tuple[Tensor, ...] = ()
         self.has_run = False  # all ranks have done their part
+        self.at_region: Callable[[], None] | None = None
         self._batch = batch
         self._rng_at_start = rng_state() if runtime.may_interleave(step) else None
         self.leaving = Leaving()
@@ -377,7 +390,7 @@ class _RegionCall:
         root, traced, run = self._runtime._root, self._traced, self.leaving.noted(self._run)
         if traced.record is not None:
             device_type = self._runtime._topology.device.type
-            replayer = Replayer(root, traced.record, self._sizes, device_type)
+            replayer = Replayer(root, traced.record, self._sizes, device_type, traced.held)
             with replayer.lead((batch, self._step.rest[1:]), self._draws, run):
                 yield
             return
@@ -401,6 +414,8 @@ class _RegionCall:
         Raises:
             StageExit: This is not the last stage.
         """
+        if self.at_region is not None:
+            self.at_region()
         traced, setup = self._traced, self.setup
         expected = tuple(spec.shape for spec in boundary_specs(traced.input_nodes, self._sizes))
         actual = tuple(tuple(tensor.shape) for tensor in inputs)

@@ -307,17 +307,19 @@ class Session:
         is_tried = not step.is_training and step.kind not in self._ran and not self._whole_steps.takes(step.kind)
         start = Remembered(self.module) if is_tried else None
         self._is_tried = is_tried and is_last
-        before = StepAttributes(self.module, self._common_buffers(), step.function) if is_last else None
+        before = self._attributes(step) if is_last else None
         states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
         try:
-            result = self._run_once(step, batch, metrics)
+            result = self._run_once(step, batch, metrics, None if before is None else before.begin_region)
         except CannotFollow as error:
             return self._run_whole(step, batch, error.reason, start)
         if result.failure is not None:  # on the last stage; what the step has done so far will be undone
             before = states = None
         output = result.output
-        changed = (*before.changes(), states.changes()) if before is not None and states is not None else ([], {}, [])
+        changed: tuple[Any, ...] = ([], {}, [])
+        if before is not None and states is not None:
+            changed = (*before.changes(self._runtime.iterators), states.changes())
         sent = self.hooks.sendable_output(step.kind.value, output)
         finding = None if result.finding is self._finding else result.finding
         self._finding = result.finding
@@ -334,7 +336,7 @@ class Session:
                 self._runtime.learn(finding)
             if rng is not None:
                 set_rng_state(rng)
-            take_over(self.module, attributes, buffers, self._topology.device, step.function)
+            take_over(self.module, attributes, buffers, self._topology.device, step.function, made=self._runtime.iterators)
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)
@@ -345,12 +347,14 @@ class Session:
             self._materials.finish((), draws=True)
             self._materials = None
 
-    def _run_once(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
+    def _run_once(
+        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], at_region: Callable[[], None] | None
+    ) -> BatchResult:
         """Runs one batch, in stages or without."""
         if self._whole_steps.takes(step.kind):
             return self._whole_steps.run(step, batch, metrics)
         try:
-            return self._runtime.run(step, batch, metrics)
+            return self._runtime.run(step, batch, metrics, at_region)
         except StepFailed as error:
             if not self._is_tried:
                 raise error.reason from error
@@ -388,9 +392,12 @@ class Session:
         if names:
             report_changed_buffers(sorted(set(names)))
 
-    def _common_buffers(self) -> dict[str, Tensor]:
-        """The buffers that no stage holds, so that every rank has them."""
-        return {fqn: buffer for fqn, buffer in self.module.named_buffers() if not self.plan.stages_of(fqn)}
+    def _attributes(self, step: Step) -> StepAttributes:
+        common: dict[str, Tensor] = {}  # no stage holds them, so that every rank has them
+        staged: dict[str, Tensor] = {}
+        for fqn, buffer in self.module.named_buffers():
+            (staged if self.plan.stages_of(fqn) else common)[fqn] = buffer
+        return StepAttributes(self.module, common, step.function, staged=staged)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat import version_of
 from lightning_fxpipe.codecontents import CLASS, Globals, functions_of, globals_of
 from lightning_fxpipe.contents import ABSENT, ATTRIBUTES, LIST, MODULE, Kind, changed_in_module, with_changes
+from lightning_fxpipe.iterators import ITERATOR, Mark, Rewindable, is_iterator
 from lightning_fxpipe.kinds import is_users, kinds_of
 
 MAX_OBJECTS = 50_000
@@ -85,6 +86,8 @@ class Snapshot:
         self._first: dict[int, int] = {}  # by id of an object, its first record
         self._enters_modules = enters_modules
         self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
+        self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
+        self._marks: list[Mark] = []
         for name, value in (shallow or {}).items():
             self._seen.add(id(value))
             self._records.append(_Record(value, ATTRIBUTES, ATTRIBUTES.take(value), -1, name))
@@ -122,6 +125,27 @@ class Snapshot:
                     continue
                 is_as_taken = record.kind.is_same(earlier, record.contents)
                 record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
+
+    def make_iterators_rewindable(self) -> bool:
+        """Exchanges iterators that cannot go back for such as can; returns whether there were any."""
+        made: dict[int, Rewindable] = {}
+        for iterator, parent, name in self._iterators:
+            record = self._records[parent]
+            record.kind.set(record.owner, name, made.setdefault(id(iterator), Rewindable(iterator)))
+        return bool(made)
+
+    def keep_items(self) -> None:
+        """Lets :meth:`restore` put back what is drawn from iterators."""
+        self._marks = [record.owner.mark(self) for record in self._records if record.kind is ITERATOR]
+
+    def is_drawn_from(self) -> bool:
+        """Whether an iterator is at another place now."""
+        return any(record.kind is ITERATOR and record.owner.position != record.contents for record in self._records)
+
+    def place_of(self, tensor: Tensor) -> Path | None:
+        """Where a tensor was reached, which is neither a parameter nor a buffer; None where it was not."""
+        places = ((*self._path(parent), key) for found, _, parent, key in self._tensors if found is tensor)
+        return next(places, None)
 
     def tensors(self) -> list[Tensor]:
         """The tensors that were reached, but for parameters and buffers."""
@@ -202,11 +226,11 @@ class Snapshot:
         self._first.setdefault(id(value), index)
         self._records.append(_Record(value, kind, contents, parent, key))
         if kind is MODULE or not hasattr(contents, "__len__") or len(contents) <= MAX_WALKED:
-            self._waiting += [
-                (entry, index, (kind.name, name))
-                for name, entry in kind.entries(contents)
-                if type(entry) not in _UNCHANGING and id(entry) not in self._seen
-            ]
+            for name, entry in kind.entries(contents):
+                if is_iterator(entry):
+                    self._iterators.append((entry, index, name))
+                elif type(entry) not in _UNCHANGING and id(entry) not in self._seen:
+                    self._waiting.append((entry, index, (kind.name, name)))
         return index
 
     # ------------------------------------------------------------------ paths
@@ -254,10 +278,14 @@ def look(owner: Any, step: tuple[str, Any]) -> Any:
 
 
 def kind_of_step(owner: Any, name: str) -> Kind:
-    """How an object is handled in a step of a path."""
+    """How an object is handled in a step of a path.
+
+    Raises:
+        KeyError: It has no such contents: another object is there now.
+    """
     cls: Any = type(owner)
     kinds = (CLASS,) if isinstance(owner, type) else kinds_of(cls) or (ATTRIBUTES,)
-    return next(kind for kind in kinds if kind.name == name)
+    return {kind.name: kind for kind in kinds}[name]
 
 
 def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) -> Snapshot:
@@ -269,7 +297,11 @@ def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) ->
         enters_modules: Whether its submodules are looked into.
     """
     roots, shallow = roots_of(root, *functions)
-    return Snapshot(roots, shallow=shallow, enters_modules=enters_modules)
+    found = Snapshot(roots, shallow=shallow, enters_modules=enters_modules)
+    if found.make_iterators_rewindable():
+        found = Snapshot(roots, shallow=shallow, enters_modules=enters_modules)
+    found.keep_items()
+    return found
 
 
 def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str, Any]]:

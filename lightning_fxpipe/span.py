@@ -251,7 +251,7 @@ class SpanRecorder(Recorder):
         """An argument as a constant, a size, or the identity of a tensor."""
         if isinstance(leaf, Tensor):
             known = self._keys.get(id(leaf))
-            return known or TensorKey(_BATCH, 0, self._tensor_fqns.get(id(leaf), "constant"))
+            return known or TensorKey(_BATCH, 0, self._tensor_fqns.get(id(leaf)) or self._constant_name(leaf))
         return as_size(leaf) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
 
     def key_of(self, tensor: Tensor) -> TensorKey | None:

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key, symbolic_expression
 from lightning_fxpipe.checkpointing import run_checkpoints
-from lightning_fxpipe.graphwriter import CONSTANT_PREFIX
+from lightning_fxpipe.heldtensors import attribute
 from lightning_fxpipe.innerresults import taken
 from lightning_fxpipe.planning import Assignment
 from lightning_fxpipe.signals import InnerPlace
@@ -122,6 +122,7 @@ class _StageBuilder:
         self._values: dict[fx.Node, fx.Node] = {}
         self._sizes: dict[Any, fx.Node | int] = {}
         self._owners: dict[str, Any] = {}
+        self._held: dict[str, str] = {}  # what the graph calls a tensor, by its name in the stage
         self._called_inside: dict[str, nn.Module] = {}
         self._called = {str(node.target) for node in self._nodes if node.op == "call_module"}
         self._replacements = self._traced.world.replacements()
@@ -142,6 +143,7 @@ class _StageBuilder:
         module = fx.GraphModule(self._owners, self._graph, class_name=f"Stage{self._index}")
         for path, submodule in self._called_inside.items():
             module.add_submodule(path, submodule)
+        self._traced.held.add_stage(module, self._held)
         return Stage(
             index=self._index,
             module=module,
@@ -232,11 +234,12 @@ class _StageBuilder:
         if node.op != "get_attr":
             return self._values[node]
         target = str(node.target)
-        owner = self._traced.constants[target] if target.startswith(CONSTANT_PREFIX) else _attribute(self._traced.root, target)
+        known = self._traced.held.constants
+        owner = known[target] if target in known else attribute(self._traced.root, target)
         # Below a module that the stage calls, fx would register the tensor once more on the user's own module.
         inside = any(target.startswith(f"{path}.") for path in self._called)
-        target = f"_fxpipe_tensor_{len(self._owners)}" if inside else _free_name(target)
-        self._owners[target] = owner
+        name, target = target, f"_fxpipe_tensor_{len(self._owners)}" if inside else _free_name(target)
+        self._owners[target], self._held[target] = owner, name
         return self._graph.get_attr(target)
 
     def _argument(self, value: Any) -> Any:
@@ -302,11 +305,6 @@ def _own_symbols(node: fx.Node) -> set[Any]:
 def _all_symbols(node: fx.Node) -> set[Any]:
     """Symbols that the sizes of the node's tensor follow from."""
     return {symbol for size in node.meta["val"].shape for symbol in getattr(symbolic_expression(size), "free_symbols", ())}
-
-
-def _attribute(root: nn.Module, fqn: str) -> Any:
-    path, _, name = fqn.rpartition(".")
-    return getattr(root.get_submodule(path), name)
 
 
 class _ModuleUnder(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_fxpipe.agreement import check_agreement, gathered
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.following import follow_plan, trace_for_plan
+from lightning_fxpipe.iterators import StepIterators
 from lightning_fxpipe.lru import LruCache
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.planning import Assignment
@@ -73,6 +74,9 @@ class StageTraces:
         plan: Where each parameter lives.
         topology: This rank's place.
         log: Gets each trace that is made.
+
+    Attributes:
+        iterators: Those that the running batch's step makes.
     """
 
     def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
@@ -82,6 +86,7 @@ class StageTraces:
         self._topology = topology
         self._log = log
         self._known: list[StageTrace] = []  # the one used last comes last
+        self.iterators = StepIterators()
         self._warned_of: set[str] = set()
         self.read_keys: dict[ReadKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
@@ -157,10 +162,12 @@ class StageTraces:
         sizes, record = traced.bind_sizes(shapes), traced.record
         assert sizes is not None and record is not None
         found: list[tuple[int, ...]] = []
-        replayer = Replayer(self._root, record, sizes, self._topology.device.type)
+        exchanged: dict[str, Tensor] = {}
+        replayer = Replayer(self._root, record, sizes, self._topology.device.type, traced.held, exchanged)
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
         is_same = True
-        with suppress(RegionRehearsed), rehearsed(self._root, call.function, call.args, call.kwargs) as rehearsal:
+        rehearsing = rehearsed(self._root, call.function, call.args, call.kwargs)
+        with suppress(RegionRehearsed), rehearsing as rehearsal, self.iterators.one_run(rehearsal.state):
             batch, draws = (rehearsal.args[0], rehearsal.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
             try:
                 with replayer.lead(batch, draws, partial(_note_shapes, found, expected)):
@@ -168,7 +175,14 @@ class StageTraces:
             except UnsupportedError:
                 is_same = False  # it takes another path
         self._note_prelude(kind, rehearsal.facts)
-        return is_same and (not found or found == expected)  # a step that skips the model has none
+        # A step that skips the model has none.
+        if traced.held.are_unseen(exchanged):
+            self._unfixed.add(kind)
+        return is_same and (not found or found == expected) and traced.held.take_where_other(exchanged)
+
+    def have_held_tensors_changed(self) -> bool:
+        """Whether code has put another tensor where the stages have one from."""
+        return any(known.traced.held.have_changed() for known in self._known)
 
     def _note_looks(self, kind: StepKind, traced: TracedRegion) -> None:
         """Where the region itself looks at values, every microbatch is looked at before it runs."""

@@ -154,7 +154,8 @@ def _survey(root: nn.Module, call: WholeStep, device: torch.device | None) -> _S
             survey.note_use([_held(module) for module in root.modules()])
             survey.completed = True
             survey.caches = _caches(root, step, run.example, survey)
-            survey.is_fixed &= not any(path is None or isinstance(value, bool) for (path, _), value in run.reads.items())
+            own = [(key[0], value) for key, value in run.reads.items() if isinstance(key, tuple)]
+            survey.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
         except HiddenTensor as error:
             if survey.users:
                 raise _hidden(step, error) from error

@@ -23,11 +23,13 @@ from lightning_fxpipe._compat import (
     depends_on_data,
     has_hooks,
 )
+from lightning_fxpipe.codereads import code_reads
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.fakerun import fake_run
 from lightning_fxpipe.firstcall import FirstCalls, settle_changes
 from lightning_fxpipe.frames import raising_source, user_source
 from lightning_fxpipe.graphwriter import erase_unused
+from lightning_fxpipe.heldtensors import HeldTensors
 from lightning_fxpipe.looks import Look, looks_hold
 from lightning_fxpipe.metriccalls import no_metrics_inside
 from lightning_fxpipe.objects import Unsent, lasting_objects
@@ -63,7 +65,7 @@ class TracedRegion:
     output_structure: Structure = field(repr=False)
     output_sizes: tuple[Any, ...]  # sizes in the result that are no part of a tensor
     wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
-    constants: Mapping[str, Tensor] = field(repr=False)
+    held: HeldTensors = field(repr=False)
     world: FakeWorld = field(repr=False)
     device: torch.device  # that the module runs on
     opened: tuple[str, ...]
@@ -134,7 +136,7 @@ class TracedRegion:
 
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
-        is_same = self.computes(call) and not changed_reads(self.root, self.reads)
+        is_same = self.computes(call) and not changed_reads(self.root, self.reads) and self.held.refresh()
         return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
 
     def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
@@ -143,7 +145,7 @@ class TracedRegion:
             return True
         sizes = self.bind_sizes(tuple(tuple(tensor.shape) for tensor in inputs))
         named = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(inputs)}
-        return sizes is not None and looks_hold(self.looks, named, sizes, self.constants)
+        return sizes is not None and looks_hold(self.looks, named, sizes, self.held.constants)
 
     def computes(self, call: Recordable) -> bool:
         """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
@@ -303,13 +305,13 @@ def _record(
         output_structure=output.structure,
         output_sizes=tuple(as_size(size) for size in output.sizes),
         wanted=chosen,
-        constants=recorder.constants,
+        held=HeldTensors(root, recorder.graph, recorder.constants),
         world=run.world,
         device=run.placement.device,
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(learned.kept_whole),
         record=call.record_of(recorder),
-        reads=run.reads,
+        reads={**code_reads(root, actually_opened), **run.reads},
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
@@ -375,6 +377,7 @@ def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | N
         f"The forward of {_name(root, call)} cannot be recorded as a graph.",
         where=f"{call.label}, {source or 'source unknown'}",
         observed=reason,
-        expected="code at this level that does not look at tensor values",
-        todo="Move the code into a submodule: modules below this one that cannot be recorded are kept whole.",
+        expected="code that runs on one device, and at this level does not look at tensor values",
+        todo="If one device gives the same error, mend that. Else move the code into a submodule: modules below this one that "
+        "cannot be recorded are kept whole.",
     )

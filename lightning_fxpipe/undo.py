@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
-from lightning_fxpipe.snapshot import user_state
+from lightning_fxpipe.snapshot import Snapshot, user_state
 from lightning_fxpipe.writes import undone_writes
 
 
 @contextmanager
-def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[None]:
-    """After the block the module and all that its code reaches are what they were, and so are the random generators.
+def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Snapshot]:
+    """After the block the module and all that its code reaches are what they were, and so are the random generators; yields
+    what they were.
 
     What is logged, printed or written to files is the caller's to prevent.
 
@@ -29,7 +30,7 @@ def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[None]:
     tensors = (*before.tensors(), *root.parameters(), *root.buffers(), *held)
     try:
         with isolated_rng(), undone_writes(tensors):
-            yield
+            yield before
     finally:
         before.restore()
         for parameter, gradient in gradients:

@@ -144,7 +144,7 @@ def test_tensor_attribute_that_is_no_buffer_goes_by_its_own_name() -> None:
     model = Net()
     traced = trace(model, batch())
     assert [node.target for node in traced.graph.nodes if node.op == "get_attr"] == ["scale"] * 2
-    assert not traced.constants
+    assert not traced.held.constants
 
 
 def test_tensor_that_is_no_attribute_is_a_constant() -> None:
@@ -155,8 +155,8 @@ def test_tensor_that_is_no_attribute_is_a_constant() -> None:
             return h * scale + scale
 
     traced = trace(Net(), batch())
-    assert list(traced.constants) == [f"{CONSTANT_PREFIX}0"]
-    assert traced.constants[f"{CONSTANT_PREFIX}0"] is scale
+    assert list(traced.held.constants) == [f"{CONSTANT_PREFIX}0"]
+    assert traced.held.constants[f"{CONSTANT_PREFIX}0"] is scale
     assert [node.target for node in traced.graph.nodes if node.op == "get_attr"] == [f"{CONSTANT_PREFIX}0"] * 2
 
 
