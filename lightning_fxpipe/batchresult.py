@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.metrics import LogEntry
-from lightning_fxpipe.weighting import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +20,6 @@ class BatchResult:
         num_microbatches: Microbatches of the batch; 0 where no model was called.
         output: What the step returned.
         loss: In training, the value of its loss; None where the step returned none, to skip the batch.
-        finding: What it showed of the loss, where it was looked at.
         entries: What it logged.
         rng: State of the generators, where the step drew numbers that the other ranks did not.
         buffers: What a step without stages has made of buffers of other stages, by FQN.
@@ -31,7 +29,6 @@ class BatchResult:
     num_microbatches: int
     output: Any = None
     loss: float | None = None
-    finding: Finding | None = None
     entries: list[LogEntry] = field(default_factory=list)
     rng: dict[str, Any] | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)

@@ -8,7 +8,6 @@ the module stays split.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.exchange import named_tensors
 from lightning_fxpipe.materialise import put_in_place
+from lightning_fxpipe.memory import available_memory
 from lightning_fxpipe.plan import PartitionPlan
 from lightning_fxpipe.shard import Dropped
 from lightning_fxpipe.topology import Topology
@@ -106,28 +106,3 @@ def has_room_for_copies(num_bytes: int, num_copies: int, topology: Topology) -> 
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=topology.control_group)
         fits = bool(vote)
     return fits
-
-
-def available_memory() -> int | None:
-    """Bytes of memory that processes of this machine or container can still take; None where nobody says."""
-    found = [amount for amount in (_of_machine(), _of_container()) if amount is not None]
-    return min(found, default=None)
-
-
-def _of_machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-def _of_container() -> int | None:
-    """What the container may take beside what it has taken; its file cache counts as free."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return limit - used + int(statistics["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return None  # no limit reads "max"

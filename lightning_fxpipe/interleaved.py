@@ -6,14 +6,14 @@ only: it is a dry run, which leaves nothing behind, and draws its part of what t
 and returns comes from its one run on the whole batch, which goes on, without gradient, when the schedule is done. Its loss is
 compared with that of the microbatches every time.
 
-Whether the loss is such a sum is found out on the first batch, which runs as any other (:mod:`lightning_fxpipe.regionpass`).
+Whether the loss is such a sum is found out before the first batch runs (:mod:`lightning_fxpipe.interleaving`).
 
 The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no batch half-way and needs no second weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,16 +32,7 @@ from lightning_fxpipe.replay import Replayer, watched_step
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.step import Step, loss_of
 from lightning_fxpipe.trace import TracedRegion
-from lightning_fxpipe.weighting import (
-    Finding,
-    LossOptions,
-    LossReduction,
-    Verdict,
-    compare,
-    tolerance,
-    weighted_sum,
-    without_gradient,
-)
+from lightning_fxpipe.weighting import Finding, LossOptions, Verdict, compare, tolerance, weighted_sum, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +42,8 @@ class StepTail:
     Attributes:
         root: The LightningModule.
         step: The step.
+        batch: The batch.
+        batch_sizes: Values of the region's symbols for it.
         microbatches: The batch, split.
         traced: The region.
         setup: How it is cut.
@@ -62,6 +55,8 @@ class StepTail:
 
     root: nn.Module
     step: Step
+    batch: Any
+    batch_sizes: Mapping[Any, int]
     microbatches: Sequence[Any]
     traced: TracedRegion
     setup: PassSetup
@@ -82,41 +77,87 @@ class StepTail:
             number: Of the microbatch in the batch.
             results: What the last stage gave for it.
         """
-        leg, index = next(
-            (leg, number - leg.part.first)
-            for leg in self.setup.legs
-            if leg.part.first <= number < leg.part.first + leg.part.count
-        )
-        batch, size = self.microbatches[number], leg.part.size
+        leg, index = self._leg(number)
+        row = leg.start + index * leg.rows
+        own = [
+            v if v is None else cut(v, dim, row, leg.rows) for v, dim in zip(self.values, self.setup.input_dims, strict=True)
+        ]
         start = sum(self.sizes[:number])
+        return self._loss(self.microbatches[number], leg.sizes, (start, leg.part.size), (results, own), is_first=number == 0)
+
+    def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
+        """Finds out whether the batch's loss is a sum over its microbatches; nothing of it is left behind.
+
+        Args:
+            joined: What the last stage gave for the batch.
+            options: What the user says about the loss.
+            weights: Factor of each microbatch's loss.
+        """
+        with torch.no_grad():
+            samples = (0, sum(self.sizes))
+            whole = self._loss(self.batch, self.batch_sizes, samples, (joined, self.values), is_first=True)
+            losses = [self.loss(number, self._cut(joined, number)) for number in range(len(self.sizes))]
+        if whole is None:  # the step skips the batch
+            return Finding(verdict=Verdict.UNCLEAR)
+        values = [float("nan") if loss is None else float(loss) for loss in losses]
+        return compare(float(whole), values, self.sizes, options, weights, whole.dtype)
+
+    def _cut(self, joined: Sequence[Tensor], number: int) -> list[Tensor]:
+        leg, index = self._leg(number)
+        row = leg.start + index * leg.rows
+        return [
+            cut(tensor, dim, row, leg.rows, num_rows=self.setup.num_rows)
+            for tensor, dim in zip(joined, self.setup.joined_dims, strict=True)
+        ]
+
+    def _leg(self, number: int) -> tuple[Leg, int]:
+        """The leg of a microbatch, and its number there."""
+        legs = self.setup.legs
+        leg = next(leg for leg in legs if leg.part.first <= number < leg.part.first + leg.part.count)
+        return leg, number - leg.part.first
+
+    def _loss(
+        self,
+        batch: Any,
+        sizes: Mapping[Any, int],
+        samples: tuple[int, int],
+        made: tuple[Sequence[Tensor], Sequence[Tensor | None]],
+        *,
+        is_first: bool,
+    ) -> Tensor | None:
+        """The step's loss for a part of the batch, by a dry run.
+
+        Args:
+            batch: The part.
+            sizes: Values of the region's symbols for it.
+            samples: Where it begins in the batch, and how many it has.
+            made: What the last stage gave for it, and the region's inputs.
+            is_first: Whether what it draws begins with what the step draws.
+        """
+        results, values = made
 
         def region(_: Sequence[Tensor]) -> list[Tensor]:
-            if number == 0:
+            if is_first:
                 set_rng_state(self.rng_after_prelude)
             tail = self.setup.tail
             assert tail is not None
-            row = leg.start + index * leg.rows
-            own = [
-                v if v is None else cut(v, dim, row, leg.rows)
-                for v, dim in zip(self.values, self.setup.input_dims, strict=True)
-            ]
-            return list(tail.module(*results, *(own[i] for i in tail.region_inputs)))
+            return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
 
         function = self.step.function
         with rehearsed(self.root, function, (batch, *self.step.rest), {}) as again:
             set_rng_state(self.rng_at_start)
-            self.draws.begin_microbatch(start, size)
-            with self.step.context(), self._in_place(leg, again.args, region):
+            self.draws.begin_microbatch(*samples)
+            with self.step.context(), self._in_place(sizes, again.args, region):
                 result = function(*again.args)
         return None if result is None else loss_of(result)
 
     def _in_place(
-        self, leg: Leg, args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
+        self, sizes: Mapping[Any, int], args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
     ) -> AbstractContextManager[Any]:
         """In the block the region gives what it has given."""
         traced = self.traced
         if traced.record is not None:
-            replayer = Replayer(self.root, traced.record, leg.sizes, self.setup.device.type, traced.held)
+            replayer = Replayer(self.root, traced.record, sizes, self.setup.device.type, traced.held)
             return replayer.lead((args[0], args[2:]), self.draws, region)
         return self._single_call(region)
 
@@ -264,67 +305,3 @@ class ParkedLoss(torch.autograd.Function):
         """Installs the gradients."""
         ctx.install(float(gradient))
         return None, None, None
-
-
-@dataclass(kw_only=True)
-class Interleaving:
-    """What is known of whether training batches can run interleaved.
-
-    Attributes:
-        options: What the user says about the loss.
-        is_asked_for: Whether the user wants it.
-        finding: What the first batch has shown; None before.
-    """
-
-    options: LossOptions
-    is_asked_for: bool
-    finding: Finding | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a batch is to show it."""
-        return self.is_asked_for and (self.finding is None or self.finding.verdict is Verdict.UNCLEAR)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether batches run interleaved."""
-        return self.is_asked_for and self.finding is not None and self.finding.verdict is Verdict.FITS
-
-    def weights(self, tail: StepTail) -> tuple[float, ...]:
-        """Factor of each microbatch's loss in the batch's."""
-        reduction = self.options.reduction or (self.finding.reduction if self.finding else None) or LossReduction.MEAN
-        return self.options.weights(reduction, tail.microbatches, tail.sizes)
-
-    def try_out(self, tail: StepTail, joined: Sequence[Tensor], whole: Tensor) -> None:
-        """Finds out whether a batch's loss is a sum over its microbatches. Called on the last stage, after the step.
-
-        Args:
-            tail: The rest of the step.
-            joined: What the region gave for the batch.
-            whole: The batch's loss.
-
-        Raises:
-            UnsupportedError: It is none.
-        """
-        losses = []
-        with torch.no_grad():
-            for leg in tail.setup.legs:
-                for index in range(leg.part.count):
-                    row = leg.start + index * leg.rows
-                    results = [
-                        cut(tensor.detach(), dim, row, leg.rows, num_rows=tail.setup.num_rows)
-                        for tensor, dim in zip(joined, tail.setup.joined_dims, strict=True)
-                    ]
-                    losses.append(tail.loss(leg.part.first + index, results))
-        values = [float("nan") if loss is None else float(loss) for loss in losses]
-        self.finding = compare(float(whole.detach()), values, tail.sizes, self.options, self.weights(tail), whole.dtype)
-        if self.finding.verdict in (Verdict.DIFFERS, Verdict.IMPOSSIBLE):
-            total = weighted_sum(values, self.weights(tail))
-            raise UnsupportedError(
-                "1F1B cannot train this loss: it is not made of those of the microbatches.",
-                where=getattr(tail.step.function, "__qualname__", tail.step.kind.value),
-                observed=f"{float(whole.detach()):.7g} for the whole batch, {total:.7g} from its {len(values)} microbatches",
-                expected="a mean or a sum over samples, or a mean with the weights that loss_weight gives",
-                todo='Set FxPipeStrategy(schedule="gpipe"), which trains any loss; for a mean over something else than '
-                "samples, such as tokens, loss_weight may say over what.",
-            )

@@ -11,6 +11,7 @@ GPipe (Huang et al. 2019, section 2.3) has the same order of work: all forward p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lightning_fxpipe.division import cut, join
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence import counting_call, mixing_call, mixing_call_of_one
 from lightning_fxpipe.inputgradient import no_second_derivative
+from lightning_fxpipe.memory import SavedBytes
 from lightning_fxpipe.microbatch import Pass
 from lightning_fxpipe.randomness import (
     continued_random_numbers,
@@ -32,6 +34,8 @@ from lightning_fxpipe.randomness import (
 )
 from lightning_fxpipe.schedule import Pipeline
 from lightning_fxpipe.split import Stage, TensorSpec
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,11 @@ class PassSetup:
     def is_last(self) -> bool:
         """Whether this rank joins the results."""
         return self.stage.index == self.num_stages - 1
+
+    @property
+    def can_be_interleaved(self) -> bool:
+        """Whether each microbatch can go back before the others have come forward."""
+        return all(leg.interleaved is not None for leg in self.legs)
 
     @property
     def num_microbatches(self) -> int:
@@ -173,6 +182,18 @@ class StageRun:
             mixing = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
         return mixing
 
+    def saved_bytes(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> int:
+        """Bytes that autograd keeps for the backward pass of a microbatch, found by trial."""
+        inputs = tuple(t.clone().requires_grad_(s.requires_grad) for t, s in zip(received, leg.received, strict=True))
+        module, there = self._setup.stage.module, (value for value in self._values if value is not None)
+        saved = SavedBytes((*module.parameters(), *module.buffers(), *there))
+        try:
+            with torch.enable_grad(), saved.counting():
+                self.compute(leg, index, inputs, state=None, training=True)
+        except Exception as error:  # torch.func, for one, cannot be looked at so; what else fails will fail again
+            _logger.debug("What autograd keeps cannot be seen (%s)", error)
+        return saved.num_bytes
+
     def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
         start = leg.start + index * leg.rows
         inputs = []
@@ -200,9 +221,12 @@ class RegionPass:
         training: Whether a backward pass may follow.
         announce: Tells the other ranks that the backward pass begins. Called on the last stage.
         tries: Whether the first microbatch is to show that the stage treats samples one by one.
+        measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
+            not go from stage to stage then.
 
     Attributes:
         mixing: A call of this rank's stage in which they notice each other, after a try.
+        saved_bytes: What autograd would keep on this rank, after a measurement.
         retains: Whether what the stages saved is kept for one more backward pass.
     """
 
@@ -215,11 +239,13 @@ class RegionPass:
         training: bool,
         announce: Callable[[RegionPass], None],
         tries: bool = False,
+        measures: bool = False,
     ) -> None:
         self.setup = setup
         self.announce = announce
         self.mixing: str | None = None
-        self._tries = tries
+        self.saved_bytes = 0
+        self._tries, self._measures = tries, measures
         self.retains = False
         self._run = StageRun(setup, values, random_key)
         self._training = training
@@ -286,6 +312,8 @@ class RegionPass:
             )
         if self._tries and number == 0:
             self.mixing = self._run.mixing_call(leg, index, received)
+        if self._measures and number == 0:
+            self.saved_bytes = self._run.saved_bytes(leg, index, received)
         outputs, state = self._run.compute(leg, index, received, state=state, training=self._training)
         if self._training and torch.is_grad_enabled():
             self._kept[number] = _Kept(received=received, outputs=outputs)

@@ -47,7 +47,7 @@ from lightning_fxpipe.support import batch_norms, report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.undo import Remembered
-from lightning_fxpipe.weighting import Finding, LossOptions
+from lightning_fxpipe.weighting import LossOptions
 from lightning_fxpipe.wholemodel import WholeModel
 from lightning_fxpipe.wholestep import WholeSteps
 
@@ -103,7 +103,6 @@ class Session:
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
         self._knows_buffers = False
-        self._finding: Finding | None = None
         self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
         self.trace_log = TraceLog(inform, warn, told=told)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
@@ -200,7 +199,7 @@ class Session:
         if result.num_microbatches > 1 and not self._knows_buffers:
             self._find_changed_buffers(buffers)
         if result.loss is None:
-            self._runtime.end_batch()
+            self._runtime.passes.end_batch()
             return None
         if self._topology.is_last:
             return output
@@ -238,11 +237,11 @@ class Session:
             return
         with self._shared.summed_gradients():
             if self._topology.is_last:
-                self._runtime.lead_backward(run, retains=retains)
+                self._runtime.passes.lead_backward(run, retains=retains)
             else:
-                self._runtime.follow()
+                self._runtime.passes.follow()
         if not retains:
-            self._runtime.end_batch()
+            self._runtime.passes.end_batch()
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
@@ -321,19 +320,15 @@ class Session:
         if before is not None and states is not None:
             changed = (*before.changes(self._runtime.iterators), states.changes())
         sent = self.hooks.sendable_output(step.kind.value, output)
-        finding = None if result.finding is self._finding else result.finding
-        self._finding = result.finding
-        told = (result.rng, *changed, sent, trainer.should_stop, finding, result.buffers, result.failure)
+        told = (result.rng, *changed, sent, trainer.should_stop, result.buffers, result.failure)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
         loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if news is not None and news[-1] is not None:
             return self._run_whole(step, batch, news[-1], start)
         self._ran.add(step.kind)
         if news is not None and not is_last:
-            rng, attributes, buffers, counted, sent, trainer.should_stop, finding, others_buffers, _ = news
+            rng, attributes, buffers, counted, sent, trainer.should_stop, others_buffers, _ = news
             self._whole_steps.change_buffers(others_buffers)
-            if finding is not None:
-                self._runtime.learn(finding)
             if rng is not None:
                 set_rng_state(rng)
             take_over(self.module, attributes, buffers, self._topology.device, step.function, made=self._runtime.iterators)

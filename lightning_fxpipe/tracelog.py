@@ -69,8 +69,8 @@ class TraceLog:
         detail: Callable[[str], None] = _logger.debug,
         told: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._info, self._detail = info, detail
-        self.warn = warn
+        self._detail = detail
+        self.inform, self.warn = info, warn
         self.told = told
         self._changes: dict[str, Counter[str]] = {}
         self.traces: deque[Traced] = deque(maxlen=_KEPT)
@@ -87,7 +87,7 @@ class TraceLog:
         changes = _changes((alike or before)[-1], made, varying)
         repeats = any(counter[what] for what in changes)
         message = f"{made.step} was traced again, in {made.seconds:.1f} s: {'; '.join(changes.values())}."
-        (self._info if repeats else self._detail)(message)
+        (self.inform if repeats else self._detail)(message)
         counter.update(changes.keys())
         if len(before) + 1 == MANY_TRACES:
             (what, times), *_ = counter.most_common(1)

@@ -147,13 +147,15 @@ class _WithoutGradient(autograd.Function):
 # --------------------------------------------------------------------------------------------------- comparing
 
 
+_NAMES = {LossReduction.MEAN: "weighted mean", LossReduction.SUM: "sum"}
+
+
 class Verdict(Enum):
     """What the comparison of a batch with its microbatches has shown."""
 
     FITS = "fits"
     DIFFERS = "differs"
     UNCLEAR = "unclear"  # such as losses that are zero: another batch may tell
-    IMPOSSIBLE = "impossible"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,16 +165,12 @@ class Finding:
     Attributes:
         verdict: The kind of result.
         reduction: What the loss is, where it fits.
-        message: What the user is told; empty where there is nothing to tell.
-        is_warning: Whether it is more than a note.
-        attributes: What the step sets on the module that is another than on one device, a line for each.
+        observed: The losses; empty where they fit.
     """
 
     verdict: Verdict
     reduction: LossReduction | None = None
-    message: str = ""
-    is_warning: bool = False
-    attributes: tuple[str, ...] = ()
+    observed: str = ""
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -214,31 +212,6 @@ def compare(
         return Finding(verdict=Verdict.UNCLEAR)
     if fitting and options.reduction in (None, fitting[0]):
         return Finding(verdict=Verdict.FITS, reduction=fitting[0])
-    return _difference(whole, expected, fitting, options)
-
-
-def _difference(
-    whole: float, expected: dict[LossReduction, float], fitting: list[LossReduction], options: LossOptions
-) -> Finding:
-    used = expected[options.reduction or LossReduction.MEAN]
-    name = {LossReduction.MEAN: "mean weighted by loss_weight" if options.weight else "mean", LossReduction.SUM: "sum"}
-    numbers = ", ".join(f"their {name[kind]} {value:.6g}" for kind, value in expected.items())
-    relative = abs(whole - used) / max(abs(whole), abs(used))
-    if fitting:
-        reason = f"It is a {fitting[0].value} over samples, not a {(options.reduction or LossReduction.MEAN).value}."
-        advice = f"FxPipeStrategy(loss_reduction='{fitting[0].value}') trains with the {fitting[0].value}."
-    else:
-        reason = (
-            "Losses that compare samples with each other, use statistics of the batch, or divide by something else than the "
-            "number of samples are other losses on microbatches."
-        )
-        advice = (
-            "For the loss of one device set FxPipeStrategy(num_microbatches=1); for a mean over tokens give "
-            "FxPipeStrategy(loss_weight=...), a function that returns the number of tokens in a batch, and log that number."
-        )
-    message = (
-        f"The loss of the batch is not what its microbatches make of it, so this run trains with another loss than one device: "
-        f"the whole batch in one piece gives {whole:.6g}, the losses of its microbatches give {numbers} (relative difference "
-        f"from the one that is trained with: {relative:.2g}). {reason} {advice}"
-    )
-    return Finding(verdict=Verdict.DIFFERS, message=message, is_warning=True)
+    parts = " or ".join(f"{value:.7g} as their {_NAMES[kind]}" for kind, value in expected.items())
+    observed = f"{whole:.7g} for the whole batch, {parts} from its {len(losses)} microbatches"
+    return Finding(verdict=Verdict.DIFFERS, reduction=fitting[0] if fitting else None, observed=observed)

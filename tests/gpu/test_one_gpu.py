@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import FxPipeStrategy, make_plan
+from lightning_fxpipe.memory import memory_for_rank
 from tests.devicemodules import MODULES
 from tests.distributed.runs import Net, assert_same
 from tests.lit import Recorder, make_trainer, snapshot
@@ -157,3 +158,14 @@ def test_dropout_draws_the_numbers_of_the_plain_trainer(tmp_path: Path) -> None:
 
     results = [trained(with_dropout(), pipelined, tmp_path) for pipelined in (False, True)]
     assert_same(results[1], results[0], "dropout")
+
+
+def test_a_gpu_counts_what_torch_holds_and_does_not_use() -> None:
+    device = torch.device("cuda", 0)
+    tensor = torch.empty(2**28, dtype=torch.uint8, device=device)
+    before = memory_for_rank(device, 4)
+    del tensor  # torch keeps the memory for the next one
+    after = memory_for_rank(device, 4)
+    assert before is not None
+    assert after is not None
+    assert after - before == 2**28

@@ -1,0 +1,204 @@
+"""The passes of the running batch through the stages, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.commands import Command, Commands
+from lightning_fxpipe.interleaved import InterleavedPass, ParkedLoss, StepTail
+from lightning_fxpipe.interleaving import Interleaving
+from lightning_fxpipe.passsetup import PassSetups
+from lightning_fxpipe.regionpass import PassSetup, RegionPass
+from lightning_fxpipe.stagetraces import StageTrace
+from lightning_fxpipe.step import Step, loss_of
+from lightning_fxpipe.topology import Topology
+from lightning_fxpipe.undo import Remembered
+
+
+class BatchPasses:
+    """Makes them, and runs their backward passes when the last stage asks for them. Made by every rank of the pipeline.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        topology: This rank's place.
+        setups: Makes the stages.
+        interleaving: Whether a batch goes forward and backward by turns.
+    """
+
+    def __init__(self, root: nn.Module, topology: Topology, setups: PassSetups, interleaving: Interleaving) -> None:
+        self._root = root
+        self._setups = setups
+        self._interleaving = interleaving
+        self._commands = Commands(topology)
+        self._passes: list[RegionPass] = []
+        self._interleaved: InterleavedPass | None = None
+
+    @property
+    def have_run(self) -> bool:
+        """Whether the batch has been through the stages."""
+        return bool(self._passes) or self._interleaved is not None
+
+    # ------------------------------------------------------------------ forward
+
+    def run(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace, tail: StepTail | None
+    ) -> tuple[bool, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch: forward, or forward and backward at once. Called by every rank.
+
+        Args:
+            setup: The stage and the microbatches.
+            values: The region's inputs and draws.
+            step: The step.
+            trace: What is called.
+            tail: On the last stage, the rest of the step, where :meth:`may_interleave`.
+
+        Returns:
+            Whether it counts, and on the last stage the joined results. It does not count where a try shows that samples
+            notice each other: the batch is not cut any more.
+        """
+        if self._must_look(step, setup, trace) and not self._look(setup, values, step, trace, tail):
+            return False, None
+        if self.may_interleave(step) and self._interleaving.is_on and setup.can_be_interleaved:
+            return True, self._run_interleaved(setup, values, step, tail)
+        return self._run_forward(setup, values, step, trace)
+
+    def may_interleave(self, step: Step) -> bool:
+        """Whether a batch may run forward and backward at once."""
+        return step.is_training and self._interleaving.may_be
+
+    def _must_look(self, step: Step, setup: PassSetup, trace: StageTrace) -> bool:
+        """Whether a look at a batch is to show, before it runs, whether it can; the same on every rank."""
+        if not self.may_interleave(step) or not setup.can_be_interleaved:
+            return False
+        return not self._interleaving.is_on or not self._setups.is_proven(trace, setup)
+
+    def _look(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace, tail: StepTail | None
+    ) -> bool:
+        """The region's call in the running batch once more, without gradients and without a trace. Called by every rank.
+
+        Returns:
+            Whether samples do not notice each other; otherwise the batch is not cut any more.
+        """
+        start = Remembered(self._root)
+        one = RegionPass(
+            setup,
+            values,
+            random_key=step.random_key,
+            training=False,
+            announce=lambda _: None,
+            tries=not self._setups.is_proven(trace, setup),
+            measures=True,
+        )
+        with torch.no_grad():
+            joined = one.run_forward()
+        start.restore()
+        if not self._setups.is_proven(trace, setup) and not self._setups.prove(trace, one.mixing):
+            return False
+        self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
+        return True
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._root.parameters() if not parameter.is_meta]
+
+    def _run_interleaved(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, tail: StepTail | None
+    ) -> tuple[Tensor, ...] | None:
+        """The region's call in the running batch, forward and backward. Called by every rank."""
+        self._interleaved = InterleavedPass(
+            setup,
+            values,
+            random_key=step.random_key,
+            parameters=self._own_parameters(),
+            tail=tail,
+            weights=() if tail is None else self._interleaving.weights(tail),
+            scale=step.scale,
+        )
+        return self._interleaved.run()
+
+    def _run_forward(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace
+    ) -> tuple[bool, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch, forward. Called by every rank.
+
+        Returns:
+            Whether it counts, and the joined results. It does not where a first try shows that samples notice each other.
+        """
+        tries = not self._setups.is_proven(trace, setup)
+        buffers = [(b, b.clone()) for b in self._root.buffers() if not b.is_meta] if tries else []
+        one = self._started(setup, values, step, tries=tries)
+        joined = one.forward()
+        if tries and not self._setups.prove(trace, one.mixing):
+            self._passes.remove(one)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            return False, None
+        return True, joined
+
+    def _started(self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool) -> RegionPass:
+        number = len(self._passes)
+        made = RegionPass(
+            setup,
+            values,
+            random_key=(*step.random_key, number) if number else step.random_key,
+            training=step.is_training,
+            announce=lambda one: self._commands.tell(Command.BACKWARD, number, int(one.retains)),
+            tries=tries,
+        )
+        self._passes.append(made)
+        return made
+
+    # ------------------------------------------------------------------ backward
+
+    def with_parked_loss(self, step: Step, output: Any) -> Any:
+        """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients."""
+        loss = loss_of(output)
+        assert loss is not None
+        interleaved = self._interleaved
+        if interleaved is None:
+            return output
+        interleaved.checked(loss, step)
+
+        def install(factor: float) -> None:
+            self._commands.tell(Command.INSTALL, option=factor / step.scale)
+            interleaved.install(factor / step.scale)
+
+        anchor = torch.zeros((), requires_grad=True)
+        parked: Tensor = ParkedLoss.apply(anchor, loss.detach(), install)  # type: ignore[no-untyped-call]
+        return {**output, "loss": parked} if isinstance(output, dict) else parked
+
+    def lead_backward(self, run: Callable[[], None], *, retains: bool) -> None:
+        """Runs ``run``, which calls backward on the batch's loss. Called on the last stage, and :meth:`follow` on the others.
+
+        Args:
+            run: Calls backward.
+            retains: Whether what the stages saved is kept for another backward pass.
+        """
+        for one in self._passes:
+            one.retains = retains
+        run()
+        self._commands.tell(Command.DONE)
+
+    def follow(self) -> None:
+        """Runs the backward passes that the last stage asks for, until it asks for no more. Called on the other stages."""
+        while True:
+            command, number, option = self._commands.hear()
+            if command is Command.DONE:
+                return
+            if command is Command.INSTALL:
+                assert self._interleaved is not None
+                self._interleaved.install(option)
+                continue
+            one = self._passes[number]
+            one.retains = bool(option)
+            one.backward()
+
+    def end_batch(self) -> None:
+        """Drops what the batch's passes have kept."""
+        self._passes = []
+        self._interleaved = None
