@@ -76,7 +76,7 @@ class PipelineStrategy(CheckpointStrategy):
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
             step once on the whole batch, and then all backward: any loss is exact. ``"1f1b"`` keeps at most ``num_stages``
             microbatches alive on a stage; the rest of the step runs for each microbatch, too, and the loss must be a sum over
-            microbatches, which is checked. ``"auto"`` takes it where the loss allows it and the activations of a batch would take
+            microbatches, which is checked. ``"auto"`` takes it where the loss allows it and a batch's activations would take
             more than half of the memory that is left, and else ``"gpipe"``.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
