@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from lightning_fxpipe.agreement import check_agreement, gathered
+from lightning_fxpipe.batchnorms import DeferredNorms, batch_norms
 from lightning_fxpipe.cost import node_fqns
 from lightning_fxpipe.division import Division, NotDivisible, divide, fixed_nodes, has_several_entries, joined_dim, sample_dims
 from lightning_fxpipe.errors import PartitionError, TraceError
@@ -81,6 +82,7 @@ class PassSetups:
         self._log = log
         self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
         self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
+        self._norms = DeferredNorms(norm for _, norm in batch_norms(root))
         self._setups = self._no_setups()
         self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
@@ -230,6 +232,7 @@ class PassSetups:
             fixed=frozenset() if division is None else fixed_nodes(traced, division),
             carries_random_state=bool(carried),
             device=topology.device,
+            norms=DeferredNorms(()) if division is None else self._norms,
         )
 
     def _leg(

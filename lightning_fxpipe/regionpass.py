@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lightning_fxpipe.batchnorms import DeferredNorms
 from lightning_fxpipe.division import cut, join
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence import counting_call, mixing_call, mixing_call_of_one
@@ -83,6 +84,7 @@ class PassSetup:
         fixed: The graph's nodes, by name, whose results are the same for all samples.
         carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
         device: This rank's device.
+        norms: The layers whose running statistics wait for all microbatches.
     """
 
     stage: Stage
@@ -96,6 +98,7 @@ class PassSetup:
     fixed: frozenset[str]
     carries_random_state: bool
     device: torch.device
+    norms: DeferredNorms
 
     @property
     def is_last(self) -> bool:
@@ -158,7 +161,7 @@ class StageRun:
         setup = self._setup
         key = (*self._random_key, leg.part.first + index, setup.stage.index)
         numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
-        with numbers:
+        with numbers, setup.norms.noted():
             outputs = setup.stage.module(*received, *self._inputs(leg, index))
             after = generator_state(setup.device) if setup.carries_random_state else None
         for output, spec, node in zip(outputs, leg.sent[: len(outputs)], setup.stage.boundary_out, strict=True):
@@ -273,9 +276,10 @@ class RegionPass:
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
         """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
-        for leg in self.setup.legs:
-            with self._running(leg):
-                leg.forward.step(self._forward_one)
+        with self.setup.norms.deferred():
+            for leg in self.setup.legs:
+                with self._running(leg):
+                    leg.forward.step(self._forward_one)
         if not self.setup.is_last:
             return None
         parts = [self._parts[index] for index in sorted(self._parts)]
@@ -339,7 +343,7 @@ class RegionPass:
         try:
             for leg in self.setup.legs:
                 assert leg.backward is not None
-                with self._running(leg):
+                with self._running(leg), self.setup.norms.untracked():
                     leg.backward.step(self._backward_one)
         finally:
             self._gradients, self._only = (), None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat_lightning import averaged_modules, throughputs
 from lightning_fxpipe.attributes import StepAttributes, SubmoduleAttributes, take_over
+from lightning_fxpipe.batchnorms import batch_norms
 from lightning_fxpipe.batchresult import BatchResult
 from lightning_fxpipe.cost import canonical_fqns
 from lightning_fxpipe.errors import FxPipeError
@@ -43,7 +44,7 @@ from lightning_fxpipe.signals import CannotFollow, StepFailed
 from lightning_fxpipe.sparing import Sparing, Watched
 from lightning_fxpipe.step import Step, StepKind
 from lightning_fxpipe.stepplan import must_run_jointly
-from lightning_fxpipe.support import batch_norms, report_changed_buffers
+from lightning_fxpipe.support import report_changed_buffers
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.tracelog import TraceLog
 from lightning_fxpipe.undo import Remembered

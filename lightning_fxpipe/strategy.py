@@ -130,9 +130,9 @@ class PipelineStrategy(CheckpointStrategy):
             )
         )
         self._loss = LossOptions.of(loss_reduction, loss_weight)
-        if self._loss != LossOptions() and schedule != "1f1b":
+        if self._loss != LossOptions() and schedule == "gpipe":
             warnings.warn(
-                'loss_reduction and loss_weight are for schedule="1f1b" only, and do nothing here: the loss is that of the '
+                'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the '
                 "whole batch, whatever it is.",
                 stacklevel=2,
             )

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat_lightning import takes_loader, validates_by_time
+from lightning_fxpipe.batchnorms import batch_norms
 from lightning_fxpipe.coupling import couples_parameters
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.messages import inform, warn
@@ -109,9 +110,6 @@ def check_one_root(trainer: Trainer, module: LightningModule) -> None:
         )
 
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
     check_one_root(trainer, module)
@@ -190,11 +188,6 @@ def report_unsaved(path: object, rank: int) -> None:
     print(f"[rank {rank}] no checkpoint saved to {path}: the run has failed", file=sys.stderr, flush=True)
 
 
-def batch_norms(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The BatchNorm layers of a module, with their paths."""
-    return [(path, child) for path, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
-
-
 def _layers(found: Sequence[str]) -> str:
     return (
         f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise" if len(found) > 1 else f"{found[0]} (BatchNorm) normalises"
@@ -206,8 +199,8 @@ def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
     found = [path for path, _ in batch_norms(module)]
     if found and num_microbatches != 1:
         warn(
-            f"{_layers(found)} over one microbatch, not the whole batch, as with "
-            "gradient accumulation. For the statistics of one device, set FxPipeStrategy(num_microbatches=1)."
+            f"{_layers(found)} over one microbatch, not the whole batch, as with gradient accumulation; running statistics are "
+            "of the whole batch. To normalise as one device does, set FxPipeStrategy(num_microbatches=1)."
         )
 
 

@@ -105,6 +105,7 @@ ORDER = [
         "schedule",
         "independence",
         "memory",
+        "batchnorms",
         "regionpass",
         "replay",
         "metrics",
@@ -329,6 +330,7 @@ def test_the_packages_own_collectives_are_not_those_that_user_code_sees(module: 
     assert seen == {}
 
 
+@cache
 def own_private_names() -> set[str]:
     """Private attributes, methods and functions that the package itself defines."""
     names = set(PUBLIC_UNDERSCORED)
