@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
+from datetime import date
 from typing import Any
 
 import pytest
@@ -22,8 +24,18 @@ torch.set_num_threads(1)
 _WITH_RANKS = ("tests/distributed/", "tests/zoo/test_steps.py", "tests/test_launching.py", "tests/test_readme.py")
 
 
+# Each change runs another part of the slow tests, so that all have run in so many days, and not only at night.
+_SLOW_PARTS = 20
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With a torch that runs one process only, tests that start ranks are skipped."""
+    """Today's part of the slow tests is not called slow. With a torch that runs one process only, tests that start ranks are
+    skipped."""
+    today = date.today().toordinal() % _SLOW_PARTS
+    for item in items:
+        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % _SLOW_PARTS == today:
+            item.own_markers = [marker for marker in item.own_markers if marker.name != "slow"]
     if torch.__version__ < (2, 13):
         for item in items:
             if item.nodeid.startswith(_WITH_RANKS):
