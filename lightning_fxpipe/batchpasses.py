@@ -16,7 +16,7 @@ from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.stagetraces import StageTrace
 from lightning_fxpipe.step import Step, loss_of
 from lightning_fxpipe.topology import Topology
-from lightning_fxpipe.undo import Remembered
+from lightning_fxpipe.undo import undone
 
 
 class BatchPasses:
@@ -84,7 +84,6 @@ class BatchPasses:
         Returns:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
-        start = Remembered(self._root)
         one = RegionPass(
             setup,
             values,
@@ -94,9 +93,8 @@ class BatchPasses:
             tries=not self._setups.is_proven(trace, setup),
             measures=True,
         )
-        with torch.no_grad():
+        with undone(self._root), torch.no_grad():
             joined = one.run_forward()
-        start.restore()
         if not self._setups.is_proven(trace, setup) and not self._setups.prove(trace, one.mixing):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())

@@ -224,7 +224,7 @@ class InterleavedPass:
             with self._setup.norms.deferred():
                 for leg in self._setup.legs:
                     assert leg.interleaved is not None
-                    leg.interleaved.step(partial(self._one, leg, parts))
+                    leg.interleaved().step(partial(self._one, leg, parts))
             self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
         finally:
             for parameter, gradient in zip(self._parameters, before, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -271,15 +272,18 @@ class PassSetups:
                 group=topology.backward_group,
             )
         if training and division is not None and self._interleaves:
-            interleaved = Pipeline(
-                stage_index=place,
-                num_stages=num_places,
-                received=received,
-                sent=None if is_last else sent,
-                num_microbatches=count,
-                device=device,
-                group=topology.group,
-                is_interleaved=True,
+            interleaved = cache(  # made when it is needed
+                partial(
+                    Pipeline,
+                    stage_index=place,
+                    num_stages=num_places,
+                    received=received,
+                    sent=None if is_last else sent,
+                    num_microbatches=count,
+                    device=device,
+                    group=topology.group,
+                    is_interleaved=True,
+                )
             )
         return Leg(
             part=part,

@@ -52,7 +52,7 @@ class Leg:
         sizes: Values of the graph's symbols for one of them.
         admits_one_more: Whether the graph holds for one of them with one sample more.
         forward, backward: The pipelines; the latter only in training.
-        interleaved: The pipeline that does both at once; None where that is not asked for.
+        interleaved: Gives the pipeline that does both at once; None where there is none.
     """
 
     part: Pass
@@ -64,7 +64,7 @@ class Leg:
     admits_one_more: bool
     forward: Pipeline
     backward: Pipeline | None
-    interleaved: Pipeline | None
+    interleaved: Callable[[], Pipeline] | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.snapshot import Snapshot, user_state
@@ -47,7 +48,9 @@ class Remembered:
 
     def __init__(self, root: nn.Module) -> None:
         self._state, self._rng = user_state(root), rng_state()
-        tensors = (tensor for tensor in (*self._state.tensors(), *root.buffers()) if not tensor.is_meta)
+        tensors = (
+            tensor for tensor in (*self._state.tensors(), *root.buffers()) if not tensor.is_meta and _is_writable(tensor)
+        )
         self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
@@ -56,3 +59,10 @@ class Remembered:
         set_rng_state(self._rng)
         for tensor, value in self._values:
             tensor.data.copy_(value)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether torch can write into a tensor, as it does not where several elements are one place in memory."""
+    return tensor.layout is not torch.strided or all(
+        stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_fxpipe.undo import undone
+from lightning_fxpipe.undo import Remembered, undone
 
 
 class Tracker:
@@ -162,3 +162,17 @@ def test_views_of_one_memory_are_restored() -> None:
         module.losses[1].mul_(3)
         module.tensor.data.sub_(1)
     assert module.tensor.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_is_remembered_comes_back() -> None:
+    """A tensor whose elements are one place in memory, as placeholders have them, cannot have been written to."""
+    module = Holder()
+    module.tensor = torch.zeros(1).expand(2**50)
+    start = Remembered(module)
+    module.number = 3.0
+    module.mean[1] = 3.0
+    module.losses[0].add_(1)
+    start.restore()
+    assert module.number == 1.0
+    assert module.mean.tolist() == [0.0, 0.0]
+    assert module.losses[0].tolist() == [0.0]

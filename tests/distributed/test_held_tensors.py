@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -270,8 +271,13 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     return go((RUNS | TRACED)[name], Path(folder) / f"{name}{stages}", stages)
 
 
-def test_what_a_step_takes_from_elsewhere_is_that_of_one_device(ranks: Ranks, tmp_path: Path) -> None:
-    compare(ranks, do, list(RUNS), tmp_path, 2)
+OFTEN = ["from hook in step", "bank", "recurrent", "second loader", "own generator between"]
+SELDOM = [pytest.param([name], marks=pytest.mark.slow, id=name) for name in RUNS.keys() - set(OFTEN)]
+
+
+@pytest.mark.parametrize("names", [pytest.param(OFTEN, id="some"), *sorted(SELDOM, key=str)])
+def test_what_a_step_takes_from_elsewhere_is_that_of_one_device(ranks: Ranks, tmp_path: Path, names: list[str]) -> None:
+    compare(ranks, do, names, tmp_path, 2)
 
 
 def test_what_changes_in_each_step_and_is_only_logged_makes_no_traces(ranks: Ranks, tmp_path: Path) -> None:

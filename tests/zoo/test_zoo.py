@@ -13,8 +13,9 @@ from tests.zoo.models import ENTRIES
 
 # Many rounds of opening, or long scans: several seconds each. `-m "not slow"` leaves them out.
 SLOW = set(
-    """bert convnext distilbert electra falcon gemma gpt2_cache_off gpt2_checkpoint_reentrant gpt_neox mamba2 mistral mixtral
-    nn_transformer qwen2_moe qwen3 roberta swin switch_transformers t5""".split()  # noqa: SIM905
+    """bart bert bloom convnext distilbert electra falcon gemma gpt2_cache_off gpt2_checkpoint_reentrant gpt_neox
+    llama_checkpoint mamba2 marian mistral mixtral nn_transformer pegasus phi qwen2_moe qwen3 roberta swin
+    switch_transformers t5 wav2vec2""".split()  # noqa: SIM905
 )
 
 
