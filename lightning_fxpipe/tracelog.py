@@ -133,4 +133,5 @@ def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) 
                 what = f"dimension {dim} of {names[tensor]}"
                 scope = "from now on any size" if (tensor, dim) in varying else "for this size only"
                 found[what] = f"{what} is {new_size} after {old_size}" + (f", {scope}" if dim else "")
-    return found or {"relations between sizes": "its sizes stand in another relation, or it uses other numbers"}
+    other = "relations between sizes, or numbers that its code takes from elsewhere, such as by .item()"
+    return found or {other: "its sizes stand in another relation, or it uses other numbers"}
