@@ -24,22 +24,38 @@ torch.set_num_threads(1)
 _WITH_RANKS = ("tests/distributed/", "tests/zoo/test_steps.py", "tests/test_launching.py", "tests/test_readme.py")
 
 
-# Each change runs another part of the slow tests, so that all have run in so many days, and not only at night.
-_SLOW_PARTS = 20
+# Each change runs another part of the slow tests, so that all have run in so many days, and not only at night; and a larger
+# part of those that have a case for each of many models, steps or options, of which any few show the mechanism.
+_SLOW_PARTS, _FAMILY_PARTS = 20, 3
+_FAMILIES = (
+    "tests/zoo/test_steps.py::test_equal_or_refused",
+    "tests/zoo/test_zoo.py::test_stages_equal_the_whole_model",
+    "tests/test_split.py::test_stages_equal_the_whole_model",
+    "tests/distributed/test_callbacks.py::test_a_callback_does_what_it_does_on_one_device",
+    "tests/distributed/test_flags.py::test_an_argument_does_what_it_does_on_one_device",
+    "tests/distributed/test_optimizers.py::test_it_trains_as_on_one_device",
+    "tests/distributed/test_training.py::test_trainer_options_give_the_same_run",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Today's part of the slow tests is not called slow. With a torch that runs one process only, tests that start ranks are
-    skipped."""
-    today = date.today().toordinal() % _SLOW_PARTS
+    """Today's part of the slow tests is not called slow, and that of the families which is not today's is. With a torch that
+    runs one process only, tests that start ranks are skipped."""
     for item in items:
-        if item.get_closest_marker("slow") and zlib.crc32(item.nodeid.encode()) % _SLOW_PARTS == today:
+        is_slow = item.get_closest_marker("slow") is not None
+        if is_slow and _is_of_today(item, _SLOW_PARTS):
             item.own_markers = [marker for marker in item.own_markers if marker.name != "slow"]
+        elif not is_slow and item.nodeid.startswith(_FAMILIES) and not _is_of_today(item, _FAMILY_PARTS):
+            item.add_marker(pytest.mark.slow)
     if torch.__version__ < (2, 13):
         for item in items:
             if item.nodeid.startswith(_WITH_RANKS):
                 item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} runs one process"))
+
+
+def _is_of_today(item: pytest.Item, num_parts: int) -> bool:
+    return (zlib.crc32(item.nodeid.encode()) + date.today().toordinal()) % num_parts == 0
 
 
 class _RanksApart(LoadScopeScheduling):
