@@ -171,11 +171,14 @@ class Snapshot:
         return at_path({str(record.key): record.owner for record in self._records if record.parent < 0}, path[:-1])
 
     def path_of(self, value: Any) -> Path | None:
-        """Where an object was reached; None where it was not."""
-        index = self._first.get(id(value))
-        if index is None or self._records[index].owner is not value:
-            return None
-        return self._path(index)
+        """Where an object was reached; None where it was not, or where it has changed and :meth:`differences` does not tell."""
+        index = first = self._first.get(id(value), len(self._records))
+        while index < len(self._records) and (record := self._records[index]).owner is value:
+            now = record.kind.take(value)
+            if (now is ABSENT or not record.kind.is_same(now, record.contents)) and not self._is_reached(index):
+                return None
+            index += 1
+        return None if index == first else self._path(first)
 
     # ------------------------------------------------------------------ reaching
 

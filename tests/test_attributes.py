@@ -129,6 +129,20 @@ def test_each_change_is_seen(name: str) -> None:
     assert state(here) != before
 
 
+def test_an_entry_that_has_changed_and_moved_is_sent() -> None:
+    """It is no longer where it was, so that its change is told nowhere else."""
+    here = Holder()
+    here.losses = [[1.0]]
+    there = copy.deepcopy(here)
+
+    def step(module: Any) -> None:
+        module.losses[0].append(7)
+        module.losses = [*module.losses, 1]
+
+    run_on_both(here, there, step)
+    assert there.losses == here.losses == [[1.0, 7], 1]
+
+
 def test_a_step_that_changes_nothing_sends_nothing() -> None:
     here = Holder()
     here.losses.append(torch.ones(2))
