@@ -79,23 +79,24 @@ class BatchPasses:
     def _look(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace, tail: StepTail | None
     ) -> bool:
-        """The region's call in the running batch once more, without gradients and without a trace. Called by every rank.
+        """The region's call in the running batch once more, without gradients and undone. Called by every rank.
 
         Returns:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
+        tries = not self._setups.is_proven(trace, setup)
         one = RegionPass(
             setup,
             values,
             random_key=step.random_key,
             training=False,
             announce=lambda _: None,
-            tries=not self._setups.is_proven(trace, setup),
+            tries=tries,
             measures=True,
         )
         with undone(self._root), torch.no_grad():
             joined = one.run_forward()
-        if not self._setups.is_proven(trace, setup) and not self._setups.prove(trace, one.mixing):
+        if tries and not self._setups.prove(trace, one.mixing):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
         return True

@@ -22,12 +22,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat import storage_key
+from lightning_fxpipe.batchnorms import batch_norms
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.snapshot import Snapshot
 
 _logger = logging.getLogger("lightning_fxpipe")
-
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def mixing_call(
@@ -101,12 +100,8 @@ def counting_call(
     """The first call of a stage that gives samples something else where there is one more; None where there is none.
 
     Args:
-        module: The stage.
-        inputs: What it gets for a microbatch.
-        dims: Dimension of each input that has the samples; None where none has.
-        rows_of: The dimension of a node's result that has the samples, by the node's name; None where none has.
+        module, inputs, dims, rows_of, num_rows: As for :func:`mixing_call`.
         fixed: Names of the nodes whose results do not depend on the samples.
-        num_rows: Rows of the microbatch.
         num_added: Rows of a sample.
     """
     longer = [
@@ -247,10 +242,9 @@ class _Longer(fx.Interpreter):
 @contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """After the block the stage's modules and buffers are what they were; in it batch norms use their running statistics."""
-    modules = list(module.modules())
     before = Snapshot({"self": module})
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    norms = [each for each in modules if isinstance(each, _NORMS) and each.training and each.running_mean is not None]
+    norms = [norm for _, norm in batch_norms(module) if norm.training and norm.running_mean is not None]
     for norm in norms:
         norm.training = False
     try:

@@ -40,7 +40,7 @@ class SavedBytes:
     """
 
     def __init__(self, others: Iterable[Tensor]) -> None:
-        self._seen = {storage_key(tensor) for tensor in others if not tensor.is_meta}
+        self._seen = {_memory(tensor)[0] for tensor in others if not tensor.is_meta}
         self._alive: list[Tensor] = []  # so that their memory's keys stay their own
         self.num_bytes = 0
 
@@ -50,13 +50,19 @@ class SavedBytes:
         return hooks
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        is_dense = tensor.layout is torch.strided
-        key = storage_key(tensor) if is_dense else id(tensor)
+        key, num_bytes = _memory(tensor)
         if key not in self._seen:
             self._seen.add(key)
             self._alive.append(tensor)
-            self.num_bytes += tensor.untyped_storage().nbytes() if is_dense else tensor.numel() * tensor.element_size()
+            self.num_bytes += num_bytes
         return tensor
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """What identifies a tensor's memory, and its bytes; those of a sparse one at most."""
+    if tensor.layout is torch.strided:
+        return storage_key(tensor), tensor.untyped_storage().nbytes()
+    return id(tensor), tensor.numel() * tensor.element_size()
 
 
 def _of_machine() -> int | None:

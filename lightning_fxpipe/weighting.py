@@ -164,7 +164,7 @@ class Finding:
 
     Attributes:
         verdict: The kind of result.
-        reduction: What the loss is, where it fits.
+        reduction: What the loss is; also where the user says that it is another.
         observed: The losses; empty where they fit.
     """
 

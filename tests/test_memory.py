@@ -71,3 +71,7 @@ def test_a_sparse_tensor_has_no_memory_to_share() -> None:
             return torch.sparse.mm(torch.eye(3).to_sparse(), x)
 
     assert saved(Sparse(), torch.randn(3, 2, requires_grad=True)) >= 3 * FLOAT
+
+
+def test_a_sparse_tensor_may_be_there_anyway() -> None:
+    assert SavedBytes([torch.eye(3).to_sparse()]).num_bytes == 0

@@ -124,7 +124,7 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
 
         def call(*args: Any, **kwargs: Any) -> Any:
             about_to(function)
-            time.sleep(slow)
+            time.sleep(slow)  # so that the kill arrives while it is being done
             about_to(f"{function}, later")
             return original(*args, **kwargs)
 
@@ -232,7 +232,7 @@ def _run(case: Case, folder: Path, stages: int, *, killed: bool) -> list[int]:
         if a_rank_was_killed or time.monotonic() > deadline:
             for pid in [pid for pid in pids if pid not in codes]:
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
+        time.sleep(0.005)  # several processes are waited for, and each has a deadline
     return [codes[pid] for pid in pids]
 
 

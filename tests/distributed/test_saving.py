@@ -93,6 +93,7 @@ def fit(folder: str, stages: int, keep: dict[str, Any], *, slow: float, async_sa
         devices=stages,
     )
     module = Model()
+    # A disk that is slow, so that steps go on while a checkpoint is being written.
     with mock.patch(WRITER, writer(lambda number: time.sleep(slow))):
         trainer.fit(module, data())
         names = sorted(path.name for path in Path(folder).iterdir())
@@ -157,7 +158,7 @@ def test_names_and_links_are_those_of_saving_at_once_and_always_lead_to_a_whole_
 
 def fail(folder: str, rank: int, number: int, keep: dict[str, Any], *, async_save: bool) -> dict[str, Any]:
     def before(count: int) -> None:
-        time.sleep(0.1)
+        time.sleep(0.1)  # a disk that is slow: training is a step further when it fails
         if count == number and int(os.environ["RANK"]) == rank:
             raise OSError(28, "No space left on device")
 
@@ -247,6 +248,7 @@ def fail_while_saving(folder: str) -> tuple[float, list[str]]:
     keep = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     strategy = FxPipeStrategy(num_microbatches=2, async_save=True)
     trainer = make_trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=2)
+    # The error comes while a checkpoint is being written.
     with mock.patch(WRITER, writer(lambda number: time.sleep(0.5))), pytest.raises(ValueError, match="the user's own"):
         trainer.fit(module, data(3))
     return time.monotonic() - started, sorted(entry.name for entry in Path(folder).iterdir())
