@@ -324,16 +324,26 @@ def has_validation(trainer: Trainer) -> bool:
 
 
 @contextmanager
-def silenced_loggers(module: Any) -> Iterator[None]:
-    """During the block the module's loggers take everything and keep nothing. Public names, but only where a Trainer is."""
+def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """During the block the module's loggers take everything and keep nothing. Public names, but only where a Trainer is.
+
+    Args:
+        module: The module.
+        note: Called where a logger is used.
+    """
     trainer: Any = getattr(module, "_trainer", None)  # `trainer` itself raises without one. Lightning 2.6.
     if not getattr(trainer, "loggers", None):
         yield
         return
     from lightning.pytorch.loggers.logger import DummyLogger
 
+    class NotedLogger(DummyLogger):
+        def __getattribute__(self, name: str) -> Any:
+            note()
+            return super().__getattribute__(name)
+
     before = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in before]
+    trainer.loggers = [NotedLogger() for _ in before]
     try:
         yield
     finally:

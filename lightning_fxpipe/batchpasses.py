@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_fxpipe.commands import Command, Commands
 from lightning_fxpipe.interleaved import InterleavedPass, ParkedLoss, StepTail
 from lightning_fxpipe.interleaving import Interleaving
+from lightning_fxpipe.metrics import LogEntry
 from lightning_fxpipe.passsetup import PassSetups
 from lightning_fxpipe.regionpass import PassSetup, RegionPass
 from lightning_fxpipe.stagetraces import StageTrace
@@ -31,11 +32,18 @@ class BatchPasses:
 
     def __init__(self, root: nn.Module, topology: Topology, setups: PassSetups, interleaving: Interleaving) -> None:
         self._root = root
+        self._topology = topology
         self._setups = setups
         self._interleaving = interleaving
         self._commands = Commands(topology)
         self._passes: list[RegionPass] = []
         self._interleaved: InterleavedPass | None = None
+        self._has_ended_step = False
+
+    @property
+    def has_ended_step(self) -> bool:
+        """On the last stage, whether the region was all there is to run of the step."""
+        return self._has_ended_step
 
     @property
     def have_run(self) -> bool:
@@ -58,7 +66,8 @@ class BatchPasses:
 
         Returns:
             Whether it counts, and on the last stage the joined results. It does not count where a try shows that samples
-            notice each other: the batch is not cut any more.
+            notice each other: the batch is not cut any more. There are no results where the step is over, see
+            :attr:`has_ended_step`.
         """
         if self._must_look(step, setup, trace) and not self._look(setup, values, step, trace, tail):
             return False, None
@@ -74,7 +83,7 @@ class BatchPasses:
         """Whether a look at a batch is to show, before it runs, whether it can; the same on every rank."""
         if not self.may_interleave(step) or not setup.can_be_interleaved:
             return False
-        return not self._interleaving.is_on or not self._setups.is_proven(trace, setup)
+        return self._interleaving.must_look() or not self._setups.is_proven(trace, setup)
 
     def _look(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace, tail: StepTail | None
@@ -85,6 +94,27 @@ class BatchPasses:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
         tries = not self._setups.is_proven(trace, setup)
+        one, joined = self._run_undone(setup, values, step, tries=tries, measures=not self._interleaving.is_on)
+        if tries and not self._setups.prove(trace, one.mixing):
+            return False
+        self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
+        return True
+
+    def _run_undone(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool = False, measures: bool = False
+    ) -> tuple[RegionPass, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch, forward, without gradients and undone. Called by every rank.
+
+        Args:
+            setup: The stage and the microbatches.
+            values: The region's inputs and draws.
+            step: The step.
+            tries: Whether to find out if samples notice each other.
+            measures: Whether to find out what autograd would keep.
+
+        Returns:
+            The pass, and on the last stage the joined results.
+        """
         one = RegionPass(
             setup,
             values,
@@ -92,14 +122,10 @@ class BatchPasses:
             training=False,
             announce=lambda _: None,
             tries=tries,
-            measures=True,
+            measures=measures,
         )
         with undone(self._root), torch.no_grad():
-            joined = one.run_forward()
-        if tries and not self._setups.prove(trace, one.mixing):
-            return False
-        self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
-        return True
+            return one, one.run_forward()
 
     def _own_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._root.parameters() if not parameter.is_meta]
@@ -108,6 +134,7 @@ class BatchPasses:
         self, setup: PassSetup, values: list[Tensor | None], step: Step, tail: StepTail | None
     ) -> tuple[Tensor, ...] | None:
         """The region's call in the running batch, forward and backward. Called by every rank."""
+        may_end = self._interleaving.only_logs_loss
         self._interleaved = InterleavedPass(
             setup,
             values,
@@ -116,8 +143,21 @@ class BatchPasses:
             tail=tail,
             weights=() if tail is None else self._interleaving.weights(tail),
             scale=step.scale,
+            keeps_results=not may_end,
         )
-        return self._interleaved.run()
+        joined = self._interleaved.run()
+        self._has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
+        lacks_results = joined is None and not self._has_ended_step
+        if may_end and self._hears_of(Command.FORWARD, is_wanted=lacks_results):
+            _, joined = self._run_undone(setup, values, step)
+        return joined
+
+    def _hears_of(self, command: Command, *, is_wanted: bool) -> bool:
+        """Whether the last stage wants something. Called by every rank; what the others say does not count."""
+        if not self._topology.is_last:
+            return self._commands.hear()[0] is command
+        self._commands.tell(command if is_wanted else Command.DONE)
+        return is_wanted
 
     def _run_forward(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace
@@ -158,18 +198,26 @@ class BatchPasses:
         """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients."""
         loss = loss_of(output)
         assert loss is not None
-        interleaved = self._interleaved
-        if interleaved is None:
+        if self._interleaved is None:
             return output
-        interleaved.checked(loss, step)
+        self._interleaved.checked(loss, step)
+        parked = self._parked(step, loss, self._interleaved)
+        return {**output, "loss": parked} if isinstance(output, dict) else parked
 
+    def logged_loss(self, step: Step) -> tuple[Tensor, list[LogEntry]]:
+        """The loss of a step that has ended with the region, which brings the gradients, and what it logs."""
+        assert self._interleaved is not None
+        loss, entries = self._interleaved.logged_loss()
+        return self._parked(step, loss, self._interleaved), entries
+
+    def _parked(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
         def install(factor: float) -> None:
             self._commands.tell(Command.INSTALL, option=factor / step.scale)
             interleaved.install(factor / step.scale)
 
         anchor = torch.zeros((), requires_grad=True)
         parked: Tensor = ParkedLoss.apply(anchor, loss.detach(), install)  # type: ignore[no-untyped-call]
-        return {**output, "loss": parked} if isinstance(output, dict) else parked
+        return parked
 
     def lead_backward(self, run: Callable[[], None], *, retains: bool) -> None:
         """Runs ``run``, which calls backward on the batch's loss. Called on the last stage, and :meth:`follow` on the others.
@@ -201,3 +249,4 @@ class BatchPasses:
         """Drops what the batch's passes have kept."""
         self._passes = []
         self._interleaved = None
+        self._has_ended_step = False

@@ -16,6 +16,7 @@ class Command(IntEnum):
     DONE = 0
     BACKWARD = 1
     INSTALL = 2  # the gradients of a batch that has run forward and backward
+    FORWARD = 3  # such a batch once more, for its results
 
 
 class Commands:

@@ -4,9 +4,11 @@ A microbatch can go back through the stages before the others have come forward 
 microbatches. Then the step's code after the region (the *tail* of the step) runs once for each microbatch, for its gradient
 only: it is a dry run, which leaves nothing behind, and draws its part of what the whole batch draws. What the step logs, counts
 and returns comes from its one run on the whole batch, which goes on, without gradient, when the schedule is done. Its loss is
-compared with that of the microbatches every time.
+compared with that of the microbatches every time. Where the step only logs its loss, as most language models do, the
+microbatches have told all there is to know: that run is left out, and the results of the whole batch are not kept for it.
 
-Whether the loss is such a sum is found out before the first batch runs (:mod:`lightning_fxpipe.interleaving`).
+Whether the loss is such a sum, and the step such a one, is found out before the first batch runs
+(:mod:`lightning_fxpipe.interleaving`).
 
 The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no batch half-way and needs no second weights.
 """
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,15 +26,50 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.division import cut
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metriccalls import held_metrics
+from lightning_fxpipe.metrics import LogEntry, StepLog
 from lightning_fxpipe.prelude import rehearsed
 from lightning_fxpipe.randomness import BatchDraws
 from lightning_fxpipe.region import replaced_region
 from lightning_fxpipe.regionpass import Leg, PassSetup, StageRun, safe
 from lightning_fxpipe.replay import Replayer, watched_step
-from lightning_fxpipe.rng import set_rng_state
+from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
+from lightning_fxpipe.sizes import plain_number
 from lightning_fxpipe.step import Step, loss_of
+from lightning_fxpipe.stepcode import may_differ_between_batches
 from lightning_fxpipe.trace import TracedRegion
 from lightning_fxpipe.weighting import Finding, LossOptions, Verdict, compare, tolerance, weighted_sum, without_gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailRun:
+    """What a dry run of the step has shown.
+
+    Attributes:
+        loss: Its loss; None where it returns none.
+        entries: What it logs.
+        num_samples: How many it ran for.
+        does_more: Whether it does anything else.
+    """
+
+    loss: Tensor | None
+    entries: tuple[LogEntry, ...]
+    num_samples: int
+    does_more: bool
+
+    def logged_losses(self) -> tuple[LogEntry, ...] | None:
+        """What it logs, without the loss, where that is all it does; else None."""
+        if self.does_more or self.loss is None:
+            return None
+        value = plain_number(self.loss)
+        if not all(self._is_of_loss(entry, value) for entry in self.entries):
+            return None
+        # What is left is the same for each part of a batch, and for the whole.
+        return tuple(replace(e, value=0.0, num_samples=None if e.num_samples is None else 0) for e in self.entries)
+
+    def _is_of_loss(self, entry: LogEntry, value: float) -> bool:
+        is_loss = entry.metric is None and (entry.value == value or entry.value != entry.value and value != value)
+        return is_loss and entry.num_samples in (None, self.num_samples)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +107,8 @@ class StepTail:
         """Samples in each microbatch."""
         return [leg.part.size for leg in self.setup.legs for _ in range(leg.part.count)]
 
-    def loss(self, number: int, results: Sequence[Tensor]) -> Tensor | None:
-        """The microbatch's loss; None where the step returns none.
+    def run(self, number: int, results: Sequence[Tensor]) -> TailRun:
+        """The step on a microbatch, as a dry run.
 
         Args:
             number: Of the microbatch in the batch.
@@ -83,10 +120,10 @@ class StepTail:
             v if v is None else cut(v, dim, row, leg.rows) for v, dim in zip(self.values, self.setup.input_dims, strict=True)
         ]
         start = sum(self.sizes[:number])
-        return self._loss(self.microbatches[number], leg.sizes, (start, leg.part.size), (results, own), is_first=number == 0)
+        return self._run(self.microbatches[number], leg.sizes, (start, leg.part.size), (results, own), is_first=number == 0)
 
     def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
-        """Finds out whether the batch's loss is a sum over its microbatches; nothing of it is left behind.
+        """Finds out whether the batch's loss is a sum over its microbatches, and if the step does more; nothing is left behind.
 
         Args:
             joined: What the last stage gave for the batch.
@@ -95,12 +132,15 @@ class StepTail:
         """
         with torch.no_grad():
             samples = (0, sum(self.sizes))
-            whole = self._loss(self.batch, self.batch_sizes, samples, (joined, self.values), is_first=True)
-            losses = [self.loss(number, self._cut(joined, number)) for number in range(len(self.sizes))]
-        if whole is None:  # the step skips the batch
+            whole = self._run(self.batch, self.batch_sizes, samples, (joined, self.values), is_first=True)
+            parts = [self.run(number, self._cut(joined, number)) for number in range(len(self.sizes))]
+        if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
-        values = [float("nan") if loss is None else float(loss) for loss in losses]
-        return compare(float(whole), values, self.sizes, options, weights, whole.dtype)
+        values = [float("nan") if part.loss is None else float(part.loss) for part in parts]
+        found = compare(float(whole.loss), values, self.sizes, options, weights, whole.loss.dtype)
+        logged = whole.logged_losses()
+        only_logs = logged is not None and all(part.logged_losses() == logged for part in parts)
+        return replace(found, only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function))
 
     def _cut(self, joined: Sequence[Tensor], number: int) -> list[Tensor]:
         leg, index = self._leg(number)
@@ -116,7 +156,7 @@ class StepTail:
         leg = next(leg for leg in legs if leg.part.first <= number < leg.part.first + leg.part.count)
         return leg, number - leg.part.first
 
-    def _loss(
+    def _run(
         self,
         batch: Any,
         sizes: Mapping[Any, int],
@@ -124,8 +164,8 @@ class StepTail:
         made: tuple[Sequence[Tensor], Sequence[Tensor | None]],
         *,
         is_first: bool,
-    ) -> Tensor | None:
-        """The step's loss for a part of the batch, by a dry run.
+    ) -> TailRun:
+        """The step for a part of the batch, as a dry run.
 
         Args:
             batch: The part.
@@ -135,21 +175,31 @@ class StepTail:
             is_first: Whether what it draws begins with what the step draws.
         """
         results, values = made
+        at_region: dict[str, Any] = {}
 
         def region(_: Sequence[Tensor]) -> list[Tensor]:
             if is_first:
                 set_rng_state(self.rng_after_prelude)
             tail = self.setup.tail
             assert tail is not None
+            at_region.update(rng_state())
             return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
 
-        function = self.step.function
-        with rehearsed(self.root, function, (batch, *self.step.rest), {}) as again:
+        function, log = self.step.function, StepLog(held_metrics(self.root))
+        with rehearsed(self.root, function, (batch, *self.step.rest), {}, notes_changes=True) as again:
             set_rng_state(self.rng_at_start)
             self.draws.begin_microbatch(*samples)
-            with self.step.context(), self._in_place(sizes, again.args, region):
+            with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):
                 result = function(*again.args)
-        return None if result is None else loss_of(result)
+            draws = bool(at_region) and not same_rng(at_region, rng_state())
+        loss = None if result is None else loss_of(result)
+        gives_more = isinstance(result, dict) and len(result) > 1
+        return TailRun(
+            loss=loss,
+            entries=tuple(log.entries),
+            num_samples=samples[1],
+            does_more=draws or gives_more or again.has_changed_any or again.has_spoken,
+        )
 
     def _in_place(
         self, sizes: Mapping[Any, int], args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
@@ -188,6 +238,7 @@ class InterleavedPass:
         tail: On the last stage, the rest of the step.
         weights: On the last stage, the factor of each microbatch's loss in the batch's loss.
         scale: On the last stage, by which the loss is multiplied for its backward pass.
+        keeps_results: Whether the step goes on with the results of the whole batch.
     """
 
     def __init__(
@@ -200,23 +251,27 @@ class InterleavedPass:
         tail: StepTail | None,
         weights: Sequence[float],
         scale: float,
+        keeps_results: bool,
     ) -> None:
-        self.losses: dict[int, float] = {}
-        self.weights = weights
+        self._weights = weights
+        self._keeps_results = keeps_results
         self._scale = scale
         self._run = StageRun(setup, values, random_key)
         self._setup = setup
         self._parameters = parameters
         self._tail = tail
+        self._results: dict[int, tuple[Tensor, ...]] = {}  # by number of the microbatch
+        self._losses: dict[int, float] = {}
+        self._logged: tuple[LogEntry, ...] | None = ()  # by each of them, where that is all it does
+        self._loss: Tensor | None = None  # one of them
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def run(self) -> tuple[Tensor, ...] | None:
         """Runs all microbatches. Called by every rank of the pipeline.
 
         Returns:
-            On the last stage the joined results, without gradient.
+            On the last stage the joined results, without gradient; None where they are not kept.
         """
-        parts: dict[int, tuple[Tensor, ...]] = {}
         before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -224,33 +279,56 @@ class InterleavedPass:
             with self._setup.norms.deferred():
                 for leg in self._setup.legs:
                     assert leg.interleaved is not None
-                    leg.interleaved().step(partial(self._one, leg, parts))
+                    leg.interleaved().step(partial(self._one, leg))
             self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
         finally:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
-        if not self._setup.is_last:
+        results, self._results = self._results, {}
+        if not self._setup.is_last or len(results) < len(self._losses):
             return None
-        return self._setup.joined([parts[number] for number in sorted(parts)])
+        return self._setup.joined([results[number] for number in sorted(results)])
 
-    def _one(
-        self, leg: Leg, parts: dict[int, tuple[Tensor, ...]], index: int, received: tuple[Tensor, ...]
-    ) -> Tensor | tuple[Tensor, ...]:
+    @property
+    def does_more(self) -> bool:
+        """Whether a microbatch has shown that the step does more than to log its loss, after a run."""
+        return self._logged is None
+
+    def _one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         outputs, _ = self._run.compute(leg, index, received, state=None, training=True)
         if not self._setup.is_last:
             return tuple(output.contiguous() for output in outputs)
         number = leg.part.first + index
-        parts[number] = safe(tuple(output.detach() for output in outputs), received)
         assert self._tail is not None
-        loss = self._tail.loss(number, outputs)
+        done = self._tail.run(number, outputs)
+        loss, logged = done.loss, done.logged_losses()
+        self._logged = logged if not self._losses or logged == self._logged else None
+        if self._keeps_results or self.does_more:
+            self._results[number] = safe(tuple(output.detach() for output in outputs), received)
         trained = [output for output in outputs if output.requires_grad]
         nothing = without_gradient(trained) if trained else torch.zeros((), device=self._setup.device, requires_grad=True)
         if loss is None:
-            self.losses[number] = float("nan")
+            self._losses[number] = float("nan")
             return nothing
-        self.losses[number] = float(loss.detach())
-        weight = self.weights[number]
+        self._loss = loss.detach()
+        self._losses[number] = float(self._loss)
+        weight = self._weights[number]
         return loss.reshape(()) * (weight * self._scale) + nothing if weight else nothing
+
+    def logged_loss(self) -> tuple[Tensor, list[LogEntry]]:
+        """The batch's loss by its microbatches, and what the step logs, where it is the only thing that the step does."""
+        assert self._loss is not None
+        assert self._logged is not None
+        loss = torch.full_like(self._loss, self._total())
+        num_samples = sum(self._tail.sizes) if self._tail is not None else 0
+        entries = [
+            replace(entry, value=plain_number(loss), num_samples=None if entry.num_samples is None else num_samples)
+            for entry in self._logged
+        ]
+        return loss, entries
+
+    def _total(self) -> float:
+        return weighted_sum([self._losses[number] for number in sorted(self._losses)], self._weights)
 
     def install(self, factor: float) -> None:
         """Adds the parked gradients to ``.grad``, as a backward pass does.
@@ -270,9 +348,7 @@ class InterleavedPass:
         Raises:
             UnsupportedError: They differ.
         """
-        value = float(whole.detach())
-        losses = [self.losses[number] for number in sorted(self.losses)]
-        total = weighted_sum(losses, self.weights)
+        value, total, losses = float(whole.detach()), self._total(), self._losses.values()
         scale = max(abs(value), abs(total), max(map(abs, losses), default=0.0), 1e-6)
         if abs(total - value) <= tolerance(whole.dtype) * scale or (total != total and value != value):
             return

@@ -22,6 +22,8 @@ from lightning_fxpipe.schedule import ScheduleName
 from lightning_fxpipe.topology import Topology
 from lightning_fxpipe.weighting import Finding, LossOptions, LossReduction, Verdict
 
+# Where the step's run on the whole batch is left out, its loss is compared with that of the microbatches every so many batches.
+_BATCHES_BETWEEN_LOOKS = 64
 # Of the memory that is left, what activations may take before they are worth another schedule.
 _TIGHT_SHARE = 0.5
 _GIB = 2**30
@@ -53,6 +55,7 @@ class Interleaving:
         self._topology = topology
         self._inform, self._warn = inform, warn
         self._finding = Finding(verdict=Verdict.UNCLEAR)
+        self._num_batches = 0  # since the last look
 
     @property
     def may_be(self) -> bool:
@@ -63,6 +66,16 @@ class Interleaving:
     def is_on(self) -> bool:
         """Whether batches run so."""
         return self._may and self._finding.verdict is Verdict.FITS
+
+    @property
+    def only_logs_loss(self) -> bool:
+        """Whether the step did nothing with its loss but log it, when a batch was looked at."""
+        return self._finding.only_logs_loss
+
+    def must_look(self) -> bool:
+        """Whether the next batch must be looked at. Called by every rank, once for a batch that may run so."""
+        self._num_batches += 1
+        return not self.is_on or (self.only_logs_loss and self._num_batches > _BATCHES_BETWEEN_LOOKS)
 
     def weights(self, tail: StepTail) -> tuple[float, ...]:
         """Factor of each microbatch's loss in the batch's."""
@@ -93,10 +106,14 @@ class Interleaving:
         if not (self._is_asked_for or self.is_on) and not any_rank(self._is_tight(needed, parameters), self._topology):
             self._may = False
             return
-        self._finding = self._shared(None if tail is None else tail.compare(joined, self._options, self.weights(tail)))
+        was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
+        finding = self._shared(None if tail is None else tail.compare(joined, self._options, self.weights(tail)))
+        if was_on and finding.verdict is Verdict.UNCLEAR:
+            return
+        self._finding = finding
         if self._finding.verdict is Verdict.DIFFERS:
-            self._refuse(needed)
-        elif self.is_on and not self._is_asked_for:
+            self._refuse(needed, may_go_on=not self._is_asked_for and were_compared)
+        elif self.is_on and not self._is_asked_for and not was_on:
             self._inform(
                 f"Training goes forward and backward by turns (schedule '1f1b'): all microbatches' activations would take "
                 f"{needed / _GIB:.2g} GiB on the last stage, or much of what is left on another."
@@ -120,9 +137,9 @@ class Interleaving:
         assert box[0] is not None
         return box[0]
 
-    def _refuse(self, needed: int) -> None:
+    def _refuse(self, needed: int, *, may_go_on: bool) -> None:
         observed = self._finding.observed
-        if not self._is_asked_for:
+        if may_go_on:
             self._may = False
             self._warn(
                 f"The activations of a batch may take much of the memory left ({needed / _GIB:.2g} GiB on the last stage), "

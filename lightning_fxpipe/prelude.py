@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat import patched_attributes, tree_map
+from lightning_fxpipe._compat import patched_attributes, tree_map, version_of
 from lightning_fxpipe._compat_lightning import log_replaced, silenced_loggers
 from lightning_fxpipe.metriccalls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.objects import is_value, lasting_objects
@@ -57,12 +57,16 @@ class Rehearsal:
         args, kwargs: Copies of the step's arguments, which it may change.
         state: What the step can change, as it was before.
         facts: What it has shown, when it is over.
+        has_changed_any: Whether it has changed anything that is put back; noted where that was asked for.
+        has_spoken: Whether it has printed anything, or used a logger.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: Snapshot | None = None
     facts: PreludeFacts | None = None
+    has_changed_any: bool = False
+    has_spoken: bool = False
 
 
 @contextmanager
@@ -72,40 +76,61 @@ def rehearsed(
     args: tuple[Any, ...],
     kwargs: Any,
     device: torch.device | None = None,
+    *,
+    notes_changes: bool = False,
 ) -> Iterator[Rehearsal]:
     """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
 
     What the step changes is put back afterwards, see :mod:`lightning_fxpipe.undo`; what it logs is dropped. With ``device`` the
-    module, wherever it is, is as if it were there.
+    module, wherever it is, is as if it were there. With ``notes_changes`` it is noted whether there is anything to put back.
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
     rehearsal = Rehearsal(args, kwargs)
-    muted = log_replaced(root, say_nothing, "log", "log_dict")
+    muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
     generators = python_rng()
     left_at: TracebackType | None = None
+
+    def note_logger() -> None:
+        rehearsal.has_spoken = True
+
     with (
-        silenced(),
+        silenced() as said,
         undone(root, function) as before,
+        _changes_noted(rehearsal, before, root) if notes_changes else nullcontext(),
         patched_attributes(*muted),
-        silenced_loggers(root),
+        silenced_loggers(root, note_logger),
         metrics_as_one_call(held_metrics(root).values(), count=False),
         noted_reads(root, lambda: True) as reads,
         Placement(root, device).pretended() if device is not None else nullcontext(),
         _Looks() as looks,
     ):
         rehearsal.state = before
+        said_before = said.tell()
         try:
             yield rehearsal
         except BaseException as error:
             left_at = error.__traceback__
             raise
         finally:
+            rehearsal.has_spoken |= said.tell() > said_before
             has_drawn = python_rng() != generators or before.is_drawn_from()
             depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
             is_fixed = not (looks.happened or has_drawn or depends)
             rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
+
+
+@contextmanager
+def _changes_noted(rehearsal: Rehearsal, before: Snapshot, root: nn.Module) -> Iterator[None]:
+    """Around all that is patched for a dry run, which is no change of the step's."""
+    versions = [(buffer, version_of(buffer)) for buffer in root.buffers() if not buffer.is_inference()]
+    yield
+    rehearsal.has_changed_any = (
+        any(version_of(buffer) != version for buffer, version in versions)
+        or next(before.written_tensors(), None) is not None
+        or next(before.differences(), None) is not None
+    )
 
 
 def _copied(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:

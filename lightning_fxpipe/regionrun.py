@@ -124,7 +124,7 @@ class RegionRun:
             _, joined = self._passes.run(setup, values, self._step, self._trace, self._tail)
         self.has_run = True
         if joined is None:
-            raise StageExit(())
+            raise StageExit(())  # the step is over for this rank
         assert setup.tail is not None
         return list(setup.tail.module(*joined, *(values[i] for i in setup.tail.region_inputs)))
 

@@ -130,7 +130,12 @@ class PipelineRuntime:
             if call is None or call.leaving.error is None:
                 raise
         if call is not None and call.leaving.has_ended_step():
-            return BatchResult(num_microbatches=call.setup.num_microbatches)
+            if not self.passes.has_ended_step:
+                return BatchResult(num_microbatches=call.setup.num_microbatches)
+            output, entries = self.passes.logged_loss(step)
+            return BatchResult(
+                num_microbatches=call.setup.num_microbatches, output=output, loss=float(output.detach()), entries=entries
+            )
         if not self._topology.is_last:  # a step that skips its model skips it on every rank
             return BatchResult(num_microbatches=0)
         if call is not None:

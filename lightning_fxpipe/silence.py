@@ -27,13 +27,13 @@ _HEARD_LOGGERS = ("lightning_fxpipe", "torch")
 
 
 @contextmanager
-def silenced() -> Iterator[None]:
-    """Around user code that runs once more than the user knows of.
+def silenced() -> Iterator[io.StringIO]:
+    """Around user code that runs once more than the user knows of. Yields what gets all that it prints and logs.
 
     An error of that code leaves the block with what was printed before it, as a note.
     """
     if isinstance(sys.stdout, _Silenced) and sys.stdout.is_of_this_thread:
-        yield
+        yield sys.stdout.printed
         return
     printed = io.StringIO()
     out, err = _Silenced(sys.stdout, printed), _Silenced(sys.stderr, printed)
@@ -41,11 +41,11 @@ def silenced() -> Iterator[None]:
     try:
         with (
             patched_attributes((sys, "stdout", out), (sys, "stderr", err)),
-            patched_attributes((logging.Logger, "handle", _quiet_handle(logging.Logger.handle))),
+            patched_attributes((logging.Logger, "handle", _quiet_handle(logging.Logger.handle, printed))),
             _no_warnings(),
         ):
             torch.set_warn_always(True)  # what torch says once only, it must not say here
-            yield
+            yield printed
     except Exception as error:
         lines = printed.getvalue().splitlines()[-_KEPT_LINES:]
         if lines and not isinstance(error, FxPipeError):
@@ -65,7 +65,7 @@ class _Silenced:
 
     def __init__(self, stream: TextIO, printed: io.StringIO) -> None:
         self.not_silenced = stream
-        self._printed = printed
+        self.printed = printed
         self._thread = threading.get_ident()
 
     @property
@@ -75,7 +75,7 @@ class _Silenced:
 
     def write(self, text: str) -> int:
         """Writes, or does not."""
-        return (self._printed if self.is_of_this_thread else self.not_silenced).write(text)
+        return (self.printed if self.is_of_this_thread else self.not_silenced).write(text)
 
     def writelines(self, lines: list[str]) -> None:
         """Writes, or does not."""
@@ -91,12 +91,14 @@ class _Silenced:
         return getattr(self.not_silenced, name)
 
 
-def _quiet_handle(handle: Callable[[logging.Logger, logging.LogRecord], None]) -> Any:
+def _quiet_handle(handle: Callable[[logging.Logger, logging.LogRecord], None], printed: io.StringIO) -> Any:
     thread = threading.get_ident()
 
     def quiet(logger: logging.Logger, record: logging.LogRecord) -> None:
         if threading.get_ident() != thread or logger.name.split(".")[0] in _HEARD_LOGGERS:
             handle(logger, record)
+        else:
+            printed.write(f"{record.msg}\n")
 
     return quiet
 

@@ -166,11 +166,13 @@ class Finding:
         verdict: The kind of result.
         reduction: What the loss is; also where the user says that it is another.
         observed: The losses; empty where they fit.
+        only_logs_loss: Whether the step does nothing with its loss but log it.
     """
 
     verdict: Verdict
     reduction: LossReduction | None = None
     observed: str = ""
+    only_logs_loss: bool = False
 
 
 def tolerance(dtype: torch.dtype) -> float:
