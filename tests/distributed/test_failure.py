@@ -85,6 +85,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import lightning_fxpipe
 
+# As in a terminal: what a shell starts in the background ignores interrupts, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 class Lit(L.LightningModule):
     def __init__(self):
         super().__init__()
