@@ -6,18 +6,18 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
+from lightning_fxpipe._compat.roots import when_imported
 from lightning_fxpipe.errors import BatchError as BatchError
 from lightning_fxpipe.errors import FxPipeError as FxPipeError
 from lightning_fxpipe.errors import PartitionError as PartitionError
 from lightning_fxpipe.errors import PeerError as PeerError
 from lightning_fxpipe.errors import TraceError as TraceError
 from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
-from lightning_fxpipe.plan import BoundaryTensor as BoundaryTensor
-from lightning_fxpipe.plan import PartitionPlan as PartitionPlan
-from lightning_fxpipe.plan import StageSpec as StageSpec
-from lightning_fxpipe.roots import when_imported
-from lightning_fxpipe.stepplan import make_plan as make_plan
-from lightning_fxpipe.strategy import FxPipeStrategy as FxPipeStrategy
+from lightning_fxpipe.planner.plan import BoundaryTensor as BoundaryTensor
+from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
+from lightning_fxpipe.planner.plan import StageSpec as StageSpec
+from lightning_fxpipe.planner.step_plan import make_plan as make_plan
+from lightning_fxpipe.strategy.strategy import FxPipeStrategy as FxPipeStrategy
 
 try:
     __version__ = version("lightning-fxpipe")

@@ -6,7 +6,7 @@ for those who make it themselves, or name its class in a config: ``lightning_fxp
 
 from pytorch_lightning.strategies import ParallelStrategy
 
-from lightning_fxpipe.strategy import PipelineStrategy
+from lightning_fxpipe.strategy.strategy import PipelineStrategy
 
 
 class FxPipeStrategy(PipelineStrategy, ParallelStrategy):  # type: ignore[misc]

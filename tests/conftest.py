@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.distributed.pool import RankPool
+from tests.ranks.pool import RankPool
 
 pytest.register_assert_rewrite("tests.staging")
 torch.set_num_threads(1)
 
 
 # These start processes. They run one after the other: more ranks than cores would only wait for each other.
-_WITH_RANKS = ("tests/distributed/", "tests/zoo/test_steps.py", "tests/test_launching.py", "tests/test_readme.py")
+_WITH_RANKS = ("tests/ranks/", "tests/zoo/test_steps.py", "tests/launch/test_launching.py", "tests/test_readme.py")
 
 
 # Each change runs another part of the slow tests, so that all have run in so many days, and not only at night; and a larger
@@ -30,28 +30,28 @@ _SLOW_PARTS, _FAMILY_PARTS = 20, 3
 _FAMILIES = (
     "tests/zoo/test_steps.py::test_equal_or_refused",
     "tests/zoo/test_zoo.py::test_stages_equal_the_whole_model",
-    "tests/test_split.py::test_stages_equal_the_whole_model",
-    "tests/distributed/test_callbacks.py::test_a_callback_does_what_it_does_on_one_device",
-    "tests/distributed/test_flags.py::test_an_argument_does_what_it_does_on_one_device",
-    "tests/distributed/test_optimizers.py::test_it_trains_as_on_one_device",
-    "tests/distributed/test_training.py::test_trainer_options_give_the_same_run",
+    "tests/stages/test_build.py::test_stages_equal_the_whole_model",
+    "tests/ranks/test_callbacks.py::test_a_callback_does_what_it_does_on_one_device",
+    "tests/ranks/test_flags.py::test_an_argument_does_what_it_does_on_one_device",
+    "tests/ranks/test_optimizers.py::test_it_trains_as_on_one_device",
+    "tests/ranks/test_training.py::test_trainer_options_give_the_same_run",
     # Half a minute each, for what shorter tests show, too, in parts.
-    "tests/distributed/test_after_run.py::test_a_script_of_several_runs_goes_as_on_one_device",
-    "tests/distributed/test_coupled_optimizers.py::test_it_trains_as_on_one_device",
-    "tests/distributed/test_data.py::test_workers_draw_the_random_numbers_of_one_device_seeded_by_lightning_or_not",
-    "tests/distributed/test_failure.py::test_a_process_that_ends_well_before_the_ranks_meet_is_not_waited_for",
-    "tests/distributed/test_failure.py::test_an_error_of_a_started_process_is_told_once",
-    "tests/distributed/test_failure.py::test_an_interrupt_of_the_main_process_ends_the_run_in_order",
-    "tests/distributed/test_groups.py::test_a_run_that_is_over_leaves_no_threads_and_connections",
-    "tests/distributed/test_held_tensors.py::test_what_a_step_takes_from_elsewhere_is_that_of_one_device",
-    "tests/distributed/test_hooks.py::test_traces_of_every_hook_are_the_same_on_every_rank",
-    "tests/distributed/test_interleaved.py::test_which_batches_go_by_turns",
-    "tests/distributed/test_loaders.py::test_batches_are_traced_as_they_come",
-    "tests/distributed/test_materialise.py::test_a_module_without_data_gets_the_values_of_one_device",
-    "tests/distributed/test_optimizer_states.py::test_states_of_all_kinds_come_back",
-    "tests/distributed/test_pytorch_lightning.py::test_runs_are_those_of_one_device_under_the_other_name",
-    "tests/distributed/test_row_numbers.py::test_numbers_of_samples_are_those_of_one_device",
-    "tests/distributed/test_sparing.py::test_a_rank_whose_stage_needs_no_data_does_not_load_it",
+    "tests/ranks/test_after_run.py::test_a_script_of_several_runs_goes_as_on_one_device",
+    "tests/ranks/test_coupled_optimizers.py::test_it_trains_as_on_one_device",
+    "tests/ranks/test_data.py::test_workers_draw_the_random_numbers_of_one_device_seeded_by_lightning_or_not",
+    "tests/ranks/test_failure.py::test_a_process_that_ends_well_before_the_ranks_meet_is_not_waited_for",
+    "tests/ranks/test_failure.py::test_an_error_of_a_started_process_is_told_once",
+    "tests/ranks/test_failure.py::test_an_interrupt_of_the_main_process_ends_the_run_in_order",
+    "tests/ranks/test_groups.py::test_a_run_that_is_over_leaves_no_threads_and_connections",
+    "tests/ranks/test_held_tensors.py::test_what_a_step_takes_from_elsewhere_is_that_of_one_device",
+    "tests/ranks/test_hooks.py::test_traces_of_every_hook_are_the_same_on_every_rank",
+    "tests/ranks/test_interleaved.py::test_which_batches_go_by_turns",
+    "tests/ranks/test_loaders.py::test_batches_are_traced_as_they_come",
+    "tests/ranks/test_materialise.py::test_a_module_without_data_gets_the_values_of_one_device",
+    "tests/ranks/test_optimizer_states.py::test_states_of_all_kinds_come_back",
+    "tests/ranks/test_pytorch_lightning.py::test_runs_are_those_of_one_device_under_the_other_name",
+    "tests/ranks/test_row_numbers.py::test_numbers_of_samples_are_those_of_one_device",
+    "tests/ranks/test_sparing.py::test_a_rank_whose_stage_needs_no_data_does_not_load_it",
 )
 
 

@@ -1,6 +1,6 @@
 """The modules of these tests, written for ``lightning``, once more for ``pytorch_lightning``.
 
-``other_root.tests.distributed.test_callbacks`` is ``tests.distributed.test_callbacks`` with imports from the other package,
+``other_root.tests.ranks.test_callbacks`` is ``tests.ranks.test_callbacks`` with imports from the other package,
 and whatever it imports of the tests likewise. Lightning's own second package is made in the same way.
 """
 

@@ -13,7 +13,7 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tests.distributed.runs import Net
+from tests.ranks.runs import Net
 
 
 @dataclass

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat import tree_flatten, tree_leaves
-from lightning_fxpipe.cost import Chain, build_chain, canonical_fqns
-from lightning_fxpipe.planning import Assignment
-from lightning_fxpipe.recordable import RegionCall
-from lightning_fxpipe.split import Stage, boundary_specs, build_stage
-from lightning_fxpipe.trace import trace_region
+from lightning_fxpipe._compat.torch import tree_flatten, tree_leaves
+from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
+from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
+from lightning_fxpipe.tracing.recordable import RegionCall
+from lightning_fxpipe.tracing.trace import trace_region
 
 BATCH = 4
 WIDTH = 6

@@ -24,7 +24,7 @@ from lightning_fxpipe import (
     UnsupportedError,
     make_plan,
 )
-from lightning_fxpipe.schedule import ScheduleName
+from lightning_fxpipe.schedules.pipelining import ScheduleName
 
 EMPTY = inspect.Parameter.empty
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_fxpipe import __main__ as command_line
-from lightning_fxpipe import strategy
+from lightning_fxpipe.strategy import strategy
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

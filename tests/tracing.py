@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat import tree_leaves
-from lightning_fxpipe.recordable import RegionCall
-from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe._compat.torch import tree_leaves
+from lightning_fxpipe.tracing.recordable import RegionCall
+from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 
 BATCH = 4
 WIDTH = 6

@@ -82,7 +82,7 @@ def main() -> None:
 
 def report(work: Work, stages: list[int], ways: list[str], found: dict[str, dict[str, int]]) -> None:
     """Prints the table."""
-    from lightning_fxpipe.table import render_table
+    from lightning_fxpipe.reporting.table import render_table
 
     rows = []
     for count in stages:

@@ -115,7 +115,7 @@ def instrument(parts: Parts) -> None:
         session,
         step,
     )
-    from lightning_fxpipe.strategy import FxPipeStrategy
+    from lightning_fxpipe.strategy.strategy import FxPipeStrategy
 
     parts.wrap("strategy hooks", FxPipeStrategy, "training_step")
     parts.wrap("strategy hooks", FxPipeStrategy, "backward")
@@ -255,7 +255,7 @@ def launch(work: Work, logged: int) -> list[list[dict[str, float]]]:
 
 def report(work: Work, logged: int, ranks: list[list[dict[str, float]]]) -> None:
     """Prints each part's median time per step, and its share of the median step, for each rank."""
-    from lightning_fxpipe.table import render_table
+    from lightning_fxpipe.reporting.table import render_table
 
     def median(of: Callable[[dict[str, float]], float], rank: int) -> float:
         return statistics.median(of(step) for step in ranks[rank])

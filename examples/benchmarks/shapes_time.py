@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from step_time import Work, loss_of, make_model, make_optimizer, make_trainer, spread  # noqa: E402
 
-from lightning_fxpipe.table import render_table  # noqa: E402
+from lightning_fxpipe.reporting.table import render_table  # noqa: E402
 
 SHORTEST, LONGEST = 32, 128
 FIXED = (SHORTEST + LONGEST) // 2

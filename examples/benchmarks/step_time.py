@@ -76,8 +76,8 @@ def main() -> None:
 
 def report(work: Work, times: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
     """Prints the table, and whether all did the same work."""
-    from lightning_fxpipe.schedule import bubble_fraction
-    from lightning_fxpipe.table import render_table
+    from lightning_fxpipe.reporting.table import render_table
+    from lightning_fxpipe.schedules.pipelining import bubble_fraction
 
     ideal = 1 - bubble_fraction(work.stages, work.microbatches)
     rows = []
@@ -240,11 +240,11 @@ def run_torch(work: Work, clock: Clock) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    from lightning_fxpipe.following import follow_plan
-    from lightning_fxpipe.recordable import RegionCall
-    from lightning_fxpipe.split import build_stage
-    from lightning_fxpipe.stepplan import make_plan
-    from lightning_fxpipe.trace import trace_region
+    from lightning_fxpipe.planner.following import follow_plan
+    from lightning_fxpipe.planner.step_plan import make_plan
+    from lightning_fxpipe.stages.build import build_stage
+    from lightning_fxpipe.tracing.recordable import RegionCall
+    from lightning_fxpipe.tracing.trace import trace_region
 
     dist.init_process_group("gloo")
     rank, last = dist.get_rank(), work.stages - 1

@@ -1,196 +1,183 @@
-"""User code that asks how many replicas there are, or talks to them, does in a pipeline what it does on one device."""
+"""Collectives of user code are those of one replica; a call with a group of ours is the real one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import all_gather, get_world_size
-from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradients
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+import torch.distributed.nn.functional as with_gradients
+from torch.distributed import distributed_c10d as real
 
-from lightning_fxpipe import FxPipeStrategy, UnsupportedError
-from tests.distributed.pool import RankPool
-from tests.distributed.runs import Net, Run, compare, go
-from tests.lit import make_trainer
-
-Ranks = Callable[[int], RankPool]
+from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.errors import UnsupportedError
 
 
-class Gather(torch.autograd.Function):
-    """As many contrastive losses have it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Any:
-        gathered = [torch.zeros_like(x) for _ in range(get_world_size())]
-        all_gather(gathered, x)
-        return tuple(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        summed = torch.stack(gradients)
-        dist.all_reduce(summed)
-        return summed[dist.get_rank()]
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    """Rank 0's values are sevens."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    replica = Replica(lambda value: torch.full_like(value, 7) if isinstance(value, torch.Tensor) else 7)
+    with replica.answering():
+        yield replica
+    assert not replica.is_computing
+    dist.destroy_process_group()
 
 
-class AsksForReplicas(Net):
-    """Scales its rate, its inputs and its loss by what it is told."""
-
-    def setup(self, stage: str) -> None:
-        self.replicas = self.trainer.world_size, self.trainer.num_devices, self.trainer.num_nodes, len(self.trainer.device_ids)
-        self.lr = 0.01 * self.trainer.world_size * self.trainer.num_devices * self.trainer.strategy.world_size  # type: ignore
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch[0] + self.global_rank + self.trainer.world_size
-        if self.trainer.is_global_zero:
-            x = x + torch.rand_like(x)  # of which the other ranks must draw as much
-        loss = nn.functional.cross_entropy(self.all_gather(self(x)), batch[1])
-        if self.global_rank == 0:
-            self.log("loss", loss, sync_dist=True, on_epoch=True)
-        return loss
+def of(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
-class Guards(Net):
-    """What it does in hooks it does on rank 0."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.trainer.is_global_zero:
-            self.log("drawn", torch.rand(()))
-            self.log_dict({"steps": float(batch_idx), "twice": torch.tensor(2.0 * batch_idx)}, on_epoch=True)
-        self.log("all", float(batch_idx))
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x = batch[0] + torch.rand_like(batch[0])  # another number where a rank has drawn more than another
-        self.log("val_loss", nn.functional.cross_entropy(self(x), batch[1]))
+def test_there_is_one_replica(replica: Replica) -> None:
+    for context in (replica.computing(), replica.acting()):
+        with context:
+            assert (dist.get_world_size(), dist.get_rank(), dist.get_world_size(dist.group.WORLD)) == (1, 0, 1)
+            assert dist.get_world_size(dist.new_group()) == 1
 
 
-class OwnLog(Net):
-    """Logs under other names and arguments."""
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        name, *rest = args
-        super().log(f"mine/{name}", *rest, **kwargs)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("epoch", float(self.current_epoch))
+def test_code_that_computes_goes_the_way_of_one_device_and_lightning_does_not(replica: Replica) -> None:
+    assert dist.is_initialized()
+    with replica.computing():
+        assert not dist.is_initialized()
+        with replica.acting():
+            assert dist.is_initialized()
 
 
-class Collective(Net):
-    """A step as for data parallel training, with everything gathered; in a plain run the same without."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        count = 1
-        if getattr(self.trainer.strategy, "strategy_name", "") == "fxpipe":
-            logits = torch.cat(Gather.apply(logits))  # type: ignore[no-untyped-call]
-            logits = all_reduce_with_gradients(logits)
-            count = dist.get_world_size()
-            dist.barrier()
-        if dist.is_initialized():
-            raise AssertionError("one device has no process group")
-        loss = nn.functional.cross_entropy(logits, batch[1]) / count
-        self.log("loss", loss)
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        value = torch.tensor(float(self.current_epoch if self.trainer.is_global_zero else -1))
-        names = [f"epoch {self.current_epoch}" if self.trainer.is_global_zero else None]
-        if dist.is_initialized():
-            dist.broadcast(value, src=0)
-            dist.broadcast_object_list(names, src=0)
-            gathered: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, names)
-            names = gathered[0]
-            if dist.get_rank() == 0:
-                dist.barrier()  # nobody else comes here
-                sum(p.sum() for p in self.parameters())
-        self.log("told", value)
-        self.names = names
+def all_gather(x: torch.Tensor) -> torch.Tensor:
+    out = [torch.zeros_like(x)]
+    dist.all_gather(out, x)
+    return out[0]
 
 
-class Samples(Net):
-    """With a sampler made by hand, from what the Trainer or torch says."""
+def into(function: Callable[..., Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        function(out, x)
+        return out
 
-    from_trainer = True
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        data = self._loader(44).dataset
-        count, rank = self.trainer.world_size, self.trainer.global_rank
-        by_hand = not self.from_trainer and getattr(self.trainer.strategy, "strategy_name", "") == "fxpipe"
-        sampler = DistributedSampler(data) if by_hand else DistributedSampler(data, num_replicas=count, rank=rank)
-        return DataLoader(data, batch_size=8, sampler=sampler)
+    return call
 
 
-class SamplesFromTorch(Samples):
-    from_trainer = False
+def in_place(function: Callable[..., Any], *args: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        function(x, *args)
+        return x
+
+    return call
 
 
-class Stream(IterableDataset[Any]):
-    """Gives each replica its share."""
-
-    def __iter__(self) -> Any:
-        rank, count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        for index in range(rank, 24, count):
-            yield torch.full((12,), index / 24), index % 5
-
-
-class Streams(Net):
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Stream(), batch_size=8)
+def waited(x: torch.Tensor) -> torch.Tensor:
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    assert work.is_completed()
+    return x
 
 
-RUNS = {
-    "asks for replicas": Run(
-        module=AsksForReplicas, look=lambda trainer, module, folder: (module.replicas, trainer.world_size, trainer.num_devices)
-    ),
-    "hooks of rank 0": Run(
-        module=Guards,
-        callbacks=lambda folder: [L.pytorch.callbacks.ModelCheckpoint(folder, monitor="steps", save_top_k=1)],
-        options={"enable_checkpointing": True},
-    ),
-    "own log": Run(module=OwnLog),
-    "collectives": Run(module=Collective, look=lambda trainer, module, folder: module.names),
-    "sampler of the Trainer": Run(module=Samples, options={"use_distributed_sampler": False}),
-    "sampler of torch": Run(module=SamplesFromTorch, options={"use_distributed_sampler": False}),
-    "stream": Run(module=Streams, options={"limit_train_batches": 3}),
+COLLECTIVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all_reduce": in_place(lambda x: dist.all_reduce(x)),
+    "all_reduce max": in_place(lambda x: dist.all_reduce(x, op=dist.ReduceOp.MAX)),
+    "asynchronous": waited,
+    "reduce": in_place(lambda x: dist.reduce(x, dst=0)),
+    "broadcast": in_place(lambda x: dist.broadcast(x, src=0)),
+    "all_gather": all_gather,
+    "all_gather_into_tensor": into(lambda out, x: dist.all_gather_into_tensor(out, x)),
+    "gather": into(lambda out, x: dist.gather(x, [out])),
+    "scatter": into(lambda out, x: dist.scatter(out, [x])),
+    "reduce_scatter": into(lambda out, x: dist.reduce_scatter(out, [x])),
+    "reduce_scatter_tensor": into(lambda out, x: dist.reduce_scatter_tensor(out, x)),
+    "all_to_all": into(lambda out, x: dist.all_to_all([out], [x])),
+    "all_to_all_single": into(lambda out, x: dist.all_to_all_single(out, x)),
 }
 
 
-def do(name: str, folder: str, stages: int) -> dict[str, Any]:
-    """A run, on one device (``stages=0``) or in a pipeline."""
-    path = Path(folder) / f"{name} {stages}"
-    path.mkdir(exist_ok=True)
-    return go(RUNS[name], path, stages)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_gives_the_ranks_own_value_where_code_computes_and_rank_zeros_where_it_acts(
+    replica: Replica, name: str
+) -> None:
+    with replica.computing():
+        assert COLLECTIVES[name](of(1, 2)).tolist() == [1, 2]
+    with replica.acting():
+        assert COLLECTIVES[name](of(1, 2)).tolist() == [7, 7]
+    with replica.acting(lambda value: value):
+        assert COLLECTIVES[name](of(1, 2)).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_user_code_sees_one_replica(ranks: Ranks, tmp_path: Path, stages: int) -> None:
-    compare(ranks, do, list(RUNS), tmp_path, stages)
+def test_objects_are_gathered_from_one_replica(replica: Replica) -> None:
+    for context, expected in ((replica.computing(), "a"), (replica.acting(), 7)):
+        with context:
+            gathered: list[Any] = [None]
+            dist.all_gather_object(gathered, "a")
+            assert gathered == [expected]
 
 
-class Shares(Net):
-    """With a sampler that cuts the data up."""
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        data = self._loader(44).dataset
-        return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-
-
-def refused(stages: int) -> str:
-    """The text of the error."""
-    trainer = make_trainer(max_epochs=1, strategy=FxPipeStrategy(num_microbatches=2), devices=stages, limit_val_batches=0)
-    with pytest.raises(UnsupportedError) as error:
-        trainer.fit(Shares())
-    return str(error.value)
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce", "broadcast", "gather"])
+def test_functions_with_gradients_pass_them_on(replica: Replica, name: str) -> None:
+    x = of(1, 2).requires_grad_()
+    arguments = (0,) if name in ("broadcast", "reduce") else ()
+    result = getattr(with_gradients, name)(x, *arguments)
+    (result[0] if isinstance(result, tuple) else result).mul(3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
 
 
-def test_a_sampler_that_cuts_the_data_up_is_refused(ranks: Ranks) -> None:
-    for text in ranks(2).run(refused, 2):
-        assert "num_replicas=2" in text
-        assert "one replica" in text
+def test_names_that_modules_have_imported_before_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    users: Any = ModuleType("users")
+    users.get_world_size = real.get_world_size
+    monkeypatch.setitem(sys.modules, "users", users)
+    with Replica(lambda value: value).answering():
+        assert users.get_world_size() == 1  # without any process group
+    assert users.get_world_size is dist.get_world_size is real.get_world_size
+
+
+def test_another_group_is_the_real_one(replica: Replica) -> None:
+    group = real.new_group([0])
+    with replica.acting():
+        x = of(1, 2)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [1, 2]  # not rank 0's
+        assert dist.get_world_size(group) == 1
+
+
+def test_lightning_makes_groups_and_destroys_them_and_user_code_does_not(replica: Replica) -> None:
+    group = dist.new_group([0])
+    assert group is not dist.group.WORLD
+    dist.destroy_process_group(group)
+    with replica.acting():
+        dist.destroy_process_group()
+    assert dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: dist.all_gather([of(0), of(0)], of(1)), "a list of 2"),
+        (lambda: dist.new_group([0, 1]), r"new_group\(\[0, 1\]\)"),
+        (lambda: dist.send(of(1), 1), "distributed.send"),
+        (lambda: dist.recv(of(1)), "distributed.recv"),
+    ],
+)
+def test_what_a_single_replica_cannot_do_is_refused(replica: Replica, call: Callable[[], Any], reason: str) -> None:
+    with replica.computing(), pytest.raises(UnsupportedError, match=rf"(?s)other replicas.*test_replica\.py:\d+.*{reason}"):
+        call()
+
+
+def test_all_is_torchs_own_afterwards() -> None:
+    before = {name: getattr(dist, name) for name in ("all_reduce", "get_rank", "is_initialized", "send", "new_group")}
+    with Replica(lambda value: value).answering():
+        assert all(getattr(dist, name) is not value for name, value in before.items())
+        assert all(getattr(real, name) is value for name, value in before.items())
+    assert all(getattr(dist, name) is value for name, value in before.items())
+
+
+def test_what_the_pipeline_runs_with_sees_the_ranks_also_while_a_step_runs(replica: Replica) -> None:
+    """torch.distributed.pipelining took itself for a single process, and had no group."""
+    torchs = {"__name__": "torch.distributed.pipelining.schedules", "dist": dist}
+    exec("def asks(): return dist.is_initialized()", torchs)
+    with replica.computing():
+        assert torchs["asks"]()  # type: ignore[operator]
+        assert not dist.is_initialized()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import FxPipeStrategy, make_plan
-from lightning_fxpipe.memory import memory_for_rank
+from lightning_fxpipe.stages.memory import memory_for_rank
 from tests.devicemodules import MODULES
-from tests.distributed.runs import Net, assert_same
 from tests.lit import Recorder, make_trainer, snapshot
+from tests.ranks.runs import Net, assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -16,16 +16,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import planning
-from lightning_fxpipe.cost import build_chain, canonical_fqns
-from lightning_fxpipe.following import follow_plan
-from lightning_fxpipe.partition import solve
-from lightning_fxpipe.plan import PartitionPlan
-from lightning_fxpipe.planning import Assignment, describe_plan, plan_region, stage_weights
-from lightning_fxpipe.recordable import RegionCall
-from lightning_fxpipe.split import Stage, boundary_specs, build_stage
-from lightning_fxpipe.structure import Template
-from lightning_fxpipe.trace import TracedRegion, trace_region
+from lightning_fxpipe.planner import planning
+from lightning_fxpipe.planner.cost import build_chain, canonical_fqns
+from lightning_fxpipe.planner.following import follow_plan
+from lightning_fxpipe.planner.partition import solve
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region, stage_weights
+from lightning_fxpipe.pytree.structure import Template
+from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
+from lightning_fxpipe.tracing.recordable import RegionCall
+from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import backward_from, spoil
 from tests.zoo.entry import Batch, Entry
 

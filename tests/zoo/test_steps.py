@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.pool import RankFailed, RankPool
+from tests.ranks.pool import RankFailed, RankPool
 from tests.zoo.lightning_modules import CASES, run_case, run_piped
 
 Ranks = Callable[[int], RankPool]

@@ -1,0 +1,468 @@
+"""Private names of Lightning; see ``_compat.torch`` for those of torch.
+
+Each has its reason and the versions it was seen in, and a canary in ``tests/_compat/test_lightning.py``. Lightning is imported
+inside functions, so that tracing and planning work without it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
+from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves, tree_map
+from lightning_fxpipe.rng import isolated_rng
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+# One package under several names.
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+
+
+def lightning_class(module: Any) -> Any:
+    """Lightning's own class in the bases of a LightningModule; None for another module."""
+    bases = (kind for kind in type(module).__mro__ if kind.__name__ == "LightningModule")
+    return next((kind for kind in bases if kind.__module__.split(".")[0] in LIGHTNING), None)
+
+
+def log_replaced(module: Any, log: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
+    """What to patch so that ``log`` runs in place of Lightning's own methods with these names, called for this module.
+
+    What a LightningModule overrides them with runs on, and ends there.
+
+    Returns:
+        Arguments for ``patched_attributes`` of ``_compat.torch``; none for a module that is not Lightning's.
+    """
+
+    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return log(*args, **kwargs) if self is module else original(self, *args, **kwargs)
+
+        return call
+
+    owner = lightning_class(module)
+    return [] if owner is None else [(owner, name, replaced(getattr(owner, name))) for name in names]
+
+
+def init_process_group(cluster_environment: Any, backend: str | None, device: torch.device, timeout: timedelta) -> None:
+    """Lightning's own start of the default process group; it has no public name. Lightning 2.6."""
+    from lightning.fabric.utilities.distributed import (
+        _get_default_process_group_backend_for_device,
+        _init_dist_connection,
+    )
+
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(cluster_environment, backend, timeout=timeout, device_id=device_id)
+
+
+def set_forward_cache(metric: Any, value: Any) -> None:
+    """Sets what ``self.log(name, metric)`` logs for the step: the value of the last ``forward``. torchmetrics 1.9."""
+    metric._forward_cache = value
+
+
+def set_rank_zero_only(global_rank: int) -> None:
+    """Tells all of Lightning's ``rank_zero_only`` decorators this process's rank. Lightning 2.6."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+
+    for decorator in (*in_all_roots(rank_zero_only), utilities_rank_zero_only):
+        decorator.rank = global_rank
+
+
+def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int) -> list[Any]:
+    """Starts ``python script.py`` once more for each further rank of this machine, as every Lightning strategy does.
+
+    Without Lightning's observer of them, which kills this process while it may be telling what happened. Lightning 2.6.
+    """
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    launcher = _SubprocessScriptLauncher(cluster_environment, num_processes, num_nodes)
+    cluster_environment.validate_settings(num_devices=num_processes, num_nodes=num_nodes)
+    launcher._call_children_scripts()
+    _set_num_threads_if_needed(num_processes=num_processes)
+    return launcher.procs
+
+
+def share_sigterm(trainer: Any, tell: Callable[[], None]) -> Callable[[], None]:
+    """In place of what the Trainer does on SIGTERM calls ``tell``; returns what makes a rank stop at its next batch.
+
+    The Trainer's own handler has all ranks meet in a broadcast, wherever they are; where not all get the signal they wait for
+    each other forever. Lightning 2.6.
+    """
+    connector = trainer._signal_connector
+
+    def stop() -> None:
+        connector.received_sigterm = True
+
+    def received(signum: int, frame: Any) -> None:
+        if not connector.received_sigterm:
+            tell()
+        stop()
+
+    connector._sigterm_notifier_fn = received
+    return stop
+
+
+def stop_at_next_batch(trainer: Any) -> None:
+    """What the Trainer does on SIGTERM, as :func:`share_sigterm`. Lightning 2.6."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
+    """Starts a process for each rank, which gives its results back and ends with the run; for notebooks. Lightning 2.6."""
+    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+
+    launcher: Any = in_all_roots(_MultiProcessingLauncher)[-1 if root_name(strategy) == "pytorch_lightning" else 0]
+    return launcher(strategy, start_method=start_method)
+
+
+def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
+    """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
+
+    Args:
+        trainer: The Trainer.
+        of_validation: Whether it is that of the validation within a fit.
+
+    The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
+    dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
+    The loops' data sources have no public name. Lightning 2.6.
+    """
+    from lightning.pytorch.trainer.states import TrainerFn
+
+    names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test"}
+    assert trainer.state.fn is not None
+    source = getattr(trainer, f"{names.get(trainer.state.fn, 'predict')}_loop")._data_source
+    if of_validation:
+        source = trainer.fit_loop.epoch_loop.val_loop._data_source
+    if not source.is_defined():
+        return None
+    with isolated_rng():
+        batch = first_loader_batch(source.dataloader(), one_by_one=of_validation or trainer.state.fn != TrainerFn.FITTING)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
+    """First batch of one or several dataloaders, in their structure; of the first that has one, where they run one by one.
+
+    Args:
+        loaders: The dataloaders; a ``CombinedLoader`` says itself how they run.
+        one_by_one: How others run.
+    """
+    from lightning.pytorch.utilities import CombinedLoader
+
+    if isinstance(loaders, in_all_roots(CombinedLoader)):
+        one_by_one, loaders = loaders._mode == "sequential", loaders.iterables
+    with isolated_rng():
+        if not one_by_one:
+            return tree_map(_first_of_loader, loaders)
+        for loader in tree_leaves(loaders):
+            with suppress(StopIteration):
+                return _first_of_loader(loader)
+        return None
+
+
+def _first_of_loader(loader: Any) -> Any:
+    """First batch of one dataloader, without starting its workers."""
+    from torch.utils.data import DataLoader
+
+    if not isinstance(loader, DataLoader):
+        return _first_of_iterable(loader)
+    with _kept_generators(loader):
+        return _first_collated(loader)
+
+
+def _first_of_iterable(loader: Any) -> Any:
+    """First batch of a loader that may be its own iterator, or know how far it has come."""
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        state = copy.deepcopy(loader.state_dict())
+        try:
+            return next(iter(loader))
+        finally:
+            loader.load_state_dict(state)
+    return next(iter(copy.deepcopy(loader) if hasattr(loader, "__next__") else loader))
+
+
+@contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Restores the states of the generators that a dataloader and its samplers have of their own."""
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    states = [(generator, generator.get_state()) for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def _first_collated(loader: Any) -> Any:
+    from torch.utils.data import IterableDataset
+
+    dataset, collate = loader.dataset, loader.collate_fn
+    if isinstance(dataset, IterableDataset):
+        # A dataset that is its own iterator would lose the samples looked at here.
+        samples = iter(copy.deepcopy(dataset) if hasattr(dataset, "__next__") else dataset)
+        if loader.batch_size is None:
+            return collate(next(samples))
+        return collate(list(itertools.islice(samples, loader.batch_size)))
+    if loader.batch_sampler is None:
+        return collate(dataset[next(iter(loader.sampler))])
+    indices = next(iter(loader.batch_sampler))
+    many = getattr(dataset, "__getitems__", None)
+    return collate(many(indices) if callable(many) else [dataset[index] for index in indices])
+
+
+def takes_batch_idx(step: Callable[..., Any]) -> bool:
+    """Whether the Trainer's loops call a step with the batch's index; the rule has no documented name. Lightning 2.6."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def takes_loader(step: Callable[..., Any]) -> bool:
+    """Whether the Trainer's loops give a step the iterator of the dataloader in place of a batch. Lightning 2.6."""
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+@contextmanager
+def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
+    """During the block the Trainer answers what it cannot answer before its loops begin.
+
+    Optimizers and schedulers that do not exist yet are ``stand_in``; dataloaders are made, once more, when somebody asks for
+    them, and their lengths are those of the loops. The loops' data sources have no public name. Lightning 2.6.
+    """
+    from lightning.pytorch import LightningModule, Trainer
+
+    own: Any = of_root(Trainer, trainer)
+    made: dict[str, Any] = {}
+
+    def loader(name: str, loop: Any) -> Any:
+        if name not in made and loop._data_source.is_defined():
+            with isolated_rng():
+                made[name] = loop._data_source.dataloader()
+        return made.get(name)
+
+    def train_loader() -> Any:
+        return loader("train", trainer.fit_loop)
+
+    def val_loader() -> Any:
+        is_fit = trainer.state.fn is None or trainer.state.fn.value == "fit"
+        return loader("val", trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop)
+
+    def length(of: Callable[[], Any]) -> Any:
+        try:
+            return min(len(of()), trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else 2**62)
+        except TypeError:
+            return float("inf")
+
+    def steps() -> Any:
+        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else float("inf")
+        limit = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
+        return min(limit, epochs * -(-length(train_loader) // trainer.accumulate_grad_batches))
+
+    def unless(name: str, other: Callable[[], Any], is_known: Callable[[Any], bool]) -> property:
+        getter: Any = vars(own)[name].fget
+
+        def read(asked: Any) -> Any:
+            value = None if name == "estimated_stepping_batches" else getter(asked)  # which would start the loop's loaders
+            return other() if asked is trainer and not is_known(value) else value
+
+        return property(read)
+
+    def is_there(value: Any) -> bool:
+        return value is not None
+
+    def optimizers(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(module, *args, **kwargs) or stand_in
+
+    kind: Any = of_root(LightningModule, trainer.lightning_module)
+    original = kind.optimizers
+    patches = [
+        (own, "optimizers", unless("optimizers", lambda: [stand_in], bool)),
+        (own, "lr_scheduler_configs", unless("lr_scheduler_configs", lambda: [stand_in], bool)),
+        (own, "train_dataloader", unless("train_dataloader", train_loader, is_there)),
+        (own, "val_dataloaders", unless("val_dataloaders", val_loader, is_there)),
+        (own, "num_training_batches", unless("num_training_batches", lambda: length(train_loader), lambda n: n < 2**62)),
+        (own, "estimated_stepping_batches", unless("estimated_stepping_batches", steps, is_there)),
+        (kind, "optimizers", optimizers),
+    ]
+    with patched_attributes(*patches):
+        yield
+
+
+def num_optimizers(configured: Any) -> tuple[int, int]:
+    """How many optimizers and schedulers ``configure_optimizers`` has returned, in any of its forms. Lightning 2.6."""
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+
+    optimizers, schedulers, _ = _configure_optimizers(configured)
+    return len(optimizers), len(schedulers)
+
+
+def has_validation(trainer: Trainer) -> bool:
+    """Whether a fit validates. The loop's data source has no public name. Lightning 2.6."""
+    return bool(trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()) and trainer.limit_val_batches != 0
+
+
+@contextmanager
+def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """During the block the module's loggers take everything and keep nothing. Public names, but only where a Trainer is.
+
+    Args:
+        module: The module.
+        note: Called where a logger is used.
+    """
+    trainer: Any = getattr(module, "_trainer", None)  # `trainer` itself raises without one. Lightning 2.6.
+    if not getattr(trainer, "loggers", None):
+        yield
+        return
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    class NotedLogger(DummyLogger):
+        def __getattribute__(self, name: str) -> Any:
+            note()
+            return super().__getattribute__(name)
+
+    before = trainer.loggers
+    trainer.loggers = [NotedLogger() for _ in before]
+    try:
+        yield
+    finally:
+        trainer.loggers = before
+
+
+@contextmanager
+def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
+    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``."""
+    trainer: Any = getattr(module, "_trainer", None)
+    if trainer is None:
+        yield
+        return
+    from lightning.pytorch import Trainer
+
+    own: Any = of_root(Trainer, trainer)
+
+    def watched(name: str) -> property:
+        getter: Any = vars(own)[name].fget
+
+        def read(trainer: Any) -> Any:
+            value = getter(trainer)
+            note(name, value)
+            return value
+
+        return property(read)
+
+    with patched_attributes(*((own, name, watched(name)) for name in ("global_step", "current_epoch"))):
+        yield
+
+
+def weights_only_of_run() -> bool | None:
+    """``weights_only`` of the ``Trainer.fit`` (``validate``, ...) that this is called in.
+
+    Where a strategy restores after its setup, the Trainer forgets to pass it on; it is in a frame above. Lightning 2.6.
+    """
+    from lightning.pytorch import Trainer
+
+    codes = [kind._run.__code__ for kind in in_all_roots(Trainer)]
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    value = frame.f_locals.get("weights_only") if frame is not None else None
+    return None if value is None else bool(value)
+
+
+def metadata_filename() -> str:
+    """Name of the file in a checkpoint folder by which Lightning knows it. Lightning 2.6."""
+    from lightning.fabric.utilities.load import _METADATA_FILENAME
+
+    return _METADATA_FILENAME
+
+
+def batch_counter(trainer: Trainer, kind: str) -> int:
+    """Batches that the step has run on so far, restored with a checkpoint. Lightning 2.6."""
+    if kind == "training_step":
+        return int(trainer.fit_loop.epoch_loop.total_batch_idx)
+    return int(trainer.global_step)
+
+
+def averaged_modules(trainer: Trainer) -> list[nn.Module]:
+    """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    averaging = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(WeightAveraging))]  # type: ignore[attr-defined]
+    return [callback._average_model.module for callback in averaging if callback._average_model is not None]
+
+
+def throughputs(trainer: Trainer) -> list[tuple[Any, Any]]:
+    """``ThroughputMonitor`` callbacks and what they count with, which has no public name. Lightning 2.6."""
+    from lightning.pytorch.callbacks import ThroughputMonitor
+
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ThroughputMonitor))]  # type: ignore[attr-defined]
+    return [(monitor, throughput) for monitor in monitors for throughput in monitor._throughputs.values()]
+
+
+def has_no_optimizer(optimizers: Sequence[Any]) -> bool:
+    """Whether ``configure_optimizers`` has returned None; Lightning then has an optimizer that does nothing. Lightning 2.6."""
+    from lightning.pytorch.core.optimizer import _MockOptimizer
+
+    return len(optimizers) == 1 and isinstance(optimizers[0], in_all_roots(_MockOptimizer))
+
+
+def validates_by_time(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time; the Trainer keeps it under a private name. Lightning 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+@contextmanager
+def checkpoints_in_background(
+    trainer: Trainer, is_started: Callable[[str], bool], link: Callable[[str, str], None]
+) -> Iterator[None]:
+    """``ModelCheckpoint`` callbacks know, during the block, of checkpoints that are still being written.
+
+    They look for a name that no file has yet, which has a public method, and make a link to what they have saved, which has
+    none: a link to what is not there yet would hide the last good checkpoint. Lightning 2.6.
+    """
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def exists(callback: Any, filepath: str, trainer: Trainer) -> bool:
+        return bool(type(callback).file_exists(callback, filepath, trainer)) or is_started(filepath)
+
+    def link_once_saved(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ModelCheckpoint))]  # type: ignore[attr-defined]
+    patches = [(callback, "file_exists", partial(exists, callback)) for callback in callbacks]
+    links = [(callback, "_link_checkpoint", link_once_saved) for callback in callbacks]
+    with patched_attributes(*patches, *links):
+        yield
+
+
+def checkpoint_folders(trainer: Trainer) -> list[str]:
+    """Where the Trainer looks for its last checkpoint, as far as that is known before a run."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ModelCheckpoint))]  # type: ignore[attr-defined]
+    default = os.path.join(trainer.default_root_dir, "checkpoints")
+    folders = {str(callback.dirpath or default) for callback in callbacks} | {str(trainer.default_root_dir)}
+    return sorted(folder for folder in folders if "://" not in folder)

@@ -1,0 +1,49 @@
+"""torch's stack of function modes: its names are not public. torch 2.11-2.15; tests/_compat/test_torch.py calls each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+
+@contextmanager
+def function_mode_removed(mode: TorchFunctionMode) -> Iterator[None]:
+    """Takes an active mode off torch's stack for the block, wherever it lies: calls then cost nothing more.
+
+    Inside ``__torch_function__`` torch has taken it off already. torch 2.11-2.15.
+    """
+    above: list[Any] = []
+    if mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        while not above or above[-1] is not mode:
+            above.append(_pop_mode())  # type: ignore[no-untyped-call]
+        for other in reversed(above[:-1]):
+            _push_mode(other)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for _ in above[:-1]:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for other in reversed(above):
+            _push_mode(other)  # type: ignore[no-untyped-call]
+
+
+def has_function_mode() -> bool:
+    """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.11-2.15."""
+    return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def unwatched_torch() -> Iterator[None]:
+    """No function mode sees the torch calls of the block. torch 2.11-2.15."""
+    with torch._C.DisableTorchFunction():
+        yield

@@ -1,0 +1,477 @@
+"""The only home of private names of torch; ``_compat.lightning`` is that of Lightning's.
+
+Each name is listed with the reason why no public one does, and the versions it was seen in. ``tests/_compat/test_torch.py``
+has a canary for each: it fails, by name, on the first release that changes one of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+# Tensors with shapes and dtypes but no data, on which the model's own Python runs during a trace. torch 2.11-2.15.
+from torch._dispatch.python import enable_python_dispatcher
+
+# A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
+
+# Hooks around the steps of all optimizers can be registered publicly, but not found. torch 2.11-2.15.
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+# The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
+# Sees the operators below a torch call; the public modes see the call only. torch 2.11-2.15.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+# Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
+NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
+
+SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_META = torch.device("meta")
+
+
+class FakeWorld:
+    """One trace's fake tensors, with the symbols of their sizes and the guards on those symbols."""
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self._num_inputs = 0
+        self._group_sizes: dict[int, Any] = {}
+
+    def input(self, tensor: Tensor, dynamic_dims: Iterable[int], groups: Mapping[int, int] | None = None) -> Tensor:
+        """A fake of ``tensor``.
+
+        Args:
+            tensor: A tensor with data.
+            dynamic_dims: Dimensions whose sizes become symbols, the same one for the same size.
+            groups: Other dimensions whose sizes become symbols, the same one for the same group.
+        """
+        groups = groups or {}
+        kinds = dict.fromkeys(dynamic_dims, DimDynamic.DUCK) | dict.fromkeys(groups, DimDynamic.DYNAMIC)
+        self._num_inputs += 1
+        fake = self.mode.from_tensor(
+            tensor,
+            source=ConstantSource(f"input_{self._num_inputs}"),
+            symbolic_context=StatelessSymbolicContext(
+                dynamic_sizes=[kinds.get(dim, DimDynamic.STATIC) for dim in range(tensor.dim())]
+            ),
+        )
+        for dim, group in groups.items():
+            # Each has a symbol of its own, and the comparison tells torch that they are the same.
+            if self._group_sizes.setdefault(group, fake.shape[dim]) != fake.shape[dim]:
+                raise ValueError(f"dimension {dim} of input {self._num_inputs} differs from others of group {group}")
+        return fake
+
+    def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """A fake of a parameter or buffer, as if it were on ``device``, if that is given."""
+        if device is not None and device not in (tensor.device, _META):
+            with self.mode, torch.no_grad():
+                if tensor.layout is torch.strided:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                else:
+                    fake = self.mode.from_tensor(tensor.detach(), static_shapes=True).to(device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            return fake.requires_grad_(tensor.requires_grad)
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """During the block all new tensors are this world's fakes."""
+        # Without the python dispatcher, F.pad and interpolate specialise the batch size.
+        with enable_python_dispatcher(), self.mode:
+            yield
+
+    def guards(self) -> list[Any]:
+        """Sympy conditions on the symbols that the recorded graph relies on."""
+        return [guard.expr for guard in self.shape_env.guards]
+
+    def is_contiguous(self, tensor: Tensor) -> bool:
+        """Whether a fake is laid out contiguously; asking adds no guard."""
+        with self.shape_env.suppress_guards():
+            return tensor.is_contiguous()
+
+    def replacements(self) -> dict[Any, Any]:
+        """Symbols that the trace found equal to something else, a number included."""
+        found = dict(self.shape_env.replacements)
+        # What a symbol was replaced by may have been replaced later on.
+        for _ in found:
+            found = {symbol: value.xreplace(found) for symbol, value in found.items()}
+        return found
+
+
+def symbolic_expression(value: Any) -> Any:
+    """The sympy expression behind a SymInt, SymFloat or SymBool; other values as they are."""
+    expression = value.node.expr if isinstance(value, SYMBOLIC_TYPES) else value
+    # A symbol that the trace had to fix is a number now.
+    return int(expression) if getattr(expression, "is_Integer", False) else expression
+
+
+@contextmanager
+def outside_fakes() -> Iterator[None]:
+    """Leaves the active fake mode for the block, so that tensors have data. torch 2.11-2.15."""
+    with unset_fake_temporarily():
+        yield
+
+
+class StandIns:
+    """Makes tensors with shape, dtype and device but no data; an operation on one and a real tensor is an error."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+
+    def make(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Tensor:
+        """A tensor without data."""
+        with self._mode:
+            return torch.empty(shape, dtype=dtype, device=device).requires_grad_(requires_grad)
+
+
+def depends_on_data(value: Any) -> bool:
+    """Whether a symbolic number was taken out of a tensor, so that no input's shape gives it."""
+    return bool(free_unbacked_symbols(value))
+
+
+def size_hint(value: int | torch.SymInt) -> int:
+    """The size that the trace ran with."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        if hint is None:
+            raise ValueError(f"{value} depends on data, not on the inputs' shapes")
+        return int(hint)
+    return int(value)
+
+
+def symbol_hints(size: torch.SymInt) -> dict[Any, int]:
+    """Every symbol of a size that follows from the inputs' sizes, at the value that the trace ran with.
+
+    No public name asks for a symbol. torch 2.11-2.15; ``size_hint`` is deprecated since 2.13, and 2.11 has no other.
+    """
+    environment = size.node.shape_env
+    hint_of = getattr(environment, "guarding_hint_or_throw", None) or environment.size_hint
+    return {symbol: int(hint_of(symbol)) for symbol in size.node.expr.free_symbols}
+
+
+def size_of_symbol(symbol: Any, like: Any, hint: int) -> torch.SymInt:
+    """A symbol as a size in the world of a fake tensor, with its value there. No public name makes one. torch 2.11-2.15."""
+    size: torch.SymInt = like.fake_mode.shape_env.create_symintnode(symbol, hint=hint)
+    return size
+
+
+def unknown_size(like: Any) -> torch.SymInt:
+    """A new size in the world of a fake tensor that depends on data, as that of ``nonzero``. torch 2.11-2.15."""
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    size: torch.SymInt = like.fake_mode.shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size)
+    return size
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory. No public identity of a storage works for fake tensors. torch 2.11-2.15."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an operator writes into, by its schema, to which there is no public way. torch 2.11-2.15.
+
+    Of a function that is no operator none. The schemas of batch norm do not say that they write their running statistics.
+    """
+    schema = getattr(func, "_schema", None)
+    found: list[Any] = []
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or argument.name in ("running_mean", "running_var"):
+            value = kwargs.get(argument.name) if argument.name in kwargs else (*args, *[None] * (position + 1))[position]
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [value for value in found if isinstance(value, Tensor)]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Grows with every in-place change of a tensor or of a view of it. torch 2.11-2.15."""
+    return int(tensor._version)
+
+
+def watch_unscaling(scaler: Any, after: Callable[[dict[torch.device, Tensor]], None]) -> Callable[[], None]:
+    """Has ``after`` see, and change, what a ``GradScaler`` found when it looked for infinite gradients: a flag for each device.
+
+    Whether a step is skipped and how the scale goes on follow from these flags; no public method has them. torch 2.11-2.15.
+
+    Returns:
+        Ends it.
+    """
+    unscale = scaler._unscale_grads_
+
+    def watched(optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = unscale(optimizer, inv_scale, found_inf, *args, **kwargs)
+        # A stage without gradients has found none; the scaler wants at least one flag.
+        found.setdefault(found_inf.device, found_inf)
+        after(found)
+        return found
+
+    def end() -> None:
+        del scaler._unscale_grads_
+
+    scaler._unscale_grads_ = watched
+    return end
+
+
+@contextmanager
+def tracing_friendly_torch() -> Iterator[None]:
+    """Stops torch's own modules from taking shortcuts that look at data.
+
+    nn.Transformer's fast path and its causal-mask detection compare mask values; recorded on fake tensors either would end the
+    trace or bake the example's answer into the graph. torch 2.11-2.15.
+    """
+    import torch.nn.modules.transformer as transformer
+
+    # It reports each kernel that cannot run without data, although another way is found then.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    detect = transformer._detect_is_causal_mask
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        transformer._detect_is_causal_mask = detect
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+
+
+@contextmanager
+def patched_attributes(*patches: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets (object, name, value) for the duration of the block; restores them in reverse."""
+    with ExitStack() as stack:
+        for owner, name, value in patches:
+            absent = name not in vars(owner)
+            previous = vars(owner).get(name)
+            setattr(owner, name, value)
+            stack.callback(_remove, owner, name) if absent else stack.callback(setattr, owner, name, previous)
+        yield
+
+
+def _remove(owner: Any, name: str) -> None:
+    """Deletes an attribute without the object's own ``__delattr__``, after which a mock has none of that name any more."""
+    if not isinstance(owner, type) and name in vars(owner):
+        del vars(owner)[name]
+    else:
+        delattr(owner, name)
+
+
+def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContextManager[None] | None]) -> tuple[Any, str, Any]:
+    """What to patch so that functions under ``checkpoint(use_reentrant=False)`` run in a block of ours instead.
+
+    ``checkpoint`` is imported by name everywhere, so it cannot be replaced; the generator that it calls can. torch 2.11-2.15;
+    since 2.14 it has another name, and takes the function's arguments as a tuple and a dict.
+
+    Args:
+        replacement: Gets what ``checkpoint`` was called with, but for the function and its arguments. Returns the block, None
+            where the call is to do what it does without us.
+
+    Returns:
+        Arguments for :func:`patched_attributes`.
+    """
+    module = torch.utils.checkpoint
+    ordered = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+    name = "_checkpoint_without_reentrant_generator_impl"
+    by_name = hasattr(module, name)
+    name = name if by_name else name.removesuffix("_impl")
+    original = getattr(module, name)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        block = replacement(dict(kwargs) if by_name else dict(zip(ordered, args[1:], strict=False)))
+        if block is None:
+            yield from original(*args, **kwargs)
+            return
+        with block:
+            yield
+
+    return module, name, generator
+
+
+@contextmanager
+def wrapped_step_hooks(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """During the block the hooks around an optimizer's step, its own and everybody's, are what ``wrap`` makes of them.
+
+    They can be registered publicly, but not found. torch 2.11-2.15.
+    """
+    own = [getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    shared: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    before = [(hooks, dict(hooks)) for hooks in (*own, *shared)]
+    for hooks, originals in before:
+        hooks.update({key: wrap(hook) for key, hook in originals.items()})
+    try:
+        yield
+    finally:
+        for hooks, originals in before:
+            hooks.update({key: hook for key, hook in originals.items() if key in hooks})
+
+
+def tensors_moved_along(root: nn.Module) -> list[Tensor]:
+    """The tensors that ``root.to(...)`` moves besides parameters and buffers, such as the states of metrics: those that a class
+    asks about in an ``_apply`` of its own. Nothing is moved. torch 2.11-2.15."""
+    moved: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        moved.append(tensor)
+        return tensor
+
+    def of_torch(module: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        return module
+
+    asked = [module for module in root.modules() if type(module)._apply is not nn.Module._apply]
+    asked = [module for module in asked if not type(module)._apply.__module__.startswith("torch.nn")]
+    with patched_attributes((nn.Module, "_apply", of_torch)):
+        for module in asked:
+            before = dict(vars(module))
+            module._apply(note)  # type: ignore[no-untyped-call]
+            vars(module).update(before)
+    return moved
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether user hooks run around the module's forward. ``nn.Module`` lists them in private dicts only. torch 2.11-2.15."""
+    return any(
+        getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    )
+
+
+def is_saved_buffer(module: nn.Module, name: str) -> bool:
+    """Whether one of a module's own buffers is part of its state dict; to make that would run hooks. torch 2.11-2.15."""
+    return name not in module._non_persistent_buffers_set
+
+
+def arguments_of(operator: Any) -> list[tuple[str, bool]]:
+    """Names of an operator's arguments, and whether it changes them in place; no public name tells. torch 2.11-2.15."""
+    found = operator._schema.arguments
+    return [(argument.name, argument.alias_info is not None and argument.alias_info.is_write) for argument in found]
+
+
+def num_results_of(operator: Any) -> int:
+    """How many values an operator returns. torch 2.11-2.15."""
+    return len(operator._schema.returns)
+
+
+def return_memory() -> None:
+    """Gives freed memory back to the system, which glibc keeps for later where blocks are small; no public name does."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def abort_process_groups() -> None:
+    """Makes calls that wait on a device for other ranks give up; ``ProcessGroup.abort`` is for one group. torch 2.11-2.15."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
+def folder_reader(path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None.
+
+    The reader and writer for the file systems of fsspec have public names since torch 2.15 only. torch 2.11-2.15.
+    """
+    if path is not None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return FileSystemReader(path)
+    return _of_fsspec("FsspecReader")(url, **options)
+
+
+def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Writes a folder that :func:`folder_reader` reads. torch 2.11-2.15."""
+    if path is not None:
+        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+        return FileSystemWriter(path)
+    return _of_fsspec("FsspecWriter")(url, **options)
+
+
+def _of_fsspec(name: str) -> Any:
+    import torch.distributed.checkpoint as public
+
+    if hasattr(public, name):
+        return getattr(public, name)
+    from torch.distributed.checkpoint import _fsspec_filesystem as private
+
+    return getattr(private, name)
+
+
+def names_only() -> Any:
+    """A ``pickle_module`` for ``torch.load`` that runs no code of the file: objects of unknown classes become stand-ins.
+
+    Which classes and functions do no harm torch knows for ``weights_only``, privately. torch 2.11-2.15.
+    """
+    return _NamesOnly
+
+
+class _NamesOnly:
+    @staticmethod
+    def load(file: Any, **options: Any) -> Any:
+        """As ``pickle.load``."""
+        return _NamesOnly.Unpickler(file, **options).load()
+
+    class Unpickler(pickle.Unpickler):
+        """Knows harmless names."""
+
+        def find_class(self, module: str, name: str) -> Any:
+            """The class or function; a stand-in for one that is not known to be harmless."""
+            from torch._weights_only_unpickler import _get_allowed_globals
+
+            known = _get_allowed_globals()
+            if f"{module}.{name}" in known:
+                return known[f"{module}.{name}"]
+            return type(name, (_StandIn,), {"__module__": module})
+
+
+class _StandIn:
+    """Takes whatever a pickle gives an object, and keeps nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _ignore(self, *args: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def end_workers(loader: Any) -> None:
+    """Ends the worker processes that a dataloader keeps for its next epoch; it has no public way to. torch 2.11-2.15."""
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None
+
+
+def standard_normals(draw: Any) -> list[tuple[Any, str, Any]]:
+    """What to patch so that ``torch.distributions`` draw by one call, not by one in place. torch 2.11-2.15."""
+    owners = (torch.distributions.normal, torch.distributions.multivariate_normal, torch.distributions.studentT)
+    return [(owner, "_standard_normal", draw) for owner in (*owners, torch.distributions.lowrank_multivariate_normal)]

@@ -1,0 +1,227 @@
+"""From one format of checkpoints to another, bit for bit, in one process and without the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from lightning_fxpipe._compat.lightning import metadata_filename
+from lightning_fxpipe._compat.torch import folder_writer
+from lightning_fxpipe.checkpoint.folders import BESIDE, open_folder, original_errors
+from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
+from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.checkpoint.replacing import begin, cancel, finish
+from lightning_fxpipe.checkpoint.safetensors_files import write_safetensors
+from lightning_fxpipe.checkpoint.stage_state import (
+    ENTRY,
+    OPTIMIZER,
+    as_first_step,
+    is_folder,
+    names_of,
+    note_attributes,
+    note_names,
+    restored,
+    without_notes,
+)
+from lightning_fxpipe.checkpoint.writing import GROUP_FQNS, numbered
+from lightning_fxpipe.errors import FxPipeError
+
+
+class Target(Enum):
+    """What a checkpoint can be converted to."""
+
+    FOLDER = "folder"
+    FILE = "file"
+    SAFETENSORS = "safetensors"
+
+    @classmethod
+    def of(cls, path: str) -> Target:
+        """What a path's name means."""
+        if path.endswith("/") or not Path(path).suffix:
+            return cls.FOLDER
+        return cls.SAFETENSORS if path.endswith(".safetensors") else cls.FILE
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What has been converted.
+
+    Attributes:
+        source: The format that was found.
+        target: What was written.
+        left_out: Names of the source that the target has no place for.
+        shared: Names of tensors that the target has under another name, by which loading finds them.
+        has_numbers: Whether optimizers stay numbered, as nothing says what parameters the numbers mean.
+    """
+
+    source: Format
+    target: Target
+    left_out: tuple[str, ...]
+    shared: Mapping[str, str]
+    has_numbers: bool
+
+
+def convert(
+    source: Location, path: Path, target: Target, *, only_weights: bool, pickle_is_trusted: bool, overwrites: bool
+) -> Conversion:
+    """Converts a checkpoint. What is written gets its name when it is complete.
+
+    Args:
+        source: Any checkpoint.
+        path: Where the new one goes.
+        target: What it becomes.
+        only_weights: Whether what is not needed to use the model is left out: optimizers, schedulers, callbacks.
+        pickle_is_trusted: Whether objects of any class may be unpickled, which can run code.
+        overwrites: Whether what is at ``path`` is replaced.
+    """
+    if path.exists() and not overwrites:
+        raise FxPipeError("There is something already.", where=str(path), todo="Pass --force to replace it.")
+    if source.path is not None and path.exists() and source.path.resolve() == path.resolve():
+        raise FxPipeError("A checkpoint cannot be converted in its own place.", where=str(path), todo="Choose another target.")
+    form, checkpoint = read_whole(source, weights_only=not pickle_is_trusted)
+    if only_weights:
+        checkpoint = {key: value for key, value in checkpoint.items() if key not in _FOR_TRAINING}
+    left_out: list[str] = []
+    shared: dict[str, str] = {}
+    if target is Target.SAFETENSORS:
+        left_out = [key for key in checkpoint if key not in ("state_dict", VERSION_KEY)]
+        left_out += [name for name, value in checkpoint["state_dict"].items() if not isinstance(value, Tensor)]
+        shared = _write_safetensors(path, checkpoint["state_dict"])
+    elif target is Target.FILE:
+        with Location.of(path).written() as file:
+            torch.save(_as_file(checkpoint), file)
+    else:
+        _write_folder(path, checkpoint)
+    states = checkpoint.get("optimizer_states") or []
+    return Conversion(form, target, tuple(left_out), shared, has_numbers=not all(map(_is_by_fqn, states)))
+
+
+# What `Trainer.save_checkpoint(weights_only=True)` leaves out; the precision plugin's state has the name of its class.
+_FOR_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "current_model_state", "averaging_state")
+
+
+def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[str, Any]]:
+    """A checkpoint of any format as a Trainer has it, optimizers by FQN where their names are known. Not for ranks."""
+    if not is_folder(source):
+        with source.local_copy() as path:
+            stored = read_stored(path, is_wanted=lambda fqn: True, weights_only=weights_only)
+        if stored.format.has_weights_only:
+            return stored.format, as_first_step(stored.checkpoint["state_dict"])
+        return stored.format, _by_fqn(stored.checkpoint)
+    folder = open_folder(source)
+    rest = folder.read_rest(weights_only=weights_only)
+    found = folder.read({str(path[0]) for path in folder.paths.values()}, lambda path: True)
+    checkpoint = {key: value for key, value in rest.items() if not re.fullmatch(OPTIMIZER, key)}
+    names = names_of(checkpoint)
+    checkpoint["state_dict"] = restored(checkpoint, "state_dict", found.pop(folder.model_root), names)
+    optimizers = {key: value for key, value in (*rest.items(), *found.items()) if re.fullmatch(OPTIMIZER, key)}
+    if optimizers:
+        ordered = sorted(optimizers.items(), key=lambda item: int(item[0].rpartition("_")[2]))
+        checkpoint["optimizer_states"] = [{**value, "state": value.get("state", {})} for _, value in ordered]
+    for key, value in found.items():
+        if key not in optimizers:
+            name = key.removeprefix(BESIDE)
+            checkpoint[name] = restored(checkpoint, name, value, names)
+    return Format.FOLDER, without_notes(checkpoint)
+
+
+def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of a file with optimizers by FQN, where it says which parameters are in which group."""
+    states = checkpoint.get("optimizer_states") or []
+    known = (checkpoint.get(ENTRY) or {}).get(GROUP_FQNS)
+    if known is None:
+        known = [_names_in_groups(state) for state in states]
+        # An optimizer made from `self.model.named_parameters()` has names, but not those of the module.
+        if not {name for groups in known for group in groups for name in group} <= checkpoint["state_dict"].keys():
+            return checkpoint
+    if not states or len(known) != len(states) or not all(map(_fits, states, known)):
+        return checkpoint
+    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key != GROUP_FQNS}
+    result = {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
+    result["optimizer_states"] = [_named(state, groups) for state, groups in zip(states, known, strict=True)]
+    return result
+
+
+def _names_in_groups(state: Mapping[str, Any]) -> list[list[str]]:
+    """The names that torch keeps of an optimizer which was made from ``named_parameters``, or FQNs in place of numbers."""
+    groups = state["param_groups"]
+    return [list(group.get("param_names") or [name for name in group["params"] if isinstance(name, str)]) for group in groups]
+
+
+def _fits(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> bool:
+    counts = [len(group["params"]) for group in state["param_groups"]]
+    names = [name for group in groups for name in group]
+    return counts == [len(group) for group in groups] and len({*names}) == len(names)
+
+
+def _named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    names = {
+        number: name
+        for group, fqns in zip(state["param_groups"], groups, strict=True)
+        for number, name in zip(group["params"], fqns, strict=True)
+    }
+    return {
+        **state,
+        "state": {names.get(number, number): value for number, value in state["state"].items()},
+        "param_groups": [{**g, "params": list(fqns)} for g, fqns in zip(state["param_groups"], groups, strict=True)],
+    }
+
+
+def _is_by_fqn(state: Mapping[str, Any]) -> bool:
+    return all(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
+def _as_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """As a plain Trainer writes it: optimizers numbered, and what the numbers mean beside them."""
+    states = checkpoint.get("optimizer_states")
+    if not states or not all(map(_is_by_fqn, states)):
+        return checkpoint
+    fqns = [[list(group["params"]) for group in state["param_groups"]] for state in states]
+    entry = {**(checkpoint.get(ENTRY) or {}), GROUP_FQNS: fqns}
+    return {**checkpoint, "optimizer_states": [numbered(state) for state in states], ENTRY: entry}
+
+
+def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
+    rest, model = dict(checkpoint), checkpoint["state_dict"]
+    state: dict[str, Any] = {"model": model}
+    beside = [n for n, v in rest.items() if isinstance(v, Mapping) and v and v.keys() <= model.keys() and n != "state_dict"]
+    note_attributes(rest, ("state_dict", *beside))
+    note_names(rest, model)
+    del rest["state_dict"]
+    for name in beside:
+        state[BESIDE + name] = rest.pop(name)
+    # Numbers without names stay in the file beside the tensors, as a plain Trainer's: in keys they would become words.
+    if (states := rest.get("optimizer_states")) and all(map(_is_by_fqn, states)):
+        for index, optimizer in enumerate(rest.pop("optimizer_states")):
+            (state if optimizer["state"] else rest)[f"optimizer_{index}"] = optimizer
+    with _replaced(path) as new:
+        new.mkdir()
+        with original_errors():
+            dcp_save(state, storage_writer=folder_writer(new, str(new), {}), no_dist=True)
+        torch.save(rest, new / metadata_filename())
+
+
+def _write_safetensors(path: Path, state: Mapping[str, Any]) -> dict[str, str]:
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    with _replaced(path) as new:
+        return write_safetensors(new, tensors, {"format": "pt"})
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Where to write what gets the name after the block, if that ends well."""
+    try:
+        yield begin(path)
+        finish(path)
+    except BaseException:
+        cancel(path)
+        raise

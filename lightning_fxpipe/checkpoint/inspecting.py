@@ -1,0 +1,210 @@
+"""What a checkpoint holds, found without reading its tensors and without running code of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import names_only, tree_leaves
+from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, open_folder
+from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
+from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.checkpoint.stage_state import ENTRY, OPTIMIZER, in_order, is_folder, names_of
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
+
+# What Lightning puts into every checkpoint; shown in words of its own.
+_SHOWN = {"epoch", "global_step", VERSION_KEY, "state_dict", "optimizer_states", "callbacks", "lr_schedulers", ENTRY}
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Some tensors together.
+
+    Attributes:
+        name: What they are.
+        num_tensors: How many.
+        num_elements: Their elements.
+        num_bytes: Their bytes.
+        dtypes: Their dtypes, most bytes first.
+    """
+
+    name: str
+    num_tensors: int
+    num_elements: int
+    num_bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint without the data of its tensors.
+
+    Attributes:
+        location: Where it is.
+        format: How it is written.
+        checkpoint: What is in it, as a Trainer has it, with tensors on the meta device.
+        lacking: Why it is not complete; empty for one that is.
+    """
+
+    location: Location
+    format: Format
+    checkpoint: Mapping[str, Any]
+    lacking: str = ""
+
+    @property
+    def states(self) -> dict[str, Mapping[str, Any]]:
+        """The states of the model: one, or also that of weights beside averaged ones."""
+        model: Mapping[str, Any] = self.checkpoint["state_dict"]
+        beside = {key: value for key, value in self.checkpoint.items() if _is_like(value, model) and key != "state_dict"}
+        return {"model": model, **beside}
+
+
+def _is_like(value: Any, model: Mapping[str, Any]) -> bool:
+    return isinstance(value, Mapping) and len(value) > 0 and value.keys() <= model.keys()
+
+
+def look_into(location: Location) -> Contents:
+    """Opens a checkpoint of any format.
+
+    Raises:
+        FxPipeError: It is damaged, or none.
+    """
+    if not is_folder(location):
+        with location.local_copy() as path:
+            stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=names_only())
+        return Contents(location, stored.format, {**stored.checkpoint, **_notes(stored.metadata)})
+    lacking = ""
+    try:
+        folder = open_folder(location)
+    except FxPipeError as error:
+        if not location.inside(".metadata").exists():
+            raise
+        folder, lacking = Folder(location), error.observed or error.what
+    rest = {} if "meta.pt" in lacking else folder.read_rest(weights_only=False, pickle_module=names_only())
+    return Contents(location, Format.FOLDER, _folder_contents(folder, rest), lacking)
+
+
+def _notes(metadata: Mapping[str, str]) -> dict[str, Any]:
+    return {"metadata": dict(metadata)} if metadata else {}
+
+
+def _folder_contents(folder: Folder, rest: dict[str, Any]) -> dict[str, Any]:
+    roots = {str(path[0]) for path in folder.paths.values()}
+    # Of an optimizer the options are read, which are numbers; everything else by its metadata.
+    found = folder.read(roots, lambda path: re.fullmatch(OPTIMIZER, str(path[0])) is not None and path[1] == "param_groups")
+    checkpoint = {key: value for key, value in rest.items() if not re.fullmatch(OPTIMIZER, key)}
+    checkpoint["state_dict"] = in_order(found.get(folder.model_root, {}), names_of(checkpoint))
+    optimizers = {key: value for key, value in (*rest.items(), *found.items()) if re.fullmatch(OPTIMIZER, key)}
+    if optimizers:
+        checkpoint["optimizer_states"] = [optimizers[key] for key in sorted(optimizers)]
+    checkpoint |= {key.removeprefix(BESIDE): value for key, value in found.items() if key.startswith(BESIDE)}
+    return checkpoint
+
+
+def describe(contents: Contents, *, with_tensors: bool) -> str:
+    """The text that a user reads."""
+    parts = ["\n".join(f"{name:<13}{value}" for name, value in _facts(contents))]
+    amounts = [_amount(name, state.values()) for name, state in contents.states.items()]
+    optimizers = contents.checkpoint.get("optimizer_states") or []
+    for index, optimizer in enumerate(optimizers):
+        states = _states_by_name(optimizer.get("state") or {})
+        amounts += [_amount(f"optimizer {index}: {name}", tensors) for name, tensors in states.items()]
+    total = sum(amount.num_bytes for amount in amounts)
+    parts.append(
+        render_table(
+            "Tensors",
+            ("What", "Tensors", "Elements", "Bytes", "Dtypes"),
+            [
+                (a.name, str(a.num_tensors), human_count(a.num_elements), human_bytes(a.num_bytes), ", ".join(a.dtypes))
+                for a in amounts
+            ],
+            right_aligned=("Tensors", "Elements", "Bytes"),
+            caption=f"{human_bytes(total)} in all",
+        )
+    )
+    for index, optimizer in enumerate(optimizers):
+        parts.append(_groups_table(index, optimizer["param_groups"]))
+    if with_tensors:
+        parts += [_tensors_table(name, state) for name, state in contents.states.items()]
+    return "\n\n".join(parts)
+
+
+def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
+    checkpoint = contents.checkpoint
+    yield "Checkpoint", contents.location.text
+    yield "Format", contents.format.value
+    yield "Complete", f"no: {contents.lacking}" if contents.lacking else "yes"
+    if "global_step" in checkpoint:
+        yield "Step", f"{checkpoint['global_step']}, epoch {checkpoint.get('epoch')}"
+    origin = checkpoint.get(ENTRY) or {}
+    versions = dict(origin.get("versions") or {})
+    versions.setdefault("lightning", checkpoint.get(VERSION_KEY))
+    known = [f"{name} {number}" for name, number in versions.items() if number]
+    if known:
+        yield "Written by", ", ".join(known)
+    if plan := origin.get("plan"):
+        microbatches = origin.get("num_microbatches") or "auto"
+        schedule = f", schedule {origin['schedule']}, {microbatches} microbatches" if "schedule" in origin else ""
+        yield "Stages", f"{len(plan['stages'])}{schedule}"
+    if callbacks := checkpoint.get("callbacks"):
+        yield "Callbacks", ", ".join(str(name).partition("{")[0] for name in callbacks)
+    if schedulers := checkpoint.get("lr_schedulers"):
+        yield "Schedulers", str(len(schedulers))
+    others = [str(key) for key in checkpoint if key not in _SHOWN and key not in contents.states]
+    if others:
+        yield "Also", ", ".join(others)
+    missing = _unnamed(contents.states["model"])
+    if missing:
+        yield "No tensors", ", ".join(missing)
+
+
+def _unnamed(state: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in state.items() if not isinstance(value, (Tensor, list))]
+
+
+def _amount(name: str, values: Iterable[Any]) -> Amount:
+    tensors = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]))
+    return Amount(name, len(tensors), sum(tensor.numel() for tensor in tensors), sum(sizes.values()), dtypes)
+
+
+def _states_by_name(states: Mapping[Any, Any]) -> dict[str, list[Any]]:
+    """What an optimizer keeps for its parameters, by the names that it has for it."""
+    found: dict[str, list[Any]] = {}
+    for state in states.values():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            found.setdefault(str(name), []).append(value)
+    return found
+
+
+def _groups_table(index: int, groups: Iterable[Mapping[str, Any]]) -> str:
+    rows = []
+    for number, group in enumerate(groups):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        rows.append((str(number), str(len(group["params"])), ", ".join(f"{k}={_short(v)}" for k, v in options.items())))
+    return render_table(f"Optimizer {index}", ("Group", "Parameters", "Options"), rows, right_aligned=("Parameters",))
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Tensor) and value.is_meta:
+        return "tensor"
+    return str(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+
+
+def _tensors_table(name: str, state: Mapping[str, Any]) -> str:
+    rows = [
+        (fqn, "×".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype).removeprefix("torch."), human_bytes(leaf.nbytes))
+        for fqn, value in state.items()
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor)
+    ]
+    return render_table(f"Tensors of {name}", ("Name", "Shape", "Dtype", "Bytes"), rows, right_aligned=("Bytes",))

@@ -1,0 +1,128 @@
+"""Where a checkpoint lies: a path of this machine, or a URL of any file system that fsspec knows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_fxpipe.checkpoint.replacing import begin, cancel, finish
+from lightning_fxpipe.errors import UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """A file or folder.
+
+    Attributes:
+        text: As the user wrote it.
+        path: Of a file or folder of this machine; None for one elsewhere.
+        options: For the file system that a URL names.
+    """
+
+    text: str
+    path: Path | None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Location:
+        """The location that a user names by a path or URL.
+
+        Raises:
+            ValueError: No file system is known for the URL.
+            TypeError: There are options for a path of this machine.
+        """
+        text = os.fspath(path)
+        system, inner = url_to_fs(text, **(options or {}))
+        is_local = isinstance(system, LocalFileSystem)
+        if is_local and options:
+            raise TypeError(
+                f"storage_options are for the file systems of URLs, and {text} is a path of this machine: "
+                f"{', '.join(options)} would say nothing."
+            )
+        return cls(text=text, path=Path(inner) if is_local else None, options=dict(options or {}))
+
+    @property
+    def system(self) -> Any:
+        """The file system, for URLs."""
+        return url_to_fs(self.text, **self.options)[0]
+
+    def exists(self) -> bool:
+        """Whether there is a file or folder."""
+        return self.path.exists() if self.path is not None else bool(self.system.exists(self.text))
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.path.is_dir() if self.path is not None else bool(self.system.isdir(self.text))
+
+    def inside(self, name: str) -> Location:
+        """A file of this folder."""
+        path = None if self.path is None else self.path / name
+        return Location(text=f"{self.text.rstrip('/')}/{name}", path=path, options=self.options)
+
+    def remove(self) -> None:
+        """Removes the file or folder, if there is one."""
+        if self.path is None:
+            if self.system.exists(self.text):
+                self.system.rm(self.text, recursive=True)
+        elif self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    @contextmanager
+    def local_copy(self) -> Iterator[Path]:
+        """The file on this machine. Of a file from elsewhere a copy, which is gone after the block but for what is open."""
+        if self.path is not None:
+            yield self.path
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / Path(self.text).name
+            self.system.get_file(self.text, str(copy))
+            yield copy
+
+    @contextmanager
+    def written(self) -> Iterator[IO[bytes]]:
+        """A file that takes its place when the block has ended well; until then what was there stays.
+
+        On a machine's own file system it is renamed; object stores show a file when it has been written to its end.
+        """
+        if self.path is None:
+            system = self.system
+            with system.transaction, system.open(self.text, "wb") as file:
+                yield file
+            return
+        new = begin(self.path)
+        try:
+            with new.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            finish(self.path)
+        except BaseException:
+            cancel(self.path)
+            raise
+
+
+def check_seen_by_all(location: Location, num_ranks: int) -> None:
+    """Raises :class:`UnsupportedError` for a file system that is in one process's memory."""
+    if location.path is None and num_ranks > 1 and "memory" in _protocols(location.system):
+        raise UnsupportedError(
+            "A checkpoint in memory:// is in the memory of one process, and the stages are in several.",
+            where=location.text,
+            expected="a folder or URL that all processes see",
+            todo="Save to a path, file:// or an object store.",
+        )
+
+
+def _protocols(system: Any) -> tuple[str, ...]:
+    protocol = system.protocol
+    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

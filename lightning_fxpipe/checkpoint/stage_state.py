@@ -1,0 +1,287 @@
+"""A stage's state to and from checkpoints of the whole model, keyed by FQN.
+
+A checkpoint is a folder of ``torch.distributed.checkpoint``: ``model.<fqn>``, ``optimizer_<i>.state.<fqn>.<name>`` and
+``optimizer_<i>.param_groups`` with the FQNs of the whole model, beside Lightning's file with everything else. No key names a
+stage, so the layout does not depend on how many there were. Plain ``.ckpt`` files of a single device load as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import lightning
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fxpipe._compat.lightning import metadata_filename
+from lightning_fxpipe._compat.torch import tree_leaves
+from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, KeyPath, open_folder
+from lightning_fxpipe.checkpoint.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
+from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.optim.optimizers import GROUPS, STATE, StageOptimizer
+from lightning_fxpipe.planner.cost import canonical_fqns
+from lightning_fxpipe.reporting.messages import inform
+
+# Our entry of a checkpoint: where it comes from, and the random generators.
+ENTRY = "lightning_fxpipe"
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """This rank's part of ``module.state_dict()``."""
+    return held(module.state_dict())
+
+
+def held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is no placeholder."""
+    return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
+
+
+def without_foreign_extras(checkpoint: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The checkpoint without what modules of other stages keep beside their tensors: theirs is right, ours has not run."""
+    foreign = {
+        f"{path}.{_EXTRA}"
+        for path, child in module.named_modules()
+        if (tensors := [*child.parameters(), *child.buffers()]) and all(tensor.is_meta for tensor in tensors)
+    }
+    result = dict(checkpoint)
+    for name, state in checkpoint.items():
+        if isinstance(state, Mapping) and not foreign.isdisjoint(state):
+            result[name] = with_items(state, {fqn: value for fqn, value in state.items() if fqn not in foreign})
+    return result
+
+
+# torch's name of what ``get_extra_state`` returns.
+_EXTRA = "_extra_state"
+
+
+def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
+    """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
+    state = {"model": held(checkpoint["state_dict"])}
+    beside = names_in_parts(checkpoint, state["model"], fqns)
+    note_attributes(checkpoint, ("state_dict", *beside))
+    note_names(checkpoint, fqns)
+    del checkpoint["state_dict"]
+    for name in beside:
+        state[BESIDE + name] = held(checkpoint.pop(name))
+    for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
+        state[f"optimizer_{index}"] = optimizer
+    return state
+
+
+def note_attributes(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps in our entry what states have beside their items, for which a folder has no place."""
+    found = {name: dict(vars(state)) for name in names if isinstance(state := checkpoint[name], OrderedDict)}
+    if found:
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _ATTRIBUTES: found}
+
+
+_ATTRIBUTES = "attributes"
+
+
+def restored(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+    """A state that was in a folder, as it was before: in an order, and with what :func:`note_attributes` has kept."""
+    attributes = (checkpoint.get(ENTRY) or {}).get(_ATTRIBUTES, {}).get(name)
+    state = in_order(items, order)
+    if attributes is None:
+        return state
+    result = OrderedDict(state)
+    vars(result).update(attributes)
+    return result
+
+
+def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
+    """The entries beside ``state_dict`` of which this rank has a part, such as weights beside averaged ones.
+
+    They have placeholders under names of the model, or tensors for just what this rank holds.
+
+    Raises:
+        UnsupportedError: There are placeholders where no part is expected: they would be written in place of values.
+    """
+    known = {*fqns}
+    others = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+    found = [name for name, value in others.items() if _is_partial(value, mine, known)]
+    for name, value in others.items():
+        if name not in found and any(map(_is_placeholder, tree_leaves(value))):
+            raise UnsupportedError(
+                "A part of the checkpoint has tensors of other stages, which this rank does not have.",
+                where=f'checkpoint["{name}"]',
+                expected="copies that were made in a hook, where all tensors have values, or an entry of its own in the "
+                "checkpoint with names of the module's state_dict",
+            )
+    return found
+
+
+def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
+    if not isinstance(value, Mapping) or not value or not fqns.issuperset(value):
+        return False
+    return any(map(_is_placeholder, value.values())) or (len(value) < len(fqns) and held(value).keys() == mine.keys())
+
+
+def read_checkpoint(
+    location: Location, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()
+) -> dict[str, Any]:
+    """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
+
+    Args:
+        location: A folder, or anything else that ``checkpoint.folders`` or
+            ``checkpoint.formats`` reads.
+        module: The module, with placeholders for other stages' tensors.
+        weights_only: For ``torch.load``.
+        into: FQNs of tensors of the module that are read in place, which saves memory.
+
+    Returns:
+        The checkpoint. In states of the model, tensors on the meta device stand for those of the other stages.
+    """
+    expected = module.state_dict()
+    others = {fqn for fqn, value in expected.items() if _is_placeholder(value)}
+    if is_folder(location):
+        return _read_folder(open_folder(location), expected, others, weights_only, into)
+    with location.local_copy() as path:
+        stored = read_stored(path, is_wanted=lambda fqn: fqn not in others, weights_only=weights_only)
+        if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
+            inform(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
+            stored = read_stored(path, is_wanted=lambda fqn: prefix + fqn not in others, weights_only=weights_only)
+            stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
+    if not stored.format.has_weights_only:
+        return stored.checkpoint
+    inform(f"{location.text} holds weights only: a run begins with them at step 0, with a new optimizer.")
+    return as_first_step(with_all_names(stored.checkpoint["state_dict"], module))
+
+
+def is_folder(location: Location) -> bool:
+    """Whether a location is a folder of torch.distributed.checkpoint, complete or not."""
+    if location.path is None:
+        return location.is_folder()
+    return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
+
+
+def as_first_step(state: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint of a run that has these weights and has not begun."""
+    nothing: dict[str, Any] = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}
+    return {VERSION_KEY: lightning.__version__, "state_dict": state, **nothing}
+
+
+def _read_folder(
+    folder: Folder, expected: Mapping[str, Any], others: set[str], weights_only: bool | None, into: Collection[str]
+) -> dict[str, Any]:
+    root = folder.model_root
+    beside = folder.entries(rf"{re.escape(BESIDE)}.+")
+    places: dict[KeyPath, Tensor] = {(root, fqn): expected[fqn] for fqn in into if fqn in expected}
+    state = folder.read({root, *beside}, lambda path: path[1] not in others, places)
+    checkpoint = folder.read_rest(weights_only=weights_only)
+    for name in (root, *beside):
+        known = "state_dict" if name == root else name.removeprefix(BESIDE)
+        checkpoint[known] = restored(checkpoint, known, state.get(name, {}), expected)
+    if folder.entries(OPTIMIZER) or any(re.fullmatch(OPTIMIZER, key) for key in checkpoint):
+        checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
+    return checkpoint
+
+
+def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The state with its names in an order, and others after them."""
+    order = {fqn: index for index, fqn in enumerate(names)}
+    return with_items(state, dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order)))))
+
+
+def note_names(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
+    """Keeps the order of the model's names in our entry, for which a folder has no place."""
+    checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _NAMES: list(names)}
+
+
+def without_notes(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint without what only a folder needs to be noted."""
+    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key not in (_NAMES, _ATTRIBUTES)}
+    return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
+
+
+_NAMES = "names"
+
+
+def names_of(checkpoint: Mapping[str, Any]) -> Sequence[str]:
+    """The names of the model's state in their order, where one of ours says them: the keys of a folder have none."""
+    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get(_NAMES, ())
+    return names
+
+
+OPTIMIZER = r"optimizer_\d+"
+
+
+def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
+    """What is before each of the names in the module: they may be those of a model inside it. Empty where that is not clear."""
+    if not names or not {*names}.isdisjoint(expected):
+        return ""
+    first = next(iter(names))
+    candidates = [fqn.removesuffix(first) for fqn in expected if fqn.endswith(f".{first}")]
+    matches = {prefix: sum(prefix + name in expected for name in names) for prefix in candidates}
+    best = sorted(matches, key=lambda prefix: matches[prefix], reverse=True)
+    is_clear = best and (len(best) == 1 or matches[best[0]] > matches[best[1]])
+    return best[0] if is_clear else ""
+
+
+def with_all_names(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The state with what it lacks of names that are further ones of a tensor that it has, such as tied weights."""
+    first = canonical_fqns(module)
+    found = {first[fqn]: value for fqn, value in state.items() if fqn in first}
+    missing = [fqn for fqn in module.state_dict() if fqn not in state and first.get(fqn) in found]
+    return {**state, **{fqn: found[first[fqn]] for fqn in missing}}
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
+
+
+def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+    """Loads a checkpoint's state into the module, as on one device: with its hooks, and its errors on every rank.
+
+    Raises:
+        RuntimeError: Shapes differ, or with ``strict`` the keys.
+    """
+    # Tensors of other stages go from the meta device to the meta device: nothing is copied, and all is checked.
+    module.load_state_dict(state, strict=strict)
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.to(metric.device)  # a metric takes tensors as they are, from wherever they were read to
+
+
+def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizers: Sequence[StageOptimizer]) -> None:
+    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
+    saved = checkpoint.get("optimizer_states") or []
+    if saved or not is_folder(location):
+        for optimizer, state in zip(optimizers, saved, strict=False):
+            optimizer.load(state, copies=True)
+        return
+    folder = open_folder(location)
+    roots = folder.entries(OPTIMIZER)
+    stored = folder.read(roots, lambda path: path[1] != STATE)
+    names = [f"optimizer_{index}" for index in range(len(optimizers))]
+    others = {
+        (name, key)
+        for name, optimizer in zip(names, optimizers, strict=True)
+        if name in stored
+        for key in optimizer.not_wanted(stored[name][GROUPS])
+    }
+    states = folder.read(roots, lambda path: path[1] == STATE and (path[0], path[2]) not in others)
+    stored = {name: {**saved, STATE: states.get(name, {}).get(STATE, {})} for name, saved in stored.items()}
+    stored |= {key: value for key, value in checkpoint.items() if re.fullmatch(OPTIMIZER, key)}
+    for name, optimizer in zip(names, optimizers, strict=True):
+        if name in stored:
+            optimizer.load(stored[name])
+
+
+def portable_rng(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Generator states as tensors and plain values, which ``torch.load(weights_only=True)`` accepts."""
+    portable = {key: value for key, value in state.items() if key in ("python", "torch", "cuda")}
+    if "numpy" in state:
+        name, keys, *rest = state["numpy"]
+        portable["numpy"] = [name, [int(key) for key in keys], *rest]
+    return portable
+
+
+def usable_rng(portable: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of :func:`portable_rng`."""
+    version, internal, gauss = portable["python"]
+    return {**portable, "python": (version, tuple(internal), gauss)}

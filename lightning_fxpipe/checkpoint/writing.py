@@ -1,0 +1,143 @@
+"""Checkpoints in other forms and places than a folder of this machine: a single file, and a folder behind a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+
+from lightning_fxpipe._compat.lightning import metadata_filename
+from lightning_fxpipe._compat.torch import folder_writer, tree_map
+from lightning_fxpipe.checkpoint.collect import Key, collect, identity
+from lightning_fxpipe.checkpoint.formats import with_items
+from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.checkpoint.saving import Write, copied_state, on_every_rank, write_parts
+from lightning_fxpipe.checkpoint.stage_state import ENTRY, held, in_order, names_in_parts, taken_parts
+from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.distributed.topology import Topology
+
+# In our entry of a file: for each optimizer and group the FQNs of the numbered parameters.
+GROUP_FQNS = "group_fqns"
+
+
+def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology: Topology) -> dict[str, Any] | None:
+    """The checkpoint that a plain Trainer would write, on rank 0; None on the others. Called by every rank.
+
+    Rank 0 gets the tensors that it lacks one by one, and they are written from where they have been received.
+
+    Args:
+        checkpoint: Lightning's checkpoint, with this rank's part of the states of model and optimizers.
+        fqns: Names of the whole model's tensors, in their order.
+        topology: This rank's place.
+    """
+    mine = held(checkpoint["state_dict"])
+    beside = _of_any_rank(names_in_parts(checkpoint, mine, fqns), topology)
+    parts: dict[Key, Any] = {}
+    for name in ("state_dict", *beside):
+        parts |= {(name, fqn): value for fqn, value in held(checkpoint[name]).items()}
+    optimizers = checkpoint.get("optimizer_states", [])
+    for index, optimizer in enumerate(optimizers):
+        parts |= {(index, fqn): state for fqn, state in optimizer["state"].items()}
+    collected = collect(parts, topology)
+    if collected is not None:
+        del parts
+        collected = _on_cpu(collected)
+        for name in ("state_dict", *beside):
+            found = {fqn: value for (of, fqn), value in collected.items() if of == name}
+            checkpoint[name] = in_order(with_items(checkpoint[name], found), fqns)
+        fqns_of = [[list(group["params"]) for group in optimizer["param_groups"]] for optimizer in optimizers]
+        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), GROUP_FQNS: fqns_of}
+        for index, optimizer in enumerate(optimizers):
+            states = {fqn: value for (of, fqn), value in collected.items() if of == index}
+            optimizers[index] = numbered({**optimizer, "state": states})
+    return None if collected is None else checkpoint
+
+
+def file_writer(whole: dict[str, Any] | None, *, copied: bool) -> Write:
+    """What writes a checkpoint as a single file.
+
+    Args:
+        whole: The checkpoint, on rank 0.
+        copied: Whether its values may change before they are written.
+    """
+    contents = copied_state(whole) if copied else whole
+
+    def write(path: Path, group: dist.ProcessGroup | None) -> None:
+        if contents is not None:
+            with path.open("wb") as file:
+                torch.save(contents, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    return write
+
+
+def save_file_at(location: Location, checkpoint: dict[str, Any], fqns: Collection[str], topology: Topology) -> None:
+    """Writes a file behind a URL. Called by every rank."""
+    whole = whole_checkpoint(checkpoint, fqns, topology)
+
+    def write() -> None:
+        if whole is not None:
+            with location.written() as file:
+                torch.save(whole, file)
+
+    on_every_rank(topology.control_group, write)
+
+
+def _of_any_rank(names: list[str], topology: Topology) -> list[str]:
+    """The names that any rank has: one that holds all there is sees no parts."""
+    found = gathered(topology.control_group, names)
+    return list(dict.fromkeys(name for part in found for name in part))
+
+
+def _on_cpu(values: dict[Key, Any]) -> dict[Key, Any]:
+    """The values with tensors on the CPU; what shared memory still does."""
+    moved: dict[Any, Tensor] = {}
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            return value
+        return moved.setdefault(identity(value), value.cpu())
+
+    result: dict[Key, Any] = tree_map(move, values)
+    return result
+
+
+def numbered(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by FQN as torch writes it, with parameters numbered in the order of their groups."""
+    numbers: dict[str, int] = {}
+    groups = [
+        {**group, "params": [numbers.setdefault(fqn, len(numbers)) for fqn in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    known = [(number, saved["state"][fqn]) for fqn, number in numbers.items() if fqn in saved["state"]]
+    others = [(key, state) for key, state in saved["state"].items() if key not in numbers]
+    return {**saved, "state": dict([*known, *others]), "param_groups": groups}
+
+
+def save_folder_at(location: Location, checkpoint: dict[str, Any], fqns: Collection[str], topology: Topology) -> None:
+    """Writes a folder behind a URL. Called by every rank; each writes its own tensors.
+
+    No file system behind a URL is sure to rename a folder at once, so the file by which Lightning knows a folder is written
+    last and removed first: without it a folder is not complete, and not read.
+    """
+    group, is_writer = topology.control_group, dist.get_rank() == 0
+
+    def remove_old() -> None:
+        if is_writer:
+            location.inside(metadata_filename()).remove()
+            location.remove()
+
+    def write_rest() -> None:
+        if is_writer:
+            with location.inside(metadata_filename()).written() as file:
+                torch.save(checkpoint, file)
+
+    on_every_rank(group, remove_old)
+    write_parts(taken_parts(checkpoint, fqns), folder_writer(location.path, location.text, location.options), group)
+    on_every_rank(group, write_rest)

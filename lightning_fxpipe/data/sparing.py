@@ -1,0 +1,205 @@
+"""Ranks whose stages need no data: they do not load it, and rank 0 tells them the shapes of each batch.
+
+Every rank runs the user's step up to the model's call, so every rank needs a batch; but a stage in the middle of a pipeline
+takes nothing from it. What its step does before the model's call depends on the batch's shapes and constants, not on the values
+of its tensors, which may as well be zero. That holds once a batch has shown that
+
+- no part of the graph on that rank takes a tensor of the batch (``StageTrace``),
+- the step does not look at values before the model's call (``tracing.prelude``),
+- no hook of user code looks at the batch (``hooks.user_hooks``).
+
+From then on the rank's loaders stand still, until the end of the strategy's life: their samplers are no longer where those of
+the other ranks are. A batch for which one of the three does not hold is sent by rank 0 as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
+from lightning_fxpipe.user_code.step import StepKind
+
+_logger = logging.getLogger("lightning_fxpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What the run so far tells of its batches; the same on every rank at the same place of the run.
+
+    Attributes:
+        running_step: The step that batches are loaded for; None where user code goes through a loader by itself.
+        free_stages: The stages that have been seen to need no data in a step.
+        is_seen_by_hooks: Whether a hook of user code looks at the batches of a step.
+    """
+
+    running_step: Callable[[], StepKind | None]
+    free_stages: Callable[[StepKind], frozenset[int]]
+    is_seen_by_hooks: Callable[[StepKind], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _News:
+    """What rank 0 tells of its loading.
+
+    Attributes:
+        batches: The batch, pickled; nothing at the end of the data.
+        rng: The state of the random numbers, where loading has drawn some.
+    """
+
+    batches: tuple[bytes, ...]
+    rng: dict[str, Any] | None
+
+
+class Sparing:
+    """Knows which ranks do not load data, and gives them what they need instead.
+
+    Args:
+        topology: This rank's place.
+        tell: Gets a line for the user, once for each step.
+    """
+
+    def __init__(self, topology: Topology, tell: Callable[[str], None]) -> None:
+        self._watched: Watched | None = None
+        self._topology = topology
+        self._tell = tell
+        self._spared: dict[StepKind, frozenset[int]] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Group of all ranks for small messages."""
+        return self._topology.control_group
+
+    def watch(self, run: Watched) -> None:
+        """Called before each run."""
+        self._watched = run
+
+    def running_step(self) -> StepKind | None:
+        """The step that batches are loaded for; None where user code goes through a loader by itself."""
+        return None if self._watched is None else self._watched.running_step()
+
+    def stages(self, kind: StepKind | None) -> frozenset[int]:
+        """The stages whose ranks do not load data for a step; the same on every rank."""
+        return frozenset() if kind is None else self._spared.get(kind, frozenset())
+
+    def is_spared(self, kind: StepKind | None) -> bool:
+        """Whether this rank is one of them."""
+        return self._topology.stage_index in self.stages(kind)
+
+    def consider(self, kind: StepKind | None, batch: Any) -> None:
+        """Agrees on the stages to spare from now on. Called by every rank after it has loaded a batch."""
+        watched = self._watched
+        if watched is None or kind is None or self._topology.num_stages < 3 or self.stages(kind):
+            return  # the first stage takes the inputs, the last one has the loss
+        is_free = not watched.is_seen_by_hooks(kind) and _can_be_sent(batch)
+        mine = watched.free_stages(kind) if is_free else frozenset[int]()
+        agreed = frozenset.intersection(*gathered(self.group, mine))
+        if agreed:
+            self._spared[kind] = agreed
+            stages = f"stage{'s' * (len(agreed) > 1)} {', '.join(map(str, sorted(agreed)))}"
+            self._tell(f"The ranks of {stages} load no more data for {kind.value}: they need no more than its shapes.")
+
+    def load(self, kind: StepKind, load: Callable[[], list[Any]]) -> list[Any]:
+        """Loads on the ranks that are not spared. Called by every rank.
+
+        Args:
+            kind: The step that the data is for.
+            load: Loads a batch; returns an empty list at the end of the data.
+
+        Returns:
+            The batch; on a rank that is spared one like that of rank 0, of zeros.
+        """
+        before = rng_state()
+        mine = [] if self.is_spared(kind) else load()
+        assert self._watched is not None
+        pickled = pickle.dumps if self._watched.is_seen_by_hooks(kind) else described
+        batches = self._tell_others(kind, tuple(map(pickled, mine)) if self._topology.is_last else (), before)
+        return [pickle.loads(batch) for batch in batches] if self.is_spared(kind) else mine
+
+    def begin(self, kind: StepKind, begin: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
+        """Makes a loader's iterator on the ranks that are not spared; it may draw random numbers. Called by every rank."""
+        before = rng_state()
+        try:
+            return None if self.is_spared(kind) else begin()
+        finally:
+            self._tell_others(kind, (), before)
+
+    def _tell_others(self, kind: StepKind, batches: tuple[bytes, ...], before: dict[str, Any]) -> tuple[bytes, ...]:
+        """What rank 0 has loaded, on all ranks; those that are spared draw what it has drawn since ``before``."""
+        news: list[_News | None] = [None]
+        if self._topology.is_last:
+            now = rng_state()
+            drawn = None if same_rng(before, now) else {key: state for key, state in now.items() if key != "cuda"}
+            news = [_News(batches=batches, rng=drawn)]
+        self._send(news)
+        told = news[0]
+        assert told is not None
+        if told.rng is not None and self.is_spared(kind):
+            set_rng_state(told.rng)
+        return told.batches
+
+    def with_values(self, kind: StepKind, batch: Any) -> Any:
+        """The batch with its values, as the step gets it. Called by every rank.
+
+        Args:
+            kind: The step.
+            batch: The batch, on a rank that is spared perhaps without values.
+        """
+        on_cpu = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, batch)
+        values = [on_cpu if self._topology.is_last else None]
+        self._send(values)
+        if not self.is_spared(kind):
+            return batch
+        device = self._topology.device
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, values[0])
+
+    def _send(self, objects: list[Any]) -> None:
+        """Fills in what rank 0 has."""
+        dist.broadcast_object_list(objects, src=self._topology.rank_of(self._topology.num_stages - 1), group=self.group)
+
+
+def without_values(batch: Any, device: torch.device) -> Any:
+    """A batch like it, of zeros."""
+    zeros = pickle.loads(described(batch))
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, zeros)
+
+
+def described(batch: Any) -> bytes:
+    """Pickles a batch without the values of its tensors."""
+    buffer = io.BytesIO()
+    _Describing(buffer).dump(batch)
+    return buffer.getvalue()
+
+
+class _Describing(pickle.Pickler):
+    """Writes how to make tensors of zeros in place of plain tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        return _zeros, (tuple(obj.shape), obj.stride(), obj.dtype)
+
+
+def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    num_elements = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return torch.zeros(num_elements, dtype=dtype).as_strided(shape, stride)
+
+
+def _can_be_sent(batch: Any) -> bool:
+    try:
+        pickle.loads(described(batch))
+    except Exception:
+        _logger.debug("Every rank loads the batches: a %s cannot be sent", type(batch).__name__, exc_info=True)
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""Ranks of one pipeline must agree on what they do, or they would wait for each other forever or compute garbage."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.pytree.containers import leaves_with_path
+
+Value = TypeVar("Value")
+
+
+def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: FxPipeError) -> None:
+    """Raises ``disagreement`` on every rank unless all have the same value. Called by every rank of the group.
+
+    Args:
+        group: The pipeline's ranks; None without a process group.
+        value: Something small that can be pickled; None abstains.
+        disagreement: The error; what the ranks have is filled in as observed.
+    """
+    values = gathered(group, value)
+    told = [other for other in values if other is not None]
+    if any(other != told[0] for other in told):
+        raise type(disagreement)(
+            disagreement.what,
+            where=disagreement.where,
+            observed="; ".join(f"stage {stage}: {other}" for stage, other in enumerate(values)),
+            expected=disagreement.expected,
+            todo=disagreement.todo,
+        )
+
+
+def gathered(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
+    """The values of all ranks of the group, by stage. Called by every rank of the group.
+
+    Args:
+        group: The pipeline's ranks; None without a process group.
+        value: Something small that can be pickled.
+    """
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def any_rank(vote: bool, topology: Topology) -> bool:
+    """Whether any rank says yes. Called by every rank of the pipeline."""
+    return any(gathered(topology.control_group, vote))
+
+
+def digest(batch: Any) -> str:
+    """Equal for batches with equal tensors."""
+    state = hashlib.blake2b(digest_size=8)
+    for _, leaf in leaves_with_path(batch):
+        if isinstance(leaf, Tensor):
+            state.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            state.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()

@@ -1,0 +1,404 @@
+"""Ends the run on every rank when one fails, and lets the user see why: once, and first of all.
+
+A rank that fails tells the others over the ``Lifeline``. Each of them gives its own code a
+moment to fail by itself, since an error of the user's code is often one of every rank, then raises in the main thread what
+fits: a ``PeerError``, or the ``KeyboardInterrupt`` or ``SystemExit`` of the other rank. Lightning's ``on_exception`` and
+teardown hooks run as they do for any error. A main thread that does not come round is ended with its process.
+
+The rank that failed first prints its traceback, the others a line. They wait for it before they end: launchers kill what is
+left once one process has gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from functools import cache
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed.distributed_c10d as dist
+from torch.distributed import DistBackendError, DistNetworkError
+
+from lightning_fxpipe.distributed.connections import Connections
+from lightning_fxpipe.distributed.lifeline import Failure, Lifeline, connect
+from lightning_fxpipe.errors import FxPipeError, PeerError, text_of
+
+# Seconds after the news: when a main thread that waits is interrupted, when one that computes, when the process ends.
+_WAITING_SECONDS, _BUSY_SECONDS, _LAST_SECONDS = 1.0, 2.0, 4.0
+_TOLD_SECONDS = 2.5  # how long another rank has to tell the user
+_ORDER_SECONDS = 1.0  # how long rank 0 has to say who failed first
+_MEETING_SECONDS = 2.0  # how long ranks that have failed wait for each other to save a checkpoint
+_MAX_TRACEBACK = 100_000
+# Ignored where nobody handles it, so that one that comes too late does nothing.
+_WAKE = getattr(signal, "SIGURG", None)
+
+
+@contextlib.contextmanager
+def failures_reach_every_rank() -> Iterator[None]:
+    """Around a whole run: reports an error of the block to the other ranks, or raises theirs in its place.
+
+    Raises:
+        PeerError: Another rank failed first.
+    """
+    try:
+        yield
+    except BaseException as error:
+        watch = current_watch()
+        raised = error if watch is None else watch.failed(error)
+        if raised is error:
+            raise
+        raise raised from None
+
+
+def current_watch() -> FailureWatch | None:
+    """This process's watch; None where there is one rank only, or no process group."""
+    return _watch_of(dist.group.WORLD) if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+
+def begin_run(start: Callable[[], None], share: Callable[[Any], Any], address: str) -> None:
+    """Starts the process group, where there is none yet, and watches over a new run. Called by every rank.
+
+    Args:
+        start: Starts the default process group.
+        share: Gives every rank the argument of rank 0.
+        address: Of rank 0's machine.
+    """
+    connections = Connections()
+    with connections.noted():
+        start()
+    watch = current_watch()
+    if watch is not None:
+        watch.connections.add(connections)
+        watch.begin_run([address], share)
+
+
+def end_run() -> None:
+    """The run is over, with its hooks, in whatever way."""
+    watch = current_watch()
+    if watch is not None:
+        watch.end_run()
+
+
+def has_failed() -> bool:
+    """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
+    watch = current_watch()
+    return watch is not None and watch.has_failed
+
+
+def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks have come here after a failure, and have made the same progress.
+
+    So it is where each has failed by itself, or all were interrupted. Where one has failed while others waited for it, the
+    connections between them are broken.
+    """
+    watch = current_watch()
+    if watch is None:
+        return True
+    if group is None or watch.connections.are_shut:
+        return False
+    try:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=_MEETING_SECONDS))
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, progress, group=group)
+    except RuntimeError:
+        return False
+    return all(other == found[0] for other in found)
+
+
+def noted_connections() -> contextlib.AbstractContextManager[None]:
+    """Around what makes process groups: their connections are broken where the run fails."""
+    watch = current_watch()
+    return contextlib.nullcontext() if watch is None else watch.connections.noted()
+
+
+def terminate_together(share: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+    """Stops every rank when one is asked to.
+
+    Args:
+        share: Arranges for its argument to be called when this rank is asked to stop; returns what stops it.
+    """
+    watch = current_watch()
+    if watch is not None:
+        watch.stop_when_asked(share)
+
+
+@cache  # the process group is the process's, and so are signals and the hook for uncaught errors
+def _watch_of(world: dist.ProcessGroup) -> FailureWatch:
+    return FailureWatch(dist.get_rank(world))
+
+
+class FailureWatch:
+    """What a rank knows of failures, its own and those of others.
+
+    Args:
+        rank: This rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.connections = Connections()
+        self._rank = rank
+        self._lifeline: Lifeline | None = None
+        self._is_connected = False
+        self._run = 0
+        self._in_run = False
+        self._failures: list[Failure] = []
+        self._news = threading.Condition()
+        self._ended = threading.Event()  # the main thread has an error, of its own or of another rank
+        self._own: Failure | None = None
+        self._pending: Failure | None = None
+        self._print_uncaught: Callable[..., Any] = sys.excepthook
+
+    @property
+    def knows_failure(self) -> bool:
+        """Whether any rank has failed in the current or last run."""
+        return self._own is not None or self._first() is not None
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has ended its program, or is about to."""
+        return self._lifeline is not None and rank in self._lifeline.left
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
+        return self._in_run and self._ended.is_set()
+
+    def begin_run(self, addresses: Sequence[str], share: Callable[[Any], Any]) -> None:
+        """A new run begins. Called by every rank.
+
+        Args:
+            addresses: Under which rank 0's machine may be reached.
+            share: Gives every rank the argument of rank 0.
+        """
+        if self.connections.are_shut:
+            raise FxPipeError(
+                "The ranks of the pipeline have lost each other in a run that failed.",
+                todo="Start the program anew, and resume from a checkpoint.",
+            )
+        self._run += 1
+        self._ended.clear()
+        self._own = self._pending = None
+        self._in_run = True
+        if not self._is_connected:
+            self._is_connected = True
+            self._lifeline = connect(self._rank, dist.get_world_size(), addresses, share, self._heard)
+            self._take_over_process()
+
+    def end_run(self) -> None:
+        """The run is over, with its hooks, in whatever way."""
+        self._in_run = False
+        if self._lifeline is not None:
+            self._lifeline.on_stop = None  # it would keep the Trainer, and all that the run had
+
+    def failed(self, error: BaseException) -> BaseException:
+        """The main thread has an error; returns it, or the one of another rank that it follows from."""
+        self._ended.set()  # from here on nothing is raised in the main thread
+        chain = list(_chain(error))
+        peer = next((e for e in chain if isinstance(e, PeerError)), None)
+        if peer is not None:
+            return peer
+        pending = self._pending
+        if pending is not None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return error
+        if any(_is_lost_connection(e) for e in chain):
+            other = self._failure_of_others(_ORDER_SECONDS)
+            if other is not None:
+                return _raised_for(other)
+        self._report(error)
+        return error
+
+    def stop_when_asked(self, share: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
+        """See :func:`terminate_together`."""
+        if self._lifeline is not None:
+            self._lifeline.on_stop = share(self._lifeline.ask_to_stop)
+
+    # ------------------------------------------------------------------ news
+
+    def _report(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error))
+        self._own = Failure(
+            rank=self._rank,
+            run=self._run + (not self._in_run),  # between two runs: the others may have begun the next
+            summary=_summary(error),
+            traceback=_shortened(text),
+            is_interrupt=isinstance(error, KeyboardInterrupt),
+            exit_code=_exit_code(error),
+        )
+        if self._lifeline is not None:
+            self._lifeline.report(self._own)
+
+    def _heard(self, failure: Failure) -> None:
+        """A rank has failed, this one or another."""
+        with self._news:
+            is_first = not any(known.run == failure.run for known in self._failures)
+            self._failures.append(failure)
+            self._news.notify_all()
+        if is_first and failure.rank != self._rank and failure.run >= self._run:
+            threading.Thread(target=self._stop_main, args=(failure,), name="fxpipe-failure", daemon=True).start()
+
+    def _first(self) -> Failure | None:
+        """The run's first failure of all ranks."""
+        return next((failure for failure in self._failures if failure.run >= self._run), None)
+
+    def _failure_of_others(self, seconds: float) -> Failure | None:
+        with self._news:
+            self._news.wait_for(lambda: self._first() is not None, seconds)
+            first = self._first()
+        return first if first is not None and first.rank != self._rank else None
+
+    # ------------------------------------------------------------------ stopping the main thread
+
+    def _stop_main(self, failure: Failure) -> None:
+        heard = time.monotonic()
+        main = threading.main_thread().ident
+        self._let_it_fail(failure, heard)
+        self._pending = failure
+        while time.monotonic() < heard + _LAST_SECONDS and not self._is_stopped(failure):
+            if _WAKE is not None and main is not None:
+                signal.pthread_kill(main, _WAKE)
+            if not self._ended.wait(0.2) and not self.connections.are_shut:
+                self.connections.shut()
+        # Hooks that other ranks' failure has called may wait for those ranks.
+        while time.monotonic() < heard + _LAST_SECONDS:
+            if self._own is not None or not self._in_run or self._run > failure.run:
+                return
+            time.sleep(0.1)
+        self._end_process(failure)
+
+    def _is_stopped(self, failure: Failure) -> bool:
+        return self._ended.is_set() or self._run > failure.run
+
+    def _let_it_fail(self, failure: Failure, heard: float) -> None:
+        """Waits while the main thread may be about to fail by itself, from the same cause."""
+        if failure.is_interrupt:
+            self._ended.wait(0.3)
+            return
+        before = _main_thread_seconds()
+        while time.monotonic() < heard + _BUSY_SECONDS and not self._ended.wait(0.25):
+            now = _main_thread_seconds()
+            if time.monotonic() > heard + _WAITING_SECONDS and now - before < 0.02:
+                return
+            before = now
+
+    def _wake(self, signum: int, frame: FrameType | None) -> None:
+        """Raises in the main thread what another rank's failure means here."""
+        # What a finalizer raises is printed and forgotten; the next signal finds the thread elsewhere.
+        in_finalizer = frame is not None and (frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__)
+        if self._pending is not None and not self._ended.is_set() and not in_finalizer:
+            raise _raised_for(self._pending)
+
+    def _end_process(self, failure: Failure) -> None:
+        self._print_consequence(failure)
+        _end_workers()
+        os._exit(1)
+
+    def _leave(self) -> None:
+        """At the end of the process."""
+        if self.knows_failure:
+            _end_workers()
+        if self._lifeline is not None:
+            self._lifeline.leave()
+
+    # ------------------------------------------------------------------ what the user sees
+
+    def _take_over_process(self) -> None:
+        self._print_uncaught, sys.excepthook = sys.excepthook, self._uncaught
+        if _WAKE is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(_WAKE, self._wake)
+        if self._lifeline is not None:
+            atexit.register(self._leave)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        """In place of ``sys.excepthook``: an error that ends the program."""
+        if not isinstance(error, PeerError) and self._own is None:
+            error = self.failed(error)  # outside a run
+        if isinstance(error, PeerError):
+            first = self._first()
+            if first is not None:
+                self._print_consequence(first)
+                return
+        other = self._failure_of_others(_ORDER_SECONDS)
+        if other is not None and self._own is not None and other.summary == self._own.summary:
+            self._print_consequence(other, "the same error")
+            return
+        self._print_uncaught(type(error), error, where)
+        sys.stderr.flush()
+        if self._lifeline is not None:
+            self._lifeline.tell_done()
+
+    def _print_consequence(self, failure: Failure, what: str | None = None) -> None:
+        told = self._lifeline is not None and self._lifeline.wait_done(failure.rank, _TOLD_SECONDS)
+        speaker = 0 if failure.rank != 0 else 1  # one of those that are left
+        lines = [] if told or not failure.traceback or self._rank != speaker else [f"[rank {failure.rank}] {failure.traceback}"]
+        what = what or f"stopped, because rank {failure.rank} failed: {failure.summary}"
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            print("".join(lines) + f"[rank {self._rank}] {what}", file=sys.stderr, flush=True)
+
+
+def _end_workers() -> None:
+    """Ends what a dataloader has started; where this process is killed, nobody else would."""
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def _raised_for(failure: Failure) -> BaseException:
+    if failure.is_interrupt:
+        return KeyboardInterrupt()
+    if failure.exit_code is not None:
+        return SystemExit(failure.exit_code)
+    error = PeerError("Another rank of the pipeline failed.", where=f"rank {failure.rank}", observed=failure.summary)
+    if failure.traceback:
+        error.add_note(f"Its traceback:\n{failure.traceback.rstrip()}")
+    return error
+
+
+def _summary(error: BaseException) -> str:
+    lines = text_of(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _shortened(text: str) -> str:
+    half = _MAX_TRACEBACK // 2
+    return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if not isinstance(error, SystemExit):
+        return None
+    return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether the error only says that a neighbour has gone; torch has no type for that with gloo."""
+    if isinstance(error, (DistBackendError, DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and any(
+        word in text_of(error) for word in ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo")
+    )
+
+
+def _main_thread_seconds() -> float:
+    """Processor time of the main thread, to tell one that computes from one that waits."""
+    main = threading.main_thread().ident
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    return 0.0 if clock is None or main is None else time.clock_gettime(clock(main))

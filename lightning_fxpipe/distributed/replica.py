@@ -1,0 +1,365 @@
+"""What user code sees of a pipeline's processes: one replica, as on one device.
+
+A step that scales its loss by ``dist.get_world_size()``, or gathers the embeddings of all replicas, runs on all ranks of a
+pipeline, of which only the last comes to its end: what it gathers would be wrong, or the call would wait for ever. So while a
+run is on, the functions of ``torch.distributed`` answer for the default process group as those of a group of one. A call with
+another group is the real one: torch.distributed.pipelining always names ours. This package itself calls
+``torch.distributed.distributed_c10d``, which is the same without the answers.
+
+What computes must do the same on every rank, so it is rank 0 everywhere: the steps, and what makes data. What acts, as a hook
+that writes a file, must do so once: there a rank has its own number, and a collective gives every rank rank 0's values.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as seen
+import torch.distributed.distributed_c10d as real
+import torch.distributed.nn.functional as seen_with_gradients
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
+from lightning_fxpipe.user_code.frames import user_source
+
+# What brings rank 0's value to every rank that comes, and gives the others theirs.
+Share = Callable[[Any], Any]
+
+# Modules whose names for the functions are left alone: torch calls itself with groups of ours.
+_NOT_USERS = ("torch", "lightning_fxpipe")
+# What of torch this package runs its ranks with.
+_MACHINERY = ("torch.distributed.pipelining.", "torch.distributed.checkpoint.")
+_NO_PARTNER = ("send", "recv", "send_object_list", "recv_object_list", "new_subgroups", "new_subgroups_by_enumeration")
+# Those that Lightning needs for itself: it makes a group for its own barriers, and destroys it.
+_ONLY_IN_USER_CODE = ("new_group", "destroy_process_group")
+_ALIASES = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+
+
+class _Now(threading.local):
+    """What runs in a thread: user code that computes, or that acts; or neither, as in one that writes a checkpoint."""
+
+    is_computing = False
+    is_acting = False
+
+
+class Replica:
+    """Answers for the default process group. Made by every rank of the pipeline.
+
+    Args:
+        share: Gives every rank rank 0's argument. Called by every rank.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self._now = _Now()
+        self._share_together = share
+        self._share: Share = _own
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether user code runs in this thread that must do the same on every rank."""
+        return self._now.is_computing
+
+    @contextmanager
+    def _being(self, *, computing: bool, acting: bool) -> Iterator[None]:
+        now = self._now
+        before = now.is_computing, now.is_acting
+        now.is_computing, now.is_acting = computing, acting
+        try:
+            yield
+        finally:
+            now.is_computing, now.is_acting = before
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The block is user code that computes: a step, or what makes its data."""
+        with self._being(computing=True, acting=self._now.is_acting):
+            yield
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """The block is no user code, in a block that is."""
+        with self._being(computing=False, acting=False):
+            yield
+
+    @contextmanager
+    def acting(self, share: Share | None = None) -> Iterator[None]:
+        """The block is user code that acts, such as a hook.
+
+        Args:
+            share: In place of the one that every rank must call.
+        """
+        before, self._share = self._share, share or self._share_together
+        try:
+            with self._being(computing=False, acting=True):
+                yield
+        finally:
+            self._share = before
+
+    def computes(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run by :meth:`computing`."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with no_end_of_epoch(function.__name__), self.computing():
+                return function(*args, **kwargs)
+
+        return run
+
+    def acts(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run by :meth:`acting`."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with no_end_of_epoch(function.__name__), self.acting():
+                return function(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """During the block torch.distributed is what user code sees, also under names that modules have imported before."""
+        patches: list[tuple[Any, str, Any]] = []
+        replaced: dict[int, tuple[Any, Any]] = {}
+        answers = {name: getattr(self, f"_{name}") for name in _answered()}
+        answers |= {alias: answers[name] for alias, name in _ALIASES.items() if hasattr(seen, alias)}
+        answers |= {name: _refusing(name) for name in _NO_PARTNER if hasattr(seen, name)}
+        for owner, found in ((seen, answers), (seen_with_gradients, _with_gradients()), (seen.nn, _with_gradients())):
+            for name, answer in found.items():
+                original = getattr(owner, name, None)
+                if original is not None:
+                    _, replacement = replaced.setdefault(id(original), (original, self._for_default_group(original, answer)))
+                    patches.append((owner, name, replacement))
+        patches += _imported_before(replaced)
+        with patched_attributes(*patches):
+            yield
+
+    def _for_default_group(self, original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of torch; ``answer`` is called where its group is the default one, with the arguments it takes."""
+        signature = inspect.signature(original)
+        taken = inspect.signature(answer).parameters
+        is_everybodys = original.__name__ not in _ONLY_IN_USER_CODE
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            arguments = signature.bind(*args, **kwargs).arguments
+            is_own = arguments.get("group") in (None, seen.group.WORLD)
+            asks_for_us = str(sys._getframe(1).f_globals.get("__name__")).startswith(_MACHINERY)
+            if not is_own or asks_for_us or not (is_everybodys or self._now.is_acting or self.is_computing):
+                return original(*args, **kwargs)
+            result = answer(**{name: value for name, value in arguments.items() if name in taken})
+            return _Done() if arguments.get("async_op") else result
+
+        return call
+
+    # ------------------------------------------------------------------ who and how many
+
+    def _get_rank(self) -> int:
+        return real.get_rank() if self._now.is_acting and not self.is_computing else 0
+
+    def _get_world_size(self) -> int:
+        return 1
+
+    def _is_initialized(self) -> bool:
+        # Code that asks goes its way of one device; Lightning itself must know.
+        return not self.is_computing and real.is_initialized()
+
+    def _new_group(self, ranks: Any = None) -> Any:
+        """The group of the replica itself, which is what the default group stands for."""
+        if ranks is not None and list(ranks) != [0]:
+            raise _refusal(f"new_group({list(ranks)})", "a group of the only replica: new_group(), or new_group([0])")
+        return seen.group.WORLD
+
+    def _destroy_process_group(self) -> None:
+        """Nothing: it is needed until the run has ended."""
+
+    def _get_process_group_ranks(self) -> list[int]:
+        return [0]
+
+    # ------------------------------------------------------------------ collectives
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values in place of the tensor's, where code acts."""
+        if self._now.is_acting and not self.is_computing:
+            with torch.no_grad():
+                tensor.copy_(self._share(tensor.detach().cpu()))
+        return tensor
+
+    def _shared_object(self, value: Any) -> Any:
+        return self._share(value) if self._now.is_acting and not self.is_computing else value
+
+    def _barrier(self) -> None:
+        self._shared_object(None)
+
+    def _monitored_barrier(self) -> None:
+        self._shared_object(None)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        self._shared(tensor)
+
+    def _reduce(self, tensor: Tensor) -> None:
+        self._shared(tensor)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._shared(tensor)
+
+    def _all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> None:
+        _only(tensor_list, "all_gather").copy_(self._shared(tensor.detach().clone()))
+
+    def _all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        output_tensor.copy_(self._shared(input_tensor.detach().clone()).reshape(output_tensor.shape))
+
+    def _gather(self, tensor: Tensor, gather_list: list[Tensor] | None = None) -> None:
+        shared = self._shared(tensor.detach().clone())
+        if gather_list:
+            _only(gather_list, "gather").copy_(shared)
+
+    def _scatter(self, tensor: Tensor, scatter_list: list[Tensor] | None = None) -> None:
+        if scatter_list:
+            tensor.copy_(_only(scatter_list, "scatter").detach())
+        self._shared(tensor)
+
+    def _reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> None:
+        self._shared(output.copy_(_only(input_list, "reduce_scatter").detach()))
+
+    def _reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
+        self._shared(output.copy_(input.detach().reshape(output.shape)))
+
+    def _all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> None:
+        self._shared(_only(output_tensor_list, "all_to_all").copy_(_only(input_tensor_list, "all_to_all").detach()))
+
+    def _all_to_all_single(self, output: Tensor, input: Tensor) -> None:
+        self._shared(output.copy_(input.detach().reshape(output.shape)))
+
+    def _broadcast_object_list(self, object_list: list[Any]) -> None:
+        object_list[:] = self._shared_object(list(object_list))
+
+    def _all_gather_object(self, object_list: list[Any], obj: Any) -> None:
+        _only(object_list, "all_gather_object")
+        object_list[0] = self._shared_object(obj)
+
+    def _gather_object(self, obj: Any, object_gather_list: list[Any] | None = None) -> None:
+        shared = self._shared_object(obj)
+        if object_gather_list:
+            _only(object_gather_list, "gather_object")
+            object_gather_list[0] = shared
+
+    def _scatter_object_list(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None
+    ) -> None:
+        mine = _only(scatter_object_input_list, "scatter_object_list") if scatter_object_input_list else None
+        scatter_object_output_list[0] = self._shared_object(mine)
+
+
+class _Done:
+    """What a collective with ``async_op=True`` returns: it is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def _own(value: Any) -> Any:
+    return value
+
+
+def _answered() -> list[str]:
+    """The functions of torch.distributed that :class:`Replica` has an answer for."""
+    names = (name.removeprefix("_") for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
+    return [name for name in names if callable(getattr(seen, name, None))]
+
+
+@contextmanager
+def replaced_everywhere(names: Iterable[str], replacement: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    """During the block functions of torch.distributed are others, under all names by which user code may call them.
+
+    Args:
+        names: The functions' names.
+        replacement: Makes the one that is called, of a name.
+    """
+    patches: list[tuple[Any, str, Any]] = []
+    replaced: dict[int, tuple[Any, Any]] = {}
+    for name in names:
+        for owner in (seen, real, seen_with_gradients, seen.nn):
+            original = getattr(owner, name, None)
+            if original is not None:
+                replaced[id(original)] = original, replacement(name)
+                patches.append((owner, name, replaced[id(original)][1]))
+    with patched_attributes(*patches, *_imported_before(replaced)):
+        yield
+
+
+def _imported_before(replaced: dict[int, tuple[Any, Any]]) -> list[tuple[Any, str, Any]]:
+    """``from torch.distributed import all_gather`` in modules of users."""
+    patches = []
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.split(".")[0] not in _NOT_USERS:
+            for attribute, value in list(vars(module).items()):
+                original, replacement = replaced.get(id(value), (None, None))
+                if original is value and original is not None:
+                    patches.append((module, attribute, replacement))
+    return patches
+
+
+def _with_gradients() -> dict[str, Callable[..., Any]]:
+    """The functions of torch.distributed.nn, which return their results, and pass gradients on."""
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def gathered(tensor: Tensor) -> tuple[Tensor]:
+        return (tensor.clone(),)
+
+    return {
+        "broadcast": same,
+        "reduce": same,
+        "all_reduce": same,
+        "gather": gathered,
+        "all_gather": gathered,
+        "_all_gather_base": lambda output_tensor, input_tensor: input_tensor.reshape(output_tensor.shape).clone(),
+        "scatter": lambda tensors: _only(tensors, "scatter").clone(),
+        "reduce_scatter": lambda input_list: _only(input_list, "reduce_scatter").clone(),
+        "all_to_all": lambda input_tensor_list: (_only(input_tensor_list, "all_to_all").clone(),),
+        "all_to_all_single": lambda input: input.clone(),
+    }
+
+
+def _only(entries: Any, function: str) -> Any:
+    """The only entry of a list that has one for each replica."""
+    if len(entries) != 1:
+        raise _refusal(f"{function} with a list of {len(entries)}", "a list of one: as many as dist.get_world_size() says")
+    return entries[0]
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def refuse() -> None:
+        raise _refusal(name, "what a single replica can do: it has nobody to talk to")
+
+    return refuse
+
+
+def _refusal(observed: str, expected: str) -> UnsupportedError:
+    return UnsupportedError(
+        "User code talks to other replicas, of which there are none: the ranks of a pipeline are one.",
+        where=user_source(),
+        observed=f"torch.distributed.{observed}",
+        expected=expected,
+        todo="Ask torch.distributed.get_world_size() instead of the environment or the number of devices.",
+    )

@@ -1,0 +1,79 @@
+"""Which rank holds which stage.
+
+The last stage lives on global rank 0, where Lightning has its progress bar, loggers and the results of ``predict``; so the
+stages run against the ranks. A process group with that order makes stage and rank in it the same number
+(``sort_ranks=False``; a DeviceMesh would sort).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+
+from lightning_fxpipe.distributed.groups import closed_with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This rank's place in its pipeline.
+
+    Attributes:
+        group: Process group in which rank i holds stage i.
+        control_group: Group with the same ranks for small messages between CPUs.
+        stage_index: This rank's stage.
+        num_stages: Stages of the pipeline.
+        device: This rank's device.
+        backward_group: Process group with the ranks of ``group`` in the reverse order.
+        timeout: How long a rank waits for another.
+    """
+
+    group: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup | None
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    backward_group: dist.ProcessGroup | None = None
+    timeout: timedelta | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
+        """Itself: process groups belong to this process, and cannot be copied."""
+        return self
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.stage_index == self.num_stages - 1
+
+    def rank_of(self, stage: int) -> int:
+        """Global rank that holds a stage."""
+        return self.num_stages - 1 - stage
+
+
+def make_topology(device: torch.device, timeout: timedelta | None = None) -> Topology:
+    """One pipeline over all ranks. Called by every rank, with the default process group initialised."""
+    num_stages = dist.get_world_size()
+    # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
+    order: dict[str, Any] = {"ranks": list(reversed(range(num_stages))), "sort_ranks": False} if num_stages > 1 else {}
+    group = dist.new_group(timeout=timeout, **order)
+    control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout, **order)
+    backward = dist.new_group(timeout=timeout)  # in the order of the ranks, against which the stages run
+    topology = Topology(
+        group=group,
+        backward_group=backward,
+        control_group=control,
+        stage_index=dist.get_rank(group),
+        num_stages=num_stages,
+        device=device,
+        timeout=timeout,
+    )
+    closed_with(topology, [group, backward, control])
+    return topology
+
+
+def make_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    """A group of all ranks for messages between CPUs that a thread has for itself. Called by every rank."""
+    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None

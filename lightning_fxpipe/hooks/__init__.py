@@ -1,0 +1,6 @@
+"""Hooks of user code see the whole model, on every rank.
+
+- ``hook_code``: which hooks run user code, and what that looks at.
+- ``whole_model``: values and gradients of other stages.
+- ``user_hooks``: runs the hooks.
+"""

@@ -1,0 +1,109 @@
+"""Which hooks run user code, and what that code looks at."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_fxpipe._compat.roots import in_all_roots, of_root
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.user_code.bytecode import loaded_variables
+
+# Those that run before the module is split, on one rank only, or on data, are left alone.
+_NOT_WRAPPED = {"setup", "configure_model", "configure_sharded_model", "on_exception", "state_dict", "load_state_dict"}
+_MODULE_HOOKS = (
+    *(name for kind in (ModelHooks, CheckpointHooks) for name in vars(kind) if not name.startswith("_")),
+    *("configure_optimizers", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+)
+_CALLBACK_HOOKS = tuple(
+    name for name, value in vars(Callback).items() if inspect.isfunction(value) and not name.startswith("_")
+)
+_OWN_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fxpipe.")
+
+# Those that no Hooks wrap: they run before the module is split, or make data.
+_EARLY_HOOKS = ("setup", "configure_model", "configure_sharded_model", "on_exception")
+_DATA_HOOKS = (
+    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+
+
+@contextmanager
+def early_hooks(trainer: Trainer, module: LightningModule, replica: Replica) -> Iterator[None]:
+    """During the block, hooks that :class:`Hooks` does not wrap see one replica: those before its time, and those of data."""
+    owners: list[Any] = [owner for owner in (module, getattr(trainer, "datamodule", None)) if owner is not None]
+    patches = [(owner, name, replica.computes) for owner in owners for name in _DATA_HOOKS]
+    patches += [(owner, name, replica.acts) for owner in (*owners, *callbacks(trainer)) for name in _EARLY_HOOKS]
+    found = [(owner, name, wrapped, getattr(owner, name, None)) for owner, name, wrapped in patches]
+    with patched_attributes(*((o, n, wrapped(hook)) for o, n, wrapped, hook in found if hook and not _is_own(hook))):
+        yield
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's callbacks."""
+    return list(getattr(trainer, "callbacks", ()))
+
+
+def hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[Any, str]]:
+    """Owner and name of each hook that runs user code."""
+    for name in dict.fromkeys(_MODULE_HOOKS):
+        if name not in _NOT_WRAPPED and is_overridden(name, module, of_root(LightningModule, module)):
+            yield module, name
+    for callback in callbacks(trainer):
+        for name in _CALLBACK_HOOKS:
+            is_user_code = _calls_users(callback) or not _is_own(getattr(callback, name))
+            if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
+                yield callback, name
+
+
+def _calls_users(callback: Callback) -> bool:
+    """Whether the callback's inherited hooks run user code, or compare parameters of the whole model."""
+    return not _is_own(type(callback)) or isinstance(callback, in_all_roots(BaseFinetuning))
+
+
+def _is_own(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith(_OWN_PACKAGES)
+
+
+def short(step: str) -> str:
+    """What a step is called in the names of hooks."""
+    return step.removesuffix("_step").replace("training", "train")
+
+
+def changes_batches(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether user code gets each batch between the loader and the step."""
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    data: Any = getattr(trainer, "datamodule", None)
+    owners = [(module, of_root(LightningModule, module))]
+    owners += [(data, of_root(LightningDataModule, data))] if data is not None else []
+    return any(is_overridden(name, owner, kind) for owner, kind in owners for name in names)
+
+
+def readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:
+    """The hooks that look at their argument with such a name, or may do so."""
+    return frozenset(name for owner, name in hooks if _reads(getattr(owner, name), name, argument))
+
+
+def _reads(hook: Callable[..., Any], name: str, argument: str) -> bool:
+    """Whether an ``on_..._batch_...`` hook looks at its argument with the step's outputs, or at its batch."""
+    if not re.fullmatch("on_.*_batch_(end|start)", name) or (argument == "output" and name.endswith("_start")):
+        return False
+    function = inspect.unwrap(hook)
+    code = getattr(function, "__code__", None)
+    parameters = list(inspect.signature(hook).parameters.values())
+    found = {p.name for p in parameters if argument in p.name and not p.name.startswith("batch_i")}
+    if code is None or len(found) != 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return True
+    (variable,) = found
+    if variable in code.co_cellvars:
+        return True
+    return variable in loaded_variables(code)

@@ -1,0 +1,444 @@
+"""Runs the hooks of user code so that each rank's sees, logs and decides what it would on one device.
+
+While a hook of the LightningModule or of a callback that is not Lightning's own runs,
+
+* placeholders of other stages' tensors give the real values and gradients (``hooks.whole_model``),
+* ``self.log`` takes rank 0's value where ranks have different ones, such as times and memory, so that monitors decide alike,
+* calls of ``self.log`` that rank 0 alone makes (``if self.global_rank == 0: ...``) are made by all,
+* ``trainer.should_stop`` holds for every rank once one has set it,
+* random numbers go on from rank 0's when the hook is over,
+* collectives of torch.distributed give all ranks rank 0's values (``distributed.replica``).
+
+Hooks of Lightning's own callbacks, and whatever the strategy does inside a hook, run as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import math
+import numbers
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+
+from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
+from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
+from lightning_fxpipe._compat.roots import in_all_roots
+from lightning_fxpipe._compat.torch import patched_attributes, wrapped_step_hooks
+from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
+from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, readers, short
+from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
+from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
+from lightning_fxpipe.pytree.sending import sendable
+from lightning_fxpipe.pytree.sizes import plain_number
+from lightning_fxpipe.reporting.messages import warn
+from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
+
+# What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
+_GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
+_REQUESTS = (_GRADIENTS, _VALUES, _LOGGING, _SHARING)
+_NOTHING = -math.inf
+_Voted = tuple[list[float], list[dict[str, float] | None]]
+
+
+@dataclass(kw_only=True)
+class Frame:
+    """A hook that is running.
+
+    Attributes:
+        view: The mode that shows it the whole model.
+        values: Values of placeholders, once somebody has looked.
+        gradients: Gradients of placeholders, once somebody has looked.
+        logged: The numbers that it has logged: arguments of ``self.log``.
+        shared: What rank 0 has shared with all ranks in the last vote, if all came to share; a tuple with it alone.
+        is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspended` together.
+    """
+
+    view: WholeView
+    is_joint: bool
+    values: dict[int, Tensor] | None = None
+    gradients: dict[int, Tensor | None] | None = None
+    logged: list[dict[str, Any]] = field(default_factory=list)
+    shared: tuple[Any, ...] = ()
+
+
+class Hooks:
+    """Runs hooks on all ranks of a pipeline.
+
+    Args:
+        module: The LightningModule, split.
+        whole: Brings the tensors of other stages.
+        topology: This rank's place.
+        replica: What hooks see of the ranks.
+    """
+
+    def __init__(self, module: LightningModule, whole: WholeModel, topology: Topology, replica: Replica) -> None:
+        self._module = module
+        self._whole = whole
+        self._topology = topology
+        self._replica = replica
+        self._frame: Frame | None = None
+        self._agreed = False
+        self._reported: set[str] = set()
+        self._installed = ExitStack()
+        self._output_readers: frozenset[str] = frozenset()
+        self._batch_readers: frozenset[str] = frozenset()
+        self._changes_batches = False
+        self._optimizers: Sequence[StageOptimizer] = ()
+
+    # ------------------------------------------------------------------ where hooks are
+
+    def install(self, trainer: Trainer) -> None:
+        """Wraps the hooks of user code until the module's ``teardown`` hook, the last one, or :meth:`uninstall`."""
+        self.uninstall()
+        if self._topology.num_stages == 1:
+            return
+        hooks = list(hooks_of_users(trainer, self._module))
+        patches = [(owner, name, self._wrapped(trainer, getattr(owner, name))) for owner, name in hooks]
+        patches.append((self._module, "teardown", self._last(self._wrapped(trainer, self._module.teardown))))
+        for name in ("log", "log_dict"):
+            patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
+        kinds = in_all_roots(BasePredictionWriter)
+        if not trainer.is_global_zero:
+            # Rank 0 has the predictions, and a file is written once.
+            # In a step all ranks take themselves for rank 0.
+            prints = type(self._module).print is lightning_class(self._module).print
+            patches += [(self._module, "print", _do_nothing)] if prints else []
+            writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
+            patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
+        self._output_readers = readers(hooks, "output")
+        self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
+        self._changes_batches = changes_batches(trainer, self._module)
+        self._installed.enter_context(patched_attributes(*patches))
+
+    def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
+        """Hooks see the parameters of the whole model in the groups of these optimizers."""
+        self._optimizers = optimizers if self._topology.num_stages > 1 else ()
+        # It would look at each gradient of the other stages, which the rank that has them sets to zero.
+        patches = [(each.optimizer, "zero_grad", self.outside(each.optimizer.zero_grad)) for each in self._optimizers]
+        self._installed.enter_context(patched_attributes(*patches))
+
+    @contextmanager
+    def around_optimizers(self, trainer: Trainer) -> Iterator[None]:
+        """During the block, a step of the optimizers, their hooks are hooks of user code."""
+        with ExitStack() as stack:
+            for optimizer in self._optimizers:
+                for part in with_inner(optimizer.optimizer):
+                    stack.enter_context(wrapped_step_hooks(part, partial(self._wrapped, trainer)))
+            yield
+
+    def patch(self, *patches: tuple[Any, str, Any]) -> None:
+        """Sets (object, name, value) for as long as the hooks are wrapped."""
+        self._installed.enter_context(patched_attributes(*patches))
+
+    def uninstall(self) -> None:
+        """Leaves the hooks as they were."""
+        self._installed.close()
+        self._output_readers = frozenset()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a hook of user code runs."""
+        return self._frame is not None
+
+    def see_batches(self, step: str) -> bool:
+        """Whether user code besides the step looks at its batches, on their way to the step or in a hook."""
+        names = {f"on_{short(step)}_batch_{moment}" for moment in ("start", "end")}
+        return self._changes_batches or bool(names & self._batch_readers)
+
+    def sendable_output(self, step: str, output: Any) -> tuple[Any, ...]:
+        """What a step returned for a batch, on the CPU, where a hook of user code looks at it and other ranks cannot know it.
+
+        Returns:
+            The output alone, or nothing.
+        """
+        name = f"on_{short(step)}_batch_end"
+        # A loss is known on every rank.
+        if name not in self._output_readers or output is None or (step == "training_step" and isinstance(output, Tensor)):
+            return ()
+
+        def refusal(observed: str) -> UnsupportedError:
+            return UnsupportedError(
+                f"The {step} returns something that {name} cannot get on the other ranks.",
+                observed=observed,
+                expected="tensors and plain values: only the last stage runs the step to its end",
+                todo="Return a tensor, a number or a dict of them.",
+            )
+
+        return (sendable(output, refusal),)
+
+    def _wrapped(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._frame is not None:  # called by another hook
+                return hook(*args, **kwargs)
+            with no_end_of_epoch(hook.__name__), self.running(trainer):
+                return hook(*args, **kwargs)
+
+        return run
+
+    def _last(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                self.uninstall()
+
+        return run
+
+    @contextmanager
+    def running(self, trainer: Trainer, *, is_joint: bool = False) -> Iterator[Frame]:
+        """The block is user code, on every rank; with ``is_joint`` such as takes the same path on all."""
+        view = WholeView(self._whole.placeholders(), self.values, self._gradients, self._topology.device)
+        self._frame = frame = Frame(view=view, is_joint=is_joint)
+        try:
+            with view, self._whole_groups(), self._replica.acting(self._share):
+                yield frame
+            self._end(trainer)
+        finally:
+            self._frame = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The block is no user code, and sees this rank's stage only. What it does may change what a hook has seen."""
+        frame = self._frame
+        if frame is None:
+            yield
+            return
+        if frame.is_joint:
+            self.meet()
+        self._frame = None
+        self._hide_others()
+        try:
+            with function_mode_removed(frame.view), self._replica.aside():
+                yield
+        finally:
+            self._show_others()
+            frame.values = frame.gradients = None
+            self._frame = frame
+
+    def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which is no user code wherever it is called."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.suspended():
+                return function(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def _whole_groups(self) -> Iterator[None]:
+        self._show_others()
+        try:
+            yield
+        finally:
+            self._hide_others()
+
+    def _show_others(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.show_others()
+
+    def _hide_others(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.hide_others()
+
+    # ------------------------------------------------------------------ what ranks ask each other
+
+    def meet(self) -> None:
+        """Called by every rank before they do something together: some may look at what others have, and wait for these."""
+        asked = self._frame is not None
+        while asked:
+            result, _ = self._vote({})
+            asked = any(result[kind] > 0 for kind in _REQUESTS)
+
+    def values(self) -> dict[int, Tensor]:
+        """Values of this rank's placeholders, by the placeholder's identity, for a hook that runs."""
+        assert self._frame is not None
+        if self._frame.values is None:
+            self._vote({_VALUES: 1.0})
+        assert self._frame.values is not None
+        return self._frame.values
+
+    def _gradients(self) -> dict[int, Tensor | None]:
+        assert self._frame is not None
+        if self._frame.gradients is None:
+            self._vote({_GRADIENTS: 1.0})
+        assert self._frame.gradients is not None
+        return self._frame.gradients
+
+    def _share(self, value: Any) -> Any:
+        """Rank 0's value, where rank 0 comes here, too; else the rank's own."""
+        assert self._frame is not None
+        is_alone = False
+        while not is_alone:  # the others are here, or at the end of the hook
+            result, _ = self._vote({_SHARING: 1.0}, value=value)
+            is_alone = not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING)
+        return self._frame.shared[0] if self._frame.shared else value
+
+    def _end(self, trainer: Trainer) -> None:
+        """Takes part in what other ranks ask for, until none does, and makes the ranks equal again."""
+        frame = self._frame
+        assert frame is not None
+        asked = True
+        while asked:
+            logged = _digest_of([entry["name"] for entry in frame.logged])
+            random = _digest_of(python_rng(), torch.get_rng_state().numpy().tobytes())
+            mine = {_STOP: float(trainer.should_stop), _LOGGED: logged, _RNG: random}
+            result, _ = self._vote(mine | {_MINUS_LOGGED: -logged, _MINUS_RNG: -random})
+            asked = any(result[kind] > 0 for kind in _REQUESTS)
+        if result[_STOP] > 0:
+            trainer.should_stop = True
+        if result[_LOGGED] != -result[_MINUS_LOGGED]:
+            self._log_missing(frame.logged)
+        if result[_RNG] != -result[_MINUS_RNG]:
+            state = self._of_rank_zero(rng_state())
+            set_rng_state({key: value for key, value in state.items() if key != "cuda"})
+
+    def _of_rank_zero(self, value: Any) -> Any:
+        """Rank 0's argument. Called by every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._topology.control_group)
+        return box[0]
+
+    def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, value: Any = None) -> _Voted:
+        """One round: what any rank wants is done by all.
+
+        Args:
+            mine: What this rank says.
+            logged: What it is about to log.
+            value: What it shares.
+
+        Returns:
+            The largest of each entry, and where the ranks log different values, what each one logs.
+        """
+        frame = self._frame
+        assert frame is not None
+        vote = torch.full((_MINUS_RNG + 1,), _NOTHING, dtype=torch.float64)
+        for kind, number in mine.items():
+            vote[kind] = number
+        all_logged: list[dict[str, float] | None] = []
+        with unwatched_torch():
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._topology.control_group)
+            result: list[float] = vote.tolist()
+            if result[_GRADIENTS] > 0:
+                gradients = self._whole.gradients()
+                frame.gradients = gradients if frame.gradients is None else frame.gradients
+            if result[_VALUES] > 0:
+                values = self._whole.values()
+                frame.values = values if frame.values is None else frame.values
+            if result[_LOGGING] > 0 and result[_DIGEST] != -result[_MINUS_DIGEST]:
+                all_logged = [None] * self._topology.num_stages
+                dist.all_gather_object(all_logged, logged, group=self._topology.control_group)
+            if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
+                frame.shared = self._of_rank_zero((value,) if mine.get(_SHARING) else ())
+        return result, all_logged
+
+    # ------------------------------------------------------------------ logging
+
+    def _logging(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``log`` or ``log_dict`` with values that all ranks agree on, while a hook runs."""
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def log(*args: Any, **kwargs: Any) -> Any:
+            if self._frame is None or self._agreed:
+                return original(self._module, *args, **kwargs)
+            bound = signature.bind(self._module, *args, **kwargs)
+            arguments = bound.arguments
+            if not arguments.get("rank_zero_only"):
+                if "dictionary" in arguments:
+                    arguments["dictionary"] = values = self._agree(arguments["dictionary"])
+                else:
+                    values = self._agree({arguments["name"]: arguments["value"]})
+                    arguments["value"] = values[arguments["name"]]
+                options = {key: option for key, option in arguments.items() if key not in ("self", "dictionary")}
+                numbers_logged = {name: value for name, value in values.items() if _is_number(value)}
+                self._frame.logged += [{**options, "name": name, "value": _sent(v)} for name, v in numbers_logged.items()]
+            self._agreed = True  # log_dict calls log
+            try:
+                return original(*bound.args, **bound.kwargs)
+            finally:
+                self._agreed = False
+
+        return log
+
+    def _agree(self, values: Any) -> Any:
+        """The values, with rank 0's where the ranks have others; what is no number is left as it is."""
+        numbers_logged = {name: plain_number(value) for name, value in values.items() if _is_number(value)}
+        if not numbers_logged:
+            return values
+        digest = _digest_of([(name, value.hex()) for name, value in numbers_logged.items()])
+        _, by_stage = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
+        zeros = by_stage[-1] if by_stage else None  # rank 0 holds the last stage
+        if zeros is None:
+            return values
+        self._report({n for logged in by_stage if logged for n in logged if not _same(logged[n], zeros.get(n))})
+        return {name: _as(value, zeros[name]) if name in zeros else value for name, value in values.items()}
+
+    def _log_missing(self, logged: list[dict[str, Any]]) -> None:
+        """Makes the calls that rank 0 has made and this rank has not. Called by every rank."""
+        mine = Counter(entry["name"] for entry in logged)
+        self._agreed = True
+        try:
+            for entry in self._of_rank_zero(logged):
+                if mine[entry["name"]]:
+                    mine[entry["name"]] -= 1
+                    continue
+                value = entry["value"]
+                value = value.to(self._topology.device) if isinstance(value, Tensor) else value
+                lightning_class(self._module).log(self._module, **{**entry, "value": value})
+        finally:
+            self._agreed = False
+
+    def _report(self, names: set[str]) -> None:
+        new = sorted(names - self._reported)
+        self._reported |= names
+        if new:
+            warn(
+                f"A hook logs values that differ between the ranks of the pipeline: {', '.join(new)}. Rank 0's are taken. That "
+                "is right for times and memory; what is computed from something that only one rank has must come from rank 0, "
+                "which runs the steps to their end."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _same(one: float, other: float | None) -> bool:
+    return other is not None and (one == other or (math.isnan(one) and math.isnan(other)))
+
+
+def _as(value: Any, number: float) -> Any:
+    """The number in the form of the value; the value itself where it is the same."""
+    if _same(plain_number(value), number):
+        return value
+    return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
+
+
+def _sent(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _digest_of(*values: Any) -> float:
+    """A number that is different for different values; exact in float64, and not negative."""
+    return float(int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=6).digest(), "big"))
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass

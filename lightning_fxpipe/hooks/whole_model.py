@@ -1,0 +1,203 @@
+"""What a hook of user code sees of other stages: the values and gradients that one device would have.
+
+Code outside the steps looks at the whole model: a total gradient norm, clipping by hand, a histogram of weights, an average of
+weights. This rank holds one stage; of the others it has placeholders. The first look at a placeholder brings the tensors of all
+stages here, until the hook is over. Every rank sees the same, so what the code does with them is what it does on one device,
+and where it changes them the rank that holds them makes the same change to the real ones.
+
+A rank cannot know what the others' hooks look at, and code may be for one rank only (``rank_zero_only``). So each look is a
+vote, and a hook ends with votes until no rank needs anything: whoever needs nothing takes part, too, and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.planner.cost import canonical_fqns
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.user_code.exchange import named_tensors
+
+# torch's stubs give the types of the values, not of the properties.
+_PROPERTIES: dict[str, Any] = {name: value for name in dir(Tensor) if hasattr(value := getattr(Tensor, name, None), "__set__")}
+# What a placeholder answers itself: it has the shape and dtype of what it stands for.
+_DESCRIBING_METHODS = (
+    *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous", "ndimension"),
+    *("is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "__len__", "__hash__", "type"),
+    *("register_post_accumulate_grad_hook", "retain_grad", "get_device"),
+)
+_DESCRIBING_PROPERTIES = (
+    *("shape", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_meta", "itemsize", "nbytes", "grad_fn", "is_cuda"),
+    *("is_cpu", "is_sparse", "is_quantized", "is_nested", "output_nr", "retains_grad", "is_mps", "is_xpu"),
+)
+_DESCRIBING = frozenset(
+    [getattr(Tensor, name) for name in _DESCRIBING_METHODS if hasattr(Tensor, name)]
+    + [_PROPERTIES[name].__get__ for name in _DESCRIBING_PROPERTIES if name in _PROPERTIES]
+    + [_PROPERTIES["requires_grad"].__set__, torch.numel, torch.is_floating_point, torch.is_complex]
+)
+_FREEZING = (_PROPERTIES["requires_grad"].__set__, Tensor.requires_grad_)
+_GET_GRAD, _SET_GRAD = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
+_GET_DEVICE = _PROPERTIES["device"].__get__
+
+
+class WholeModel:
+    """Brings what other stages hold to every rank. All methods but the constructor are called by every rank.
+
+    Args:
+        module: The module, with placeholders.
+        plan: Which stage holds what.
+        topology: This rank's place.
+        dropped: Placeholders of parameters that were dropped, by the parameter's identity: user code may still have these.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Mapping[int, Tensor] | None = None
+    ) -> None:
+        self._module = module
+        self._plan = plan
+        self._topology = topology
+        found = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if tensor.is_meta]
+        self._first = found[0] if found else None
+        # Kept alive, so that no other tensor gets the identity of one.
+        self._placeholders = {id(tensor): tensor for *_, tensor in found}
+        self._placeholders |= dropped or {}
+
+    def placeholders(self) -> Mapping[int, Tensor]:
+        """This rank's placeholders, by their identity and that of what they stand for; none once the module is whole."""
+        if self._first is None:
+            return {}
+        owner, name, tensor = self._first
+        return self._placeholders if getattr(owner, name, None) is tensor else {}
+
+    def values(self) -> dict[int, Tensor]:
+        """The values of this rank's placeholders, by the placeholder's identity."""
+        found = {}
+        for owner, tensors in self._by_owner():
+            mine = dist.get_rank() == owner
+            sent = self._broadcast(owner, [t.detach() if mine else _like(t, self._topology.device) for t in tensors])
+            for tensor, value in zip(tensors, sent, strict=True):
+                if isinstance(tensor, nn.Parameter):
+                    value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+                found[id(tensor)] = value
+        return {key: value for key, value in found.items() if key in self._placeholders}
+
+    def gradients(self) -> dict[int, Tensor | None]:
+        """The gradients of this rank's placeholders, by the placeholder's identity."""
+        found: dict[int, Tensor | None] = {}
+        for owner, tensors in self._by_owner():
+            parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+            mine = dist.get_rank() == owner
+            present = torch.tensor([float(mine and parameter.grad is not None) for parameter in parameters])
+            dist.broadcast(present, src=owner, group=self._topology.control_group)
+            found |= dict.fromkeys(map(id, parameters))
+            there = [parameter for parameter, flag in zip(parameters, present.tolist(), strict=True) if flag]
+            own = [_dense(parameter.grad) if mine else _like(parameter, self._topology.device) for parameter in there]
+            found |= {id(p): value for p, value in zip(there, self._broadcast(owner, own), strict=True)}
+        return {key: value for key, value in found.items() if key in self._placeholders}
+
+    def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each rank that has something which another has not, and that in the same order everywhere."""
+        names = canonical_fqns(self._module)
+        owned: dict[int, dict[str, Tensor]] = {}
+        for _, _, fqn, tensor in named_tensors(self._module):
+            stages = self._plan.stages_of(names[fqn])
+            if stages and len(stages) < self._topology.num_stages:
+                owned.setdefault(self._topology.rank_of(stages[0]), {})[names[fqn]] = tensor
+        for owner in sorted(owned):
+            yield owner, list(owned[owner].values())
+
+    def _broadcast(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
+        """The owner's tensors on every rank: one message for each dtype."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            by_dtype.setdefault(tensor.dtype, []).append(index)
+        received = list(tensors)
+        for indices in by_dtype.values():
+            flat = torch.cat([tensors[index].reshape(-1) for index in indices])
+            dist.broadcast(flat, src=owner, group=self._topology.group)
+            parts = torch.split(flat, [tensors[index].numel() for index in indices])
+            for index, part in zip(indices, parts, strict=True):
+                # A copy: each tensor may be changed in place, and has memory of its own on one device.
+                received[index] = part.clone().view(tensors[index].shape)
+        return received
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+class WholeView(TorchFunctionMode):
+    """While it is active, torch calls on placeholders get what these stand for.
+
+    Args:
+        placeholders: The placeholders, by their identity and by that of what they stand for.
+        values: Called at the first look at a value.
+        gradients: Called at the first look at a gradient.
+        device: What a placeholder says when asked for its device.
+    """
+
+    def __init__(
+        self,
+        placeholders: Mapping[int, Tensor],
+        values: Callable[[], Mapping[int, Tensor]],
+        gradients: Callable[[], dict[int, Tensor | None]],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._placeholders = placeholders
+        self._values = values
+        self._gradients = gradients
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FREEZING and id(args[0]) in self._placeholders:
+            func(self._placeholders[id(args[0])], *args[1:], **kwargs)  # of a parameter that was dropped, too
+        if func in _DESCRIBING or not self._meets_placeholder(args, kwargs):
+            return func(*args, **kwargs)
+        if func == _GET_GRAD:
+            return self._gradients().get(id(self._placeholders[id(args[0])]))
+        if func == _SET_GRAD:
+            self._gradients()[id(self._placeholders[id(args[0])])] = args[1]
+            return None
+        if func == _GET_DEVICE:
+            return self._device
+        stood_for: dict[int, Tensor] = {}
+        result = func(*self._replaced(args, stood_for), **self._replaced(kwargs, stood_for))
+        # What changes a tensor in place returns that very tensor: `module.weight /= 2` puts it back into the module.
+        return stood_for.get(id(result), result)
+
+    def _meets_placeholder(self, args: Any, kwargs: dict[str, Any]) -> bool:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, (list, tuple)):
+                if any(id(entry) in self._placeholders for entry in argument):
+                    return True
+            elif id(argument) in self._placeholders:
+                return True
+        return False
+
+    def _replaced(self, arguments: Any, stood_for: dict[int, Tensor]) -> Any:
+        """The arguments with values; ``stood_for`` gets, by their identity, what stands for them."""
+        values = self._values()
+
+        def value_of(leaf: Any) -> Any:
+            placeholder = self._placeholders.get(id(leaf))
+            if placeholder is None:
+                return leaf
+            value = values[id(placeholder)]
+            stood_for[id(value)] = placeholder
+            return value
+
+        return tree_map(value_of, arguments)

@@ -1,0 +1,287 @@
+"""Whether a stage treats samples one by one, by trial, for what shapes do not show (``independence.division``).
+
+When the first microbatch of a new trace has gone through a stage, the stage runs some more times on it, twice in two ways:
+
+- with a copy of the second sample in the first one's place: no other sample may notice. Sorting, rolling or flipping a batch,
+  attention between its samples, a module that subtracts the batch's mean keep the shape, and are found so.
+  A microbatch of one sample gets a second one for this, with the same entries in other places;
+- with a copy of the last sample put in front: the others' results must be what they were. What goes by the number or the place
+  of the samples is found so: a division by their number, other weights for the first half of them.
+
+Batch norms, of which the user knows, use their running statistics meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat.torch import storage_key
+from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
+from lightning_fxpipe.user_code.snapshot import Snapshot
+
+_logger = logging.getLogger("lightning_fxpipe")
+
+
+def mixing_call(
+    module: fx.GraphModule,
+    inputs: Sequence[Tensor | None],
+    dims: Sequence[int | None],
+    rows_of: Callable[[str], int | None],
+    num_rows: int,
+) -> str | None:
+    """The first call of a stage in which samples notice each other; None where there is none.
+
+    Args:
+        module: The stage.
+        inputs: What it gets for a microbatch.
+        dims: Dimension of each input that has the samples; None where none has.
+        rows_of: The dimension of a node's result that has the samples, by the node's name; None where none has.
+        num_rows: Rows of the microbatch.
+    """
+    if num_rows < 2:
+        return None
+    changed = [
+        value if value is None or dim is None else _with_first_replaced(value, dim, num_rows)
+        for value, dim in zip(inputs, dims, strict=True)
+    ]
+    if all(one is other for one, other in zip(inputs, changed, strict=True)):
+        return None
+    with torch.no_grad():
+        results = [_results(module, values) for values in (inputs, changed)]
+    for node in module.graph.nodes:
+        dim = rows_of(node.name)
+        before, after = (result.get(node.name) for result in results)
+        if dim is None or before is None or after is None or before.shape != after.shape or before.shape[dim] % num_rows:
+            continue
+        entries = before.shape[dim] // num_rows
+        if not _alike(before.movedim(dim, 0)[entries:], after.movedim(dim, 0)[entries:]):
+            return _described(node)
+    return None
+
+
+def mixing_call_of_one(
+    module: fx.GraphModule,
+    inputs: Sequence[Tensor | None],
+    dims: Sequence[int | None],
+    rows_of: Callable[[str], int | None],
+) -> str | None:
+    """As :func:`mixing_call`, for a microbatch of one row: another is put in front, with the same entries in other places."""
+    pair = [
+        value if value is None or dim is None else torch.cat([_rotated(value.detach()), value.detach()], dim)
+        for value, dim in zip(inputs, dims, strict=True)
+    ]
+    try:
+        return mixing_call(module, pair, dims, rows_of, 2)
+    except Exception as error:  # code may hold for one sample only
+        _logger.debug("A stage was not tried with another sample: %s", error)
+        return None
+
+
+def _rotated(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).roll(1).reshape(tensor.shape)
+
+
+def counting_call(
+    module: fx.GraphModule,
+    inputs: Sequence[Tensor | None],
+    dims: Sequence[int | None],
+    rows_of: Callable[[str], int | None],
+    fixed: Collection[str],
+    num_rows: int,
+    num_added: int,
+) -> str | None:
+    """The first call of a stage that gives samples something else where there is one more; None where there is none.
+
+    Args:
+        module, inputs, dims, rows_of, num_rows: As for :func:`mixing_call`.
+        fixed: Names of the nodes whose results do not depend on the samples.
+        num_added: Rows of a sample.
+    """
+    longer = [
+        value if value is None or dim is None else _with_more(value, dim, num_rows, num_added)
+        for value, dim in zip(inputs, dims, strict=True)
+    ]
+    if all(one is other for one, other in zip(inputs, longer, strict=True)):
+        return None
+    with torch.no_grad():
+        before = _Noting(module)
+        _run(before, inputs)
+        after = _Longer(module, before.found, before.drawing, rows_of, fixed, num_rows, num_added)
+        try:
+            _run(after, longer)
+        except Exception as error:  # code may hold for the microbatch only
+            _logger.debug("A stage was not tried with one more sample: %s", error)
+    return None if after.differing is None else _described(after.differing)
+
+
+def _with_more(tensor: Tensor, dim: int, num_rows: int, num_added: int) -> Tensor:
+    """Some of the last rows put in front; a row may have several entries."""
+    tensor = tensor.detach()
+    added = tensor.shape[dim] // num_rows * num_added
+    return torch.cat([tensor.narrow(dim, tensor.shape[dim] - added, added), tensor], dim)
+
+
+def _with_first_replaced(tensor: Tensor, dim: int, num_rows: int) -> Tensor:
+    tensor, entries = tensor.detach(), tensor.shape[dim] // num_rows
+    changed = tensor.clone()
+    changed.narrow(dim, 0, entries).copy_(tensor.narrow(dim, entries, entries))
+    return changed
+
+
+def _results(module: fx.GraphModule, values: Sequence[Any]) -> dict[str, Tensor]:
+    """What each call gives, by the name of its node; copies, because later calls may change it in place."""
+    noting = _Noting(module)
+    _run(noting, values)
+    return noting.found
+
+
+def _run(interpreter: fx.Interpreter, values: Sequence[Any]) -> None:
+    module = interpreter.module
+    with isolated_rng(), _untouched(module):
+        interpreter.run(*(value.detach().clone() if isinstance(value, Tensor) else value for value in values))
+
+
+class _Noting(fx.Interpreter):
+    """Runs a stage.
+
+    Attributes:
+        found: What each call gave, by the name of its node.
+        drawing: Names of the calls that drew random numbers.
+    """
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.found: dict[str, Tensor] = {}
+        self.drawing: set[str] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As the base class, and notes."""
+        before = rng_state()
+        result = super().run_node(n)
+        if not same_rng(before, rng_state()):
+            self.drawing.add(n.name)
+        if isinstance(result, Tensor) and n.op not in ("placeholder", "get_attr"):
+            self.found[n.name] = result.clone()
+        return result
+
+
+class _Longer(fx.Interpreter):
+    """Runs a stage with more rows, and compares each call with what it gave without them.
+
+    Calls go on with what the other run gave, so that each is compared by itself: other sizes round differently. Where random
+    numbers are in a result, there is nothing to compare, and what follows goes on with the same.
+
+    Args:
+        module: The stage.
+        found: What calls gave without the rows.
+        drawing: Those that drew random numbers.
+        rows_of, fixed, num_rows, num_added: As for :func:`counting_call`.
+
+    Attributes:
+        differing: The first call that gave something else.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        found: Mapping[str, Tensor],
+        drawing: set[str],
+        rows_of: Callable[[str], int | None],
+        fixed: Collection[str],
+        num_rows: int,
+        num_added: int,
+    ) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self.differing: fx.Node | None = None
+        self._found = found
+        self._rows_of, self._fixed = rows_of, fixed
+        self._num_rows, self._num_added = num_rows, num_added
+        # Memory of the module's own, which stays what it is: a result may be a view of it.
+        lasting = (*module.parameters(), *module.buffers(), *Snapshot({"self": module}).tensors())
+        self._lasting = {storage_key(tensor) for tensor in lasting}
+        self._random = set(drawing)  # names of nodes whose results are other ones than in the other run
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As the base class, and compares."""
+        result = super().run_node(n)
+        if n.op in ("placeholder", "get_attr", "output") or self.differing is not None:
+            return result
+        expected = self._expected(n, result)
+        is_random = n.name in self._random or any(operand.name in self._random for operand in n.all_input_nodes)
+        if expected is None:
+            if is_random:
+                self._random.add(n.name)
+            return result
+        self._random.discard(n.name)
+        if not is_random and not _close(expected, result):
+            self.differing = n
+            return result
+        is_spread = any(step == 0 and size > 1 for step, size in zip(result.stride(), result.shape, strict=True))
+        if is_spread or storage_key(result) in self._lasting:
+            return result
+        return result.copy_(expected)  # in place, for those that share the memory
+
+    def _expected(self, node: fx.Node, result: Any) -> Tensor | None:
+        before, dim = self._found.get(node.name), self._rows_of(node.name)
+        if before is None or not isinstance(result, Tensor) or before.layout is not torch.strided:
+            return None
+        if dim is None and node.name not in self._fixed:
+            return None
+        if dim is not None and before.dim() > dim and before.shape[dim] % self._num_rows == 0:
+            before = _with_more(before, dim, self._num_rows, self._num_added)
+        return before if before.shape == result.shape else None
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    """After the block the stage's modules and buffers are what they were; in it batch norms use their running statistics."""
+    before = Snapshot({"self": module})
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    norms = [norm for _, norm in batch_norms(module) if norm.training and norm.running_mean is not None]
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        before.restore()
+        for norm in norms:
+            norm.training = True
+        with torch.no_grad():
+            for buffer, values in buffers:
+                # Only where it has changed: an earlier call may have saved it for its backward pass.
+                if buffer.layout is not torch.strided or not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Equal but for rounding: kernels may sum in another order."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = 1e-3 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
+    return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Equal but for what kernels for other sizes, in the precision of the device, may make of it."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = 2e-2 if one.dtype in (torch.float16, torch.bfloat16) else 2e-3
+    one, other = one.float(), other.float()
+    finite = one[one.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def _described(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target)
+    path, source = node.meta.get("module_path"), node.meta.get("source")
+    name = getattr(node.target, "__name__", str(node.target))
+    return name + (f" in {path}" if path else "") + (f", {source}" if source else "")

@@ -1,0 +1,179 @@
+"""The states of a module's metrics, on every rank.
+
+Metrics count on the last stage (``metrics.calls``); hooks and Lightning read them on every rank. So after
+each batch the other ranks take over what has changed in them. A list state is sent by its new entries only. The ranks of a
+pipeline are one replica: what torchmetrics itself would gather from them is P times the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
+from lightning_fxpipe.errors import UnsupportedError
+
+# What a metric is, not what it has counted.
+_NO_STATE = frozenset(vars(nn.Module())) - {"training", "_buffers"} | {"forward", "update", "compute", "reset", "increment"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateChange:
+    """An attribute of a metric that a step has changed.
+
+    Attributes:
+        metric: The metric's name.
+        attribute: The attribute's.
+        start: For a list that has grown, the index of the first new entry; else None.
+        value: The new value, or the new entries.
+    """
+
+    metric: str
+    attribute: str
+    start: int | None
+    value: Any
+
+
+class MetricStates:
+    """The states of metrics as they are now.
+
+    Args:
+        metrics: The metrics, by name.
+    """
+
+    def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
+        self._metrics = metrics
+        self._before = {
+            name: {attribute: _Remembered(value) for attribute, value in _state(metric).items()}
+            for name, metric in metrics.items()
+        }
+
+    def changes(self) -> list[StateChange]:
+        """What differs now, with tensors on the CPU.
+
+        Raises:
+            UnsupportedError: A new value cannot be sent to the other ranks.
+        """
+        sent: dict[int, Tensor] = {}  # metrics of a collection share tensors; so do their copies
+        found = []
+        for name, metric in self._metrics.items():
+            before = self._before[name]
+            for attribute, value in _state(metric).items():
+                remembered = before.get(attribute)
+                if remembered is not None and remembered.is_same(value):
+                    continue
+                start = remembered.num_kept(value) if remembered is not None else None
+                news = value if start is None else value[start:]
+                news = tree_map(lambda leaf: _on_cpu(leaf, sent) if isinstance(leaf, Tensor) else leaf, news)
+                found.append(StateChange(metric=name, attribute=attribute, start=start, value=news))
+        if found:
+            _check_sendable(found)
+        return found
+
+
+def take_over_states(metrics: Mapping[str, nn.Module], changes: Iterable[StateChange], device: torch.device) -> None:
+    """Makes the same changes to this rank's metrics."""
+    for change in changes:
+        value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, change.value)
+        attributes = vars(metrics[change.metric])
+        if change.start is None:
+            attributes[change.attribute] = value
+        else:
+            attributes[change.attribute][change.start :] = value
+
+
+@contextmanager
+def one_replica() -> Iterator[None]:
+    """During the block metrics gather nothing from other ranks, those neither that are made in it."""
+    with patched_attributes((Metric, "sync", _no_sync)):
+        yield
+
+
+def belong_to_one_replica(metrics: Iterable[nn.Module]) -> None:
+    """Metrics gather nothing from other ranks, now and after the run: their states are those of the whole pipeline."""
+    for metric in metrics:
+        if isinstance(metric, Metric):
+            metric.distributed_available_fn = _never
+
+
+def _never() -> bool:
+    return False
+
+
+def _no_sync(self: Metric, *args: Any, **kwargs: Any) -> None:
+    """As torchmetrics' own where nothing is distributed."""
+
+
+class _Remembered:
+    """A value of an attribute at one moment."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._version = version_of(value) if _has_version(value) else 0
+        self._entries: Any = value.copy() if isinstance(value, (list, dict, set)) else None
+
+    def is_same(self, now: Any) -> bool:
+        """Whether the attribute still has it."""
+        if now is not self._value:
+            return type(now) is type(self._value) and isinstance(now, (int, float, str)) and bool(now == self._value)
+        if self._entries is None:
+            return not _has_version(now) or version_of(now) == self._version
+        if len(now) != len(self._entries):
+            return False
+        if isinstance(now, dict):
+            return all(now.get(key) is entry for key, entry in self._entries.items())
+        return now == self._entries if isinstance(now, set) else _same_entries(now, self._entries)
+
+    def num_kept(self, now: Any) -> int | None:
+        """How many entries a list has had before; None unless it is a list that has only grown."""
+        if not isinstance(now, list) or not isinstance(self._entries, list) or len(now) < len(self._entries):
+            return None
+        return len(self._entries) if self._entries and _same_entries(now, self._entries) else None
+
+
+def _same_entries(now: list[Any], before: list[Any]) -> bool:
+    """Whether a list begins with the same entries. torchmetrics copies those of a state with each ``forward``."""
+    if all(a is b for a, b in zip(now, before, strict=False)):
+        return True
+    if not all(isinstance(a, Tensor) and isinstance(b, Tensor) for a, b in zip(now, before, strict=False)):
+        return False
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(now, before, strict=False)):
+        return False
+    # Comparing the ends tells a list that was copied from one that was emptied and filled anew.
+    return torch.equal(now[0], before[0]) and torch.equal(now[len(before) - 1], before[-1])
+
+
+def _state(metric: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(metric).items() if name not in _NO_STATE}
+
+
+def _has_version(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _on_cpu(tensor: Tensor, sent: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in sent:
+        sent[id(tensor)] = tensor.detach().cpu()
+    return sent[id(tensor)]
+
+
+def _check_sendable(changes: Iterable[StateChange]) -> None:
+    for change in changes:
+        if isinstance(change.value, (Tensor, int, float, str, type(None))):
+            continue
+        try:
+            pickle.dumps(change.value)
+        except Exception as error:
+            raise UnsupportedError(
+                f"The metric {change.metric} keeps something that the other ranks cannot get.",
+                observed=f"{change.attribute} is a {type(change.value).__name__} that cannot be pickled: {error}",
+                expected="tensors and plain values: the step calls its metrics on the last stage only",
+                todo="Keep tensors or plain values in the metric's state.",
+            ) from error

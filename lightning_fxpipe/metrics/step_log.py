@@ -1,0 +1,230 @@
+"""What a step logs on the last stage is logged on every rank, with the same value.
+
+Every rank repeats the last stage's calls of ``self.log``. So Lightning's own machinery
+(epoch means, progress bar, ``callback_metrics``, checkpoints that monitor a metric, plateau schedulers, early stopping) works
+and decides alike everywhere. The price is one broadcast of a few numbers per step. A torchmetrics object is logged as an object
+on every rank; its states travel beside (``metrics.states``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
+from lightning_fxpipe._compat.modes import unwatched_torch
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metrics.calls import metrics_as_one_call
+from lightning_fxpipe.pytree.sizes import plain_number
+from lightning_fxpipe.user_code.frames import user_source
+
+# Values that travel with the first message; more need a second one.
+_INLINE_VALUES = 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogEntry:
+    """One call of ``self.log`` for a whole batch.
+
+    Attributes:
+        name: The logged name.
+        value: The batch's value; of a metric that was logged itself, zero.
+        options: The call's other arguments, without those about synchronisation over ranks.
+        num_samples: The weight in epoch means, where the step has named one with ``batch_size``; None leaves it to Lightning,
+            which takes the batch's.
+        metric: Where a torchmetrics object was logged, the metric's name.
+        is_double: Whether the value was a float64 tensor.
+    """
+
+    name: str
+    value: float
+    options: tuple[tuple[str, Any], ...]
+    num_samples: int | None
+    metric: str | None = None
+    is_double: bool = False
+
+
+class StepLog:
+    """Collects the calls of ``self.log`` made during one step.
+
+    Args:
+        metrics: The module's metrics, by name.
+
+    Attributes:
+        entries: The calls, in order.
+    """
+
+    def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
+        self.entries: list[LogEntry] = []
+        self._metrics = metrics
+        self._names = {id(metric): name for name, metric in metrics.items()}
+
+    @contextmanager
+    def capture(self, module: nn.Module) -> Iterator[None]:
+        """During the block ``module.log`` collects instead of logging, and ``log_dict`` calls it.
+
+        What a module overrides ``log`` with runs, and collects where it calls Lightning's.
+        """
+        owner = lightning_class(module)
+        signature = inspect.signature(owner.log) if owner is not None else inspect.Signature()
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            arguments = signature.bind(module, *args, **kwargs).arguments
+            arguments.pop("self")
+            with unwatched_torch():  # what we do with the value is no part of the step
+                self._add(arguments.pop("name"), arguments.pop("value"), arguments)
+
+        with patched_attributes(*log_replaced(module, log, "log")), metrics_as_one_call(self._metrics.values(), count=True):
+            yield
+
+    def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
+        # Every rank logs the same values, so there is nothing to synchronise.
+        for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
+            options.pop(about_ranks, None)
+        explicit = options.pop("batch_size", None)
+        _check_options(name, options)
+        metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
+        self.entries.append(
+            LogEntry(
+                name=name,
+                value=0.0 if metric is not None else _checked(name, value),
+                options=tuple(options.items()),
+                num_samples=None if explicit is None else int(explicit),
+                metric=metric,
+                is_double=isinstance(value, Tensor) and value.dtype == torch.float64,
+            )
+        )
+
+    def _name_of_metric(self, name: str, metric: Metric) -> str:
+        found = self._names.get(id(metric))
+        if found is None:
+            raise UnsupportedError(
+                f"self.log({name!r}, ...) got a metric that the other ranks cannot find.",
+                observed=f"a {type(metric).__name__} that the LightningModule does not hold",
+                expected="a metric that is an attribute of the LightningModule, or in a list or dict that is one",
+                todo="Set the metric as an attribute of the LightningModule in its __init__.",
+            )
+        return found
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises unless the other ranks can be told of a call's options."""
+    for option, value in options.items():
+        if value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise UnsupportedError(
+                f"self.log({name!r}, ...) got an option that the other ranks cannot get.",
+                where=user_source(),
+                observed=f"{option}={value!r}, which cannot be pickled: {error}",
+                expected="options that are plain values, or functions of a module",
+                todo="Give the option as a text, such as 'mean', or as a function that a module defines.",
+            ) from error
+
+
+def _checked(name: str, value: Any) -> float:
+    """The number that is logged."""
+    if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise UnsupportedError(
+            f"self.log({name!r}, ...) got a value that is no number.",
+            observed=f"a {type(value).__name__}",
+            expected="a number, a tensor with one element, or a torchmetrics Metric",
+            todo="Log a number, or a metric.",
+        )
+    if isinstance(value, Tensor) and value.is_meta:
+        raise UnsupportedError(
+            f"self.log({name!r}, ...) got a value that the last stage cannot compute.",
+            observed="a tensor on the meta device: parameters of another stage went into it",
+            expected="a value computed from the model's result, the batch and what the last stage holds",
+            todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
+        )
+    return plain_number(value)
+
+
+class ResultChannel:
+    """Gives every rank of a pipeline the loss and the log entries of the last stage.
+
+    A message is a fixed number of floats: the names and options travel only when they change.
+
+    Args:
+        group: A group for CPU tensors with all ranks of the pipeline; None without a process group.
+        source: Global rank of the last stage.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
+        self._group = group
+        self._source = source
+        self._layout: tuple[Any, ...] | None = None
+
+    def share(
+        self, loss: float | None, entries: Sequence[LogEntry], news: Any = None
+    ) -> tuple[float | None, list[LogEntry], Any]:
+        """Returns the last stage's arguments on every rank. Called by every rank of the pipeline.
+
+        Args:
+            loss: The batch's loss, if there is one.
+            entries: What the step logged.
+            news: Anything else that the ranks must know now and then; None costs nothing.
+        """
+        if self._group is None or dist.get_world_size(self._group) == 1:
+            return loss, list(entries), news
+        is_source = dist.get_rank() == self._source
+        layout = (loss is not None, tuple((e.name, e.options, e.num_samples, e.metric, e.is_double) for e in entries))
+        values = [*([] if loss is None else [loss]), *(entry.value for entry in entries)]
+        message = torch.zeros(2 + _INLINE_VALUES, dtype=torch.float64)
+        if is_source:
+            message[0], message[1] = float(layout != self._layout or news is not None), len(values)
+            message[2 : 2 + len(values[:_INLINE_VALUES])] = torch.tensor(values[:_INLINE_VALUES], dtype=torch.float64)
+        dist.broadcast(message, src=self._source, group=self._group)
+        if message[0]:
+            sent: list[Any] = [(layout, news) if is_source else None]
+            dist.broadcast_object_list(sent, src=self._source, group=self._group)
+            self._layout, news = sent[0]
+        count = int(message[1])
+        received = message[2 : 2 + min(count, _INLINE_VALUES)].tolist()
+        if count > _INLINE_VALUES:
+            rest = (
+                torch.tensor(values[_INLINE_VALUES:], dtype=torch.float64)
+                if is_source
+                else torch.empty(count - _INLINE_VALUES, dtype=torch.float64)
+            )
+            dist.broadcast(rest, src=self._source, group=self._group)
+            received += rest.tolist()
+        assert self._layout is not None
+        has_loss, described = self._layout
+        shared_loss = received.pop(0) if has_loss else None
+        shared_entries = [
+            LogEntry(name=name, value=value, options=options, num_samples=samples, metric=metric, is_double=is_double)
+            for (name, options, samples, metric, is_double), value in zip(described, received, strict=True)
+        ]
+        return shared_loss, shared_entries, news
+
+
+def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Logs the entries with Lightning's ``log``: what the module overrides it with has run in the step.
+
+    Args:
+        module: The LightningModule.
+        entries: What the last stage has logged.
+        metrics: This rank's metrics, by name.
+        device: This rank's device.
+    """
+    for entry in entries:
+        dtype = torch.float64 if entry.is_double else torch.get_default_dtype()
+        value: Any = torch.tensor(entry.value, dtype=dtype, device=device)
+        if entry.metric is not None:
+            value = metrics[entry.metric]
+        lightning_class(module).log(module, entry.name, value, batch_size=entry.num_samples, **dict(entry.options))

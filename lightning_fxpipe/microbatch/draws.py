@@ -1,0 +1,429 @@
+"""Random numbers in a pipeline.
+
+What user code draws outside the stages (samplers, augmentation, noise in the step) must be the same on every rank, or the ranks
+would train on different data; and it should be what one device draws for the whole batch. So all ranks start with the same
+generator states and stay in lock step, the first microbatch draws for the whole batch, and the others take their part of it
+(:class:`BatchDraws`). Numbers without a batch dimension (mixup's lambda) are the same for all microbatches.
+
+With one microbatch the generator's state travels with the boundary tensors from stage to stage, so that dropout, too, is that
+of one device. With several, stages work on different microbatches at once, and each draws numbers of its own, seeded by the
+run's seed, the batch, the microbatch and the stage: two stages do not repeat each other, and a resumed run repeats itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe.pytree.shapes import batch_dim_of
+from lightning_fxpipe.pytree.sizes import SymbolicSize
+from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+
+
+@contextmanager
+def own_random_numbers(*key: int | str) -> Iterator[None]:
+    """Runs the block with the default generators seeded from ``key``; afterwards they continue where they were."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    with isolated_rng():
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        yield
+
+
+def set_generator_state(state: Tensor) -> None:
+    """Inverse of :func:`generator_state`, for the current device."""
+    (torch.cuda.set_rng_state if state.is_cuda else torch.set_rng_state)(state.cpu())
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """State of the device's default generator, on the device."""
+    return torch.cuda.get_rng_state(device).to(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@contextmanager
+def continued_random_numbers(state: Tensor | None, *key: int | str) -> Iterator[None]:
+    """Runs the block with the default generator of the state's device at ``state``, or where it is for None.
+
+    Python's and numpy's generators are seeded from ``key``.
+    """
+    current = torch.get_rng_state()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_cuda = torch.cuda.get_rng_state() if cuda else None
+    with own_random_numbers(*key):
+        if on_cuda is not None:
+            torch.cuda.set_rng_state(on_cuda)
+        torch.set_rng_state(current)
+        if state is not None:
+            set_generator_state(state)
+        yield
+
+
+class BatchRandomness:
+    """What the user's code draws during one batch: by the first microbatch for all.
+
+    Args:
+        key: Identifies the batch within the run.
+        batch_size: Samples in the batch.
+        batch_dim: Dimension of the batch in its tensors.
+    """
+
+    def __init__(self, key: Sequence[int | str], batch_size: int, batch_dim: int = 0) -> None:
+        self.draws = BatchDraws(batch_size, batch_dim)
+        self._batch_size, self._batch_dim = batch_size, batch_dim
+        self._key = key
+        self._start = rng_state()
+
+    @contextmanager
+    def microbatch(self, index: int, start: int, size: int) -> Iterator[None]:
+        """Runs the block, the step's code for one microbatch of samples ``start`` to ``start + size``.
+
+        Only the first moves the generators on. What a later one draws anew, it draws from numbers of its own, the same on every
+        rank; Python's and numpy's generators give each the same numbers.
+        """
+        self.draws.begin_microbatch(start, size)
+        if index == 0:
+            yield
+            return
+        with own_random_numbers(*self._key, index, "step"):
+            random.setstate(self._start["python"])
+            if "numpy" in self._start:
+                sys.modules["numpy"].random.set_state(self._start["numpy"])
+            yield
+
+    @contextmanager
+    def whole_batch(self) -> Iterator[None]:
+        """Runs the block, the step's code for the batch in one piece, with the numbers that its microbatches had.
+
+        The generators are afterwards what they are now.
+        """
+        self.draws.begin_microbatch(0, self._batch_size)
+        with isolated_rng():
+            set_rng_state(self._start)
+            yield
+
+    def restart(self) -> None:
+        """Forgets what has been drawn: the step begins again, and moves the generators on from where they were before it."""
+        set_rng_state(self._start)
+        self.draws = BatchDraws(self._batch_size, self._batch_dim)
+
+    @contextmanager
+    def in_one_piece(self) -> Iterator[None]:
+        """Runs the block, the step's code for the batch in one piece, once, with one device's numbers."""
+        self.restart()
+        self.draws.begin_microbatch(0, self._batch_size)
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikeTensor:
+    """A tensor of which a draw uses only shape, dtype and device; sizes may be symbolic."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A random tensor that the region's own Python draws.
+
+    With several microbatches, every rank draws the numbers behind it before the region, so that the generators stay in lock
+    step and the first microbatch can draw for all. What the function makes of them and of tensors that only a stage has, the
+    stage computes.
+
+    Attributes:
+        function: One that :func:`can_be_drawn_ahead`.
+        args, kwargs: Its arguments, with :class:`LikeTensor` for tensors and symbolic sizes.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def make(self, draws: BatchDraws, sizes: Mapping[Any, int]) -> Tensor | None:
+        """Draws its numbers for given values of the symbols; None where the stage must draw them."""
+
+        def concrete(leaf: Any) -> Any:
+            if isinstance(leaf, LikeTensor):
+                return torch.empty(tree_map(concrete, leaf.shape), dtype=leaf.dtype, device=leaf.device)
+            return leaf.value(sizes) if isinstance(leaf, SymbolicSize) else leaf
+
+        return draws.ahead(self.function, tree_map(concrete, self.args), tree_map(concrete, dict(self.kwargs)))
+
+
+def can_be_drawn_ahead(function: Callable[..., Any]) -> bool:
+    """Whether the random numbers behind a function's result follow from sizes and the generator alone."""
+    kind = _RANDOM.get(function)
+    return kind is not None and kind.whole is not None
+
+
+def shape_drawn_ahead(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    """Shape of the random numbers behind a function's result."""
+    return _RANDOM[function].shape(args, kwargs)
+
+
+@cache
+def drawn_now_or_ahead(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with one more argument in front: the numbers that were drawn before, or None to draw them here and now."""
+    kind = _RANDOM[function]
+
+    def drawn(ahead: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if ahead is None else kind.finish(ahead, args, kwargs)
+
+    drawn.__name__ = f"drawn_{function.__name__}"
+    return drawn
+
+
+Shape = tuple[int, ...]
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a random function can be made to draw for a whole batch.
+
+    Attributes:
+        shape: Shape of its result, from its arguments.
+        whole: Draws a tensor of another shape in its way; None, or gives None, where that cannot be done.
+        finish: Makes its result from its part of the draw and its arguments.
+    """
+
+    shape: Callable[[tuple[Any, ...], Arguments], Shape]
+    whole: Callable[[Callable[..., Any], Shape, tuple[Any, ...], Arguments], Tensor | None] | None = None
+    finish: Callable[[Tensor, tuple[Any, ...], Arguments], Tensor] = lambda part, args, kwargs: part
+
+
+class BatchDraws:
+    """Draws random tensors for a whole batch, and gives each microbatch its part.
+
+    Args:
+        batch_size: Samples in the batch.
+        batch_dim: Dimension of the batch in its tensors.
+
+    Attributes:
+        own: Functions that have drawn for a microbatch, and so other numbers than for the batch.
+    """
+
+    def __init__(self, batch_size: int, batch_dim: int = 0) -> None:
+        self._batch_size = batch_size
+        self._batch_dim = batch_dim
+        # The function, what it drew, and the dimension in which that has an entry for each sample.
+        self._made: list[tuple[Callable[..., Any], Tensor | None, int | None]] = []
+        self._position = self._start = 0
+        self._size = batch_size
+        self.own: set[str] = set()
+
+    def begin_microbatch(self, start: int, size: int) -> None:
+        """Later draws belong to the samples ``start`` to ``start + size``, in the order of those before."""
+        self._position, self._start, self._size = 0, start, size
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
+        """``function(*args, **kwargs)``; a random one draws for the whole batch."""
+        kind = _RANDOM.get(function)
+        if kind is None or self._size == self._batch_size or "out" in kwargs:
+            return function(*args, **kwargs)
+        part = self._part(kind, function, args, kwargs)
+        return function(*args, **kwargs) if part is None else kind.finish(part, args, kwargs)
+
+    def ahead(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+        """The numbers behind ``function(*args, **kwargs)``, of whose tensors only the shapes count; None where the call itself
+        must draw them."""
+        kind = _RANDOM[function]
+        if self._size == self._batch_size:
+            assert kind.whole is not None
+            return kind.whole(function, kind.shape(args, kwargs), args, kwargs)
+        return self._part(kind, function, args, kwargs)
+
+    def _part(self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+        """The running microbatch's part of what is drawn for the whole batch; None where it must make its own."""
+        position, self._position = self._position, self._position + 1
+        if position == len(self._made):
+            self._made.append((function, *self._draw(kind, function, args, kwargs)))
+        known, drawn, dim = self._made[position]
+        if known is function and drawn is not None:
+            part = drawn if dim is None else drawn.narrow(dim, self._start, min(self._size, drawn.shape[dim] - self._start))
+            if tuple(part.shape) == kind.shape(args, kwargs):
+                return part.clone()
+        self.own.add(function.__name__)
+        return None
+
+    def _draw(
+        self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments
+    ) -> tuple[Tensor | None, int | None]:
+        """The draw for the whole batch, None where each microbatch must make its own; and the dimension that is the batch."""
+        shape = kind.shape(args, kwargs)
+        dim = batch_dim_of(shape, self._size, self._batch_dim)
+        if dim is None:  # nothing of the batch: all microbatches share it
+            drawn = kind.whole(function, shape, args, kwargs) if kind.whole else function(*args, **kwargs)
+            return drawn if drawn is None else drawn.clone(), None
+        if kind.whole is None:
+            return None, dim
+        return kind.whole(function, (*shape[:dim], self._batch_size, *shape[dim + 1 :]), args, kwargs), dim
+
+
+def _size_argument(skip: int) -> Callable[[tuple[Any, ...], Arguments], Shape]:
+    """Shape of a factory whose size follows ``skip`` other arguments, as numbers or as one sequence."""
+
+    def shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+        size: Any = kwargs.get("size", args[skip] if len(args) == skip + 1 else args[skip:])
+        return tuple(size) if isinstance(size, (tuple, list)) else (size,)
+
+    return shape
+
+
+def _randint_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    return tuple(kwargs.get("size", args[-1] if args else ()))
+
+
+def _other_size(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """A factory with another size."""
+    others = () if function is not torch.randint else tuple(arg for arg in args if not isinstance(arg, (tuple, list)))
+    result: Tensor = function(*others, size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
+    return result
+
+
+def _like_other(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """A ``*_like`` function of a tensor of another size."""
+    result: Tensor = function(args[0].new_empty(shape), *args[1:], **kwargs)
+    return result
+
+
+def _first_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    return tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
+
+
+def _written(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    with torch.no_grad():
+        args[0].copy_(part)
+    target: Tensor = args[0]
+    return target
+
+
+def _normal_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+    if shapes:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return tuple(kwargs.get("size", args[-1] if args else ()))
+
+
+def _normal_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """As torch does it: standard normal numbers first, then the tensors that scale and shift them."""
+    tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if tensor is None:
+        return torch.normal(args[0], args[1], size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
+    return tensor.new_empty(shape).normal_(generator=kwargs.get("generator"))
+
+
+def _normal_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    if not any(isinstance(arg, Tensor) for arg in args):
+        return part
+    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+    result: Tensor = part * std + args[0]  # not in place: a part may be used again
+    return result
+
+
+def _bernoulli_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """As torch does it for a tensor of probabilities: a uniform number for each, which is compared with it."""
+    if len(args) > 1 or "p" in kwargs:
+        return _like_other(function, shape, args, kwargs)
+    result: Tensor = args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
+    return result
+
+
+def _bernoulli_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    return part if len(args) > 1 or "p" in kwargs else (part < args[0]).to(part.dtype)
+
+
+def _multinomial_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+    """As torch does it, for one sample or without replacement: exponential numbers, by which the weights are divided."""
+    num_samples, replacement = _multinomial_arguments(args, kwargs)
+    if num_samples > 1 and replacement:
+        return None
+    result: Tensor = args[0].new_empty(shape).exponential_(generator=kwargs.get("generator"))
+    return result
+
+
+def _multinomial_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    num_samples, _ = _multinomial_arguments(args, kwargs)
+    quotients: Tensor = args[0] / part
+    return quotients.argmax(dim=-1, keepdim=True) if num_samples == 1 else quotients.topk(num_samples, dim=-1).indices
+
+
+def _multinomial_arguments(args: tuple[Any, ...], kwargs: Arguments) -> tuple[int, bool]:
+    num_samples = args[1] if len(args) > 1 else kwargs["num_samples"]
+    return int(num_samples), bool(args[2] if len(args) > 2 else kwargs.get("replacement", False))
+
+
+def _gumbel_arguments(args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+    bound = inspect.signature(functional.gumbel_softmax).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _gumbel_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+    return tuple(_gumbel_arguments(args, kwargs)["logits"].shape)
+
+
+def _gumbel_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    logits: Tensor = _gumbel_arguments(args, kwargs)["logits"]
+    return logits.new_empty(shape).exponential_()
+
+
+def _gumbel_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+    """What torch makes of its exponential numbers, which it draws out of anybody's sight."""
+    given = _gumbel_arguments(args, kwargs)
+    soft: Tensor = ((given["logits"] - part.log()) / given["tau"]).softmax(given["dim"])
+    if not given["hard"]:
+        return soft
+    index = soft.max(given["dim"], keepdim=True)[1]
+    return torch.zeros_like(soft).scatter_(given["dim"], index, 1.0) - soft.detach() + soft
+
+
+_LIKE = _Kind(_first_shape, _like_other)
+_IN_PLACE = _Kind(_first_shape, _like_other, _written)
+_UNDIVIDED = _Kind(_first_shape)
+
+# Functions that draw. Those that are missing here draw for each microbatch, from its own numbers.
+_RANDOM: dict[Callable[..., Any], _Kind] = {
+    torch.rand: _Kind(_size_argument(0), _other_size),
+    torch.randn: _Kind(_size_argument(0), _other_size),
+    torch.randint: _Kind(_randint_shape, _other_size),
+    torch.normal: _Kind(_normal_shape, _normal_whole, _normal_finish),
+    torch.rand_like: _LIKE,
+    torch.randn_like: _LIKE,
+    torch.randint_like: _LIKE,
+    Tensor.normal_: _IN_PLACE,
+    Tensor.uniform_: _IN_PLACE,
+    Tensor.random_: _IN_PLACE,
+    Tensor.exponential_: _IN_PLACE,
+    Tensor.log_normal_: _IN_PLACE,
+    Tensor.cauchy_: _IN_PLACE,
+    Tensor.geometric_: _IN_PLACE,
+    torch.bernoulli: _Kind(_first_shape, _bernoulli_whole, _bernoulli_finish),
+    torch.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
+    Tensor.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
+    functional.gumbel_softmax: _Kind(_gumbel_shape, _gumbel_whole, _gumbel_finish),
+    torch.poisson: _UNDIVIDED,
+    torch.randperm: _Kind(lambda args, kwargs: (int(args[0]),)),
+    **{
+        function: _UNDIVIDED
+        for name in ("_standard_gamma", "_sample_dirichlet")  # what torch.distributions calls for Gamma and Beta
+        if (function := getattr(torch, name, None)) is not None
+    },
+}

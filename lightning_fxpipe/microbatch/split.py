@@ -1,0 +1,285 @@
+"""Splitting a batch into microbatches.
+
+The first dimension of every tensor with at least one is the batch. Data for each sample may also be no tensor: a list or tuple
+without tensors (strings, numbers, lists of words) or a numpy array is cut along where its length is the batch size; of nested
+ones the outermost of that length. A list with one dict for each sample, as detectors get their targets, is cut in the same way,
+and lists of images beside it. Everything else, such as tensors without dimensions, strings and None, goes to every
+microbatch as it is. Batches may be dicts and other mappings, lists, tuples, named tuples, dataclasses, and pytrees.
+
+One microbatch is the batch itself, whatever that is: a graph, images of different sizes, nothing but numbers.
+
+Microbatches have equal sizes, as ``torch.chunk`` makes them, and the last may be smaller: it then runs as a pass of its own,
+because a pipeline schedule receives into buffers of one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.pytree.containers import leaves_with_path, opened
+from lightning_fxpipe.pytree.structure import Template, map_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Microbatches of one size, which go through the schedule together.
+
+    Attributes:
+        first: Index of the first of them among all microbatches of the batch.
+        count: How many there are.
+        size: Samples in each.
+    """
+
+    first: int
+    count: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """How many samples a batch has.
+
+    Attributes:
+        num_samples: So many; 1 where the batch is one piece.
+        reason: Why it is one piece though the user has not said so; else None.
+    """
+
+    num_samples: int
+    reason: str | None = None
+
+
+def count_samples(batch: Any, num_microbatches: int | None, batch_dim: int = 0) -> Counted:
+    """How many samples a batch has, of whatever kind it is.
+
+    Args:
+        batch: The batch.
+        num_microbatches: How many microbatches the user wants; None leaves it to us.
+        batch_dim: Dimension of the batch in its tensors.
+
+    Raises:
+        BatchError: The user wants several, and the batch cannot be split.
+    """
+    try:
+        return Counted(num_samples=max(batch_size(batch, batch_dim), 1))
+    except BatchError as error:
+        if num_microbatches not in (None, 1):
+            raise
+        return Counted(num_samples=1, reason=error.observed if num_microbatches is None else None)
+
+
+def batch_size(batch: Any, batch_dim: int = 0) -> int:
+    """The common size of the batch's tensors in the dimension that is the batch.
+
+    That is ``batch_dim``; for a tensor with fewer dimensions, such as labels beside sequences of shape (time, batch, features),
+    the first. A tensor without dimensions has none, and goes whole to each microbatch. Where that gives no common size, and
+    the batch has lists with one dict for each sample, it is their length.
+
+    Raises:
+        BatchError: No tensor has such a dimension, or two disagree on it.
+    """
+    named = _sizes(batch, batch_dim)
+    sizes = {size for _, size in named}
+    num_dicts = _num_dicts(batch, batch_dim) if len(sizes) != 1 else None
+    if num_dicts is not None:
+        return num_dicts
+    if not named:
+        raise _indivisible(
+            f"no tensor with a batch dimension in a batch of type {type(batch).__name__}",
+            f"at least one tensor with the batch as dimension {batch_dim}",
+        )
+    if len(sizes) > 1:
+        raise _indivisible(
+            f"tensors of different batch size: {', '.join(f'batch{path}: {size}' for path, size in named[:8])}",
+            f"one size for dimension {batch_dim} of every tensor, and for the first of those that have fewer; or lists with a "
+            "dict for each sample",
+        )
+    return int(sizes.pop())
+
+
+def _indivisible(observed: str, expected: str) -> BatchError:
+    return BatchError(
+        "The batch cannot be split into microbatches.",
+        observed=observed,
+        expected=expected,
+        todo="Set FxPipeStrategy(num_microbatches=1), which splits no batch, as graphs need it. Or give every tensor the batch "
+        "as that dimension, or name another with batch_dim=...; what has none, such as class weights, belongs into the module, "
+        "or into a tensor without dimensions.",
+    )
+
+
+def _sizes(batch: Any, batch_dim: int, num_samples: int | None = None) -> list[tuple[str, int]]:
+    """The sizes of the batch's tensors in the dimension that is the batch, with their paths; with ``num_samples`` without what
+    is in lists that have an entry for each sample."""
+    return [
+        (path, tensor.shape[_dim_of(tensor, batch_dim)])
+        for path, leaf in _leaves(batch, num_samples)
+        for tensor in Template.of(leaf).tensors  # of one, or of an object that hides some
+        if tensor.dim() > 0
+    ]
+
+
+def _leaves(value: Any, num_samples: int | None, path: str = "") -> Iterator[tuple[str, Any]]:
+    if num_samples is not None and _has_samples(value, num_samples):
+        return
+    container = opened(value)
+    if container is None:
+        yield path, value
+        return
+    for name, entry in container.entries:
+        yield from _leaves(entry, num_samples, path + name)
+
+
+def _num_dicts(batch: Any, batch_dim: int) -> int | None:
+    """The length of the lists with one dict for each sample; None where there are none, or it is not that of the batch."""
+    lengths = {len(entries) for entries in _lists_of_dicts(batch)}
+    if len(lengths) != 1:
+        return None
+    (length,) = lengths
+    return length if {size for _, size in _sizes(batch, batch_dim, length)} <= lengths else None
+
+
+def _lists_of_dicts(value: Any) -> Iterator[Sequence[Any]]:
+    """The outermost lists in a batch whose entries are dicts, or objects, with tensors."""
+    if _is_list_of_dicts(value):
+        yield value
+        return
+    container = opened(value)
+    for _, entry in container.entries if container is not None else ():
+        yield from _lists_of_dicts(entry)
+
+
+def _is_list_of_dicts(value: Any) -> bool:
+    if type(value) not in (list, tuple) or not value:
+        return False
+    return not any(isinstance(entry, (Tensor, list, tuple, str)) or not Template.of(entry).tensors for entry in value)
+
+
+def _has_samples(value: Any, num_samples: int) -> bool:
+    """Whether a list beside lists of dicts has an entry for each sample, too: a dict or an image."""
+    if type(value) not in (list, tuple) or len(value) != num_samples:
+        return False
+    return _is_list_of_dicts(value) or all(isinstance(entry, Tensor) for entry in value)
+
+
+def tensors_without_batch(batch: Any) -> tuple[str, ...]:
+    """The tensors in a batch that go whole to each microbatch, as they would be written: ``batch['temperature']``."""
+    return tuple(
+        f"batch{path}" for path, leaf in leaves_with_path(batch) for tensor in Template.of(leaf).tensors if tensor.dim() == 0
+    )
+
+
+def _dim_of(tensor: Tensor, batch_dim: int) -> int:
+    return batch_dim if tensor.dim() > batch_dim else 0
+
+
+def plan_passes(num_samples: int, num_microbatches: int) -> tuple[Pass, ...]:
+    """Sizes of the microbatches, as ``torch.chunk``: ``num_microbatches`` or, where that does not divide, fewer.
+
+    A single sample that is left over joins the microbatch before it: batch norms refuse one.
+
+    >>> plan_passes(16, 4)
+    (Pass(first=0, count=4, size=4),)
+    >>> plan_passes(8, 3)
+    (Pass(first=0, count=2, size=3), Pass(first=2, count=1, size=2))
+    >>> plan_passes(7, 4)
+    (Pass(first=0, count=2, size=2), Pass(first=2, count=1, size=3))
+    """
+    size = -(-num_samples // num_microbatches)
+    full, rest = divmod(num_samples, size)
+    if rest == 1 and size > 1:
+        full, rest = full - 1, size + 1
+    passes = (Pass(first=0, count=full, size=size),) if full else ()
+    return (*passes, Pass(first=full, count=1, size=rest)) if rest else passes
+
+
+def default_num_microbatches(num_samples: int, num_stages: int) -> int:
+    """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would have fewer than two
+    samples, or would not divide evenly while as many as stages do.
+
+    >>> default_num_microbatches(64, 4), default_num_microbatches(8, 4), default_num_microbatches(7, 2)
+    (16, 4, 4)
+    """
+
+    def preference(count: int) -> tuple[bool, bool, int, int]:
+        first, *rest = plan_passes(num_samples, count)
+        total = first.count + sum(part.count for part in rest)
+        fills = total >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
+        return fills, not rest, total, -count
+
+    return max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
+
+
+def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[Any]:
+    """The microbatches, as views of the batch; a single one is the batch itself.
+
+    Raises:
+        BatchError: There are several, and an object in the batch hides tensors.
+    """
+    total = sum(part.count * part.size for part in passes)
+    if len(passes) == 1 and passes[0].count == 1:
+        return [batch]
+    by_sample = _num_dicts(batch, batch_dim) == total
+    microbatches = []
+    start = 0
+    for part in passes:
+        for _ in range(part.count):
+            samples = _Samples(start=start, size=part.size, total=total, dim=batch_dim, by_sample=by_sample)
+            microbatches.append(_part(batch, samples))
+            start += part.size
+    return microbatches
+
+
+def first_microbatch(batch: Any, num_microbatches: int | None, num_stages: int, batch_dim: int = 0) -> tuple[Any, int]:
+    """The first microbatch and its size; arguments as :func:`count_samples`.
+
+    Raises:
+        BatchError: The user wants several, and the batch cannot be split.
+    """
+    total = count_samples(batch, num_microbatches, batch_dim).num_samples
+    passes = plan_passes(total, num_microbatches or default_num_microbatches(total, num_stages))
+    return split_batch(batch, passes, batch_dim)[0], passes[0].size
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Samples:
+    """The samples ``start`` to ``start + size`` of a batch of ``total``, whose tensors have them in dimension ``dim``; with
+    ``by_sample`` it has lists with one dict for each."""
+
+    start: int
+    size: int
+    total: int
+    dim: int
+    by_sample: bool
+
+
+def _part(value: Any, samples: _Samples) -> Any:
+    """These samples of something in a batch."""
+    if isinstance(value, Tensor):
+        # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
+        # invalidate what the microbatches before it saved for backward.
+        if value.dim() == 0:
+            return value
+        shared = value if value.requires_grad else value.data
+        return shared.narrow(_dim_of(value, samples.dim), samples.start, samples.size)
+    if _is_per_sample(value, samples.total) or (samples.by_sample and _has_samples(value, samples.total)):
+        return value[samples.start : samples.start + samples.size]
+    container = opened(value)
+    if container is None:
+        return map_tensors(lambda tensor: _part(tensor, samples), value) if Template.of(value).tensors else value
+    return container.rebuilt([_part(entry, samples) for _, entry in container.entries])
+
+
+def _is_per_sample(value: Any, total: int) -> bool:
+    """Whether the value has an entry for each sample that is not a tensor."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and len(value) == total
+    # A named tuple has fields, and a torch.Size dimensions, not samples.
+    if type(value) not in (list, tuple) or len(value) != total:
+        return False
+    return not any(isinstance(leaf, Tensor) for _, leaf in leaves_with_path(value))

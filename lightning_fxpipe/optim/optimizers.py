@@ -1,0 +1,355 @@
+"""The user's optimizer, over this rank's parameters, with a state that is keyed by the whole model's FQNs.
+
+``configure_optimizers`` sees, and groups, all parameters; those of other stages are placeholders. They are
+dropped afterwards, and the FQNs of the complete groups are kept for checkpoints. Its state goes out through the optimizer's own
+``state_dict`` and comes back through its ``load_state_dict``, with the hooks and conversions that these have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe.distributed.agreement import digest, gathered
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.pytree.containers import leaves_with_path
+
+STATE, GROUPS = "state", "param_groups"
+
+
+class StageOptimizer:
+    """An optimizer whose groups hold this rank's parameters, and those of the whole model where user code looks at them.
+
+    Args:
+        module: The module, with placeholders for the parameters of other stages.
+        optimizer: The optimizer, over the parameters of the whole module; those of other stages are dropped from it.
+        dropped: What stands for parameters that the module has no more, by their identity: an optimizer that was made before
+            the module was split has those.
+        is_coupled: Whether it steps all parameters on every rank, so that this one has the states of others, too.
+
+    Raises:
+        UnsupportedError: A parameter is none of the module's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        dropped: Mapping[int, Tensor] | None = None,
+        *,
+        is_coupled: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.is_coupled = is_coupled
+        self._others: dict[Tensor, Any] | None = None  # states of other ranks' parameters, by placeholder, once they are known
+        self._module = module
+        self._whole: list[list[Tensor]] = []
+        self._left: list[list[Tensor]] = []  # what the groups have while the others are hidden
+        self._shows_others = True
+        self._is_running = False
+        self._names: list[list[str] | None] = []  # that the user has given the parameters
+        self.group_fqns: tuple[tuple[str, ...], ...] = ()  # of the whole model's parameters in each group
+        self._elsewhere: dict[str, Any] = {}  # states that other ranks may need
+        self.begin_run(dropped or {})
+
+    def belongs_to(self, module: nn.Module, dropped: Mapping[int, Tensor]) -> bool:
+        """Whether all of its parameters are those of a module, or were before some were dropped."""
+        fqns = self._fqns()
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return self._module is module and all(id(p) in fqns or id(p) in dropped for p in parameters)
+
+    def begin_run(self, dropped: Mapping[int, Tensor]) -> None:
+        """Follows the module, which has been split; arguments and errors as the constructor's."""
+        self._is_running = True
+        self._others = None
+        self._elsewhere = self._take_dropped(dropped)
+        self._elsewhere |= self.hide_others()
+
+    def _take_dropped(self, dropped: Mapping[int, Tensor]) -> dict[str, Any]:
+        """Puts placeholders where an optimizer from before the run has dropped parameters; returns the states of these."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [dropped.get(id(parameter), parameter) for parameter in group["params"]]
+        fqns = self._fqns()
+        keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) in dropped]
+        return {fqns[id(dropped[id(key)])]: self.optimizer.state.pop(key) for key in keys}
+
+    def spread_states(self, group: dist.ProcessGroup | None) -> None:
+        """Gives each rank the states of its parameters that others have: those of an optimizer that has been in another run.
+
+        There the stages may have been others. Called by every rank of the pipeline.
+        """
+        mine = self._mine()
+        there = {fqn: self.optimizer.state[parameter] for fqn, parameter in mine.items() if parameter in self.optimizer.state}
+        held = {**self._elsewhere, **there}
+        self._elsewhere = {}
+        told = gathered(group, (list(held), [fqn for fqn in mine if fqn not in there]))
+        missing = {fqn for _, lacks in told for fqn in lacks} & {fqn for has, _ in told for fqn in has}
+        if missing:
+            sent = {fqn: _moved(state, torch.device("cpu")) for fqn, state in held.items() if fqn in missing}
+            found = {fqn: state for part in reversed(gathered(group, sent)) for fqn, state in part.items()}
+            self.optimizer.state.update({mine[fqn]: state for fqn, state in found.items() if fqn in mine and fqn not in there})
+        self._move(lambda parameter: parameter.device, kept=("step",))
+
+    def show_others(self) -> None:
+        """Puts the placeholders into the groups, which then list what they list on one device."""
+        self._follow_groups()
+        for group, parameters, names in zip(self.optimizer.param_groups, self._whole, self._names, strict=True):
+            group["params"] = list(parameters)
+            if names is not None:
+                group["param_names"] = list(names)
+        self._shows_others = True
+        self.optimizer.state.update(self._others or {})
+
+    def hide_others(self) -> dict[str, Any]:
+        """Takes the placeholders out again, also from groups that have been added meanwhile; returns their states, by FQN."""
+        self._follow_groups()
+        self._left = []
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            mine = [index for index, parameter in enumerate(group["params"]) if not parameter.is_meta]
+            group["params"] = [group["params"][index] for index in mine]
+            if names is not None and len(names) != len(mine):
+                group["param_names"] = [group["param_names"][index] for index in mine]
+            self._left.append(list(group["params"]))
+        self._shows_others = False
+        others = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
+        if self._others is not None:
+            self._others = {key: self.optimizer.state.pop(key) for key in others}
+            return {}
+        if not others:
+            return {}
+        fqns = self._fqns()
+        return {fqns[id(key)]: self.optimizer.state.pop(key) for key in others}
+
+    def _follow_groups(self) -> None:
+        """Takes note of groups that have changed, or been added, wherever that was."""
+        groups = self.optimizer.param_groups
+        whole, names = [], []
+        for index, group in enumerate(groups):
+            is_left = not self._shows_others and index < len(self._left) and _same(group["params"], self._left[index])
+            whole.append(self._whole[index] if is_left else list(group["params"]))
+            names.append(self._names[index] if is_left else _names(group))
+        if list(map(len, whole)) != list(map(len, self._whole)) or not all(map(_same, whole, self._whole)):
+            self.group_fqns = tuple(self._fqns_of(parameters) for parameters in whole)
+        self._whole, self._names = whole, names
+
+    def know_others(self, group: dist.ProcessGroup | None) -> None:
+        """Before a step of all parameters: brings the states of other ranks' here, if they are not. Called by every rank."""
+        if self._others is not None:
+            return
+        placeholders = {fqn: p for fqn, p in self._module.named_parameters() if p.is_meta}
+        there = {fqn: self.optimizer.state[p] for fqn, p in self._mine().items() if p in self.optimizer.state}
+        sent = {fqn: _moved(state, torch.device("cpu")) for fqn, state in there.items()}
+        found = {fqn: state for part in gathered(group, sent) for fqn, state in part.items() if fqn in placeholders}
+        device = next((p.device for p in self._mine().values()), torch.device("cpu"))
+        self._others = {placeholders[fqn]: _moved(state, device) for fqn, state in found.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
+
+        Raises:
+            UnsupportedError: Its own does not say which parameter a state belongs to.
+        """
+        self._follow_groups()
+        packed = self.optimizer.state_dict()
+        self._check_layout(packed)
+        fqns = self._fqns()
+        fqn_of = {
+            number: fqns[id(parameter)]
+            for saved, group in zip(packed[GROUPS], self.optimizer.param_groups, strict=True)
+            for number, parameter in zip(saved["params"], group["params"], strict=True)
+        }
+        groups = [{**group, "params": list(whole)} for group, whole in zip(packed[GROUPS], self.group_fqns, strict=True)]
+        for group, names in zip(groups, self._names, strict=True):
+            if names is not None:
+                group["param_names"] = list(names)
+        state = {fqn_of.get(key, key): value for key, value in packed[STATE].items()}
+        return {**packed, STATE: state, GROUPS: groups}
+
+    def common_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a :meth:`state_dict` belongs to no parameter, and so must be the same on every rank."""
+        fqns = {fqn for group in self.group_fqns for fqn in group}
+        more = {f"{STATE}[{key!r}]": value for key, value in state[STATE].items() if key not in fqns}
+        return {key: value for key, value in state.items() if key not in (STATE, GROUPS)} | more
+
+    def end_run(self) -> None:
+        """Leaves the optimizer to the user, with the whole model's parameters, and its states on the CPU, as Lightning does.
+
+        The module may be whole again or not.
+        """
+        if not self._is_running:
+            return
+        self._is_running = False
+        self._follow_groups()
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
+        self._others = None  # each rank has its own
+        self.show_others()
+        self._move(lambda parameter: torch.device("cpu"), kept=("step",))
+
+    def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
+        """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
+        wanted = self._wanted(groups)
+        return {key for group in groups for key in group["params"] if key not in wanted}
+
+    def _wanted(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
+        """Which states of a saved optimizer are this rank's.
+
+        Args:
+            groups: The saved groups, of the whole model.
+
+        Returns:
+            FQNs of this rank's parameters, by what the saved groups call them. As for torch it is the place in a group that
+            counts, not the name.
+
+        Raises:
+            ValueError: The groups are others, in torch's words.
+        """
+        self._follow_groups()
+        if len(groups) != len(self.group_fqns):
+            raise ValueError("loaded state dict has a different number of parameter groups")
+        if any(len(saved["params"]) != len(fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True)):
+            raise ValueError("loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
+        mine = self._mine()
+        pairs = ((saved["params"], fqns) for saved, fqns in zip(groups, self.group_fqns, strict=True))
+        return {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True) if fqn in mine}
+
+    def load(self, saved: Mapping[str, Any], *, copies: bool = False) -> None:
+        """Takes over a saved state.
+
+        Args:
+            saved: As torch's optimizers write it, with the groups of the whole model, and the states of this rank's parameters
+                at least.
+            copies: Whether the optimizer gets copies of the tensors, which may be those of a file that is mapped into memory.
+        """
+        self._check_layout(saved)
+        wanted = self._wanted(saved[GROUPS])
+        known = {key for group in saved[GROUPS] for key in group["params"]}
+        mine = self._mine()
+        numbers = {fqn: number for number, fqn in enumerate(mine)}
+        state = {key: value for key, value in saved[STATE].items() if key not in known}
+        for key, value in saved[STATE].items():
+            if key in wanted:
+                state[numbers[wanted[key]]] = tree_map(partial(_laid_out, mine[wanted[key]], copies), value)
+        groups = []
+        for group in saved[GROUPS]:
+            places = [index for index, key in enumerate(group["params"]) if key in wanted]
+            part = {**group, "params": [numbers[wanted[group["params"][index]]] for index in places]}
+            if "param_names" in group:
+                part["param_names"] = [group["param_names"][index] for index in places]
+            groups.append(part)
+        self.optimizer.load_state_dict({**saved, STATE: state, GROUPS: groups})
+        self._others = None
+        names = [group.get("param_names") for group in saved[GROUPS]]
+        self._names = [list(new) if new is not None else old for new, old in zip(names, self._names, strict=True)]
+        self._move(lambda parameter: parameter.device, kept=("step",))
+
+    def _move(self, device_of: Callable[[Tensor], torch.device], *, kept: Sequence[str]) -> None:
+        """Moves the parameters' states, but for the entries ``kept``: torch decides where a counter of steps has to be."""
+        for parameter, state in self.optimizer.state.items():
+            if not isinstance(parameter, Tensor):
+                continue
+            device = device_of(parameter)
+            if isinstance(state, dict):
+                state.update({key: _moved(value, device) for key, value in state.items() if key not in kept})
+            else:
+                self.optimizer.state[parameter] = _moved(state, device)
+
+    def _fqns(self) -> dict[int, str]:
+        return {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
+
+    def _fqns_of(self, parameters: Sequence[Tensor]) -> tuple[str, ...]:
+        fqns = self._fqns()
+        unknown = [parameter for parameter in parameters if id(parameter) not in fqns]
+        if unknown:
+            raise UnsupportedError(
+                "The optimizer has a parameter that the LightningModule does not have.",
+                where=type(self.optimizer).__name__,
+                observed=f"a tensor of shape {tuple(unknown[0].shape)} and {len(unknown) - 1} others in one of its groups",
+                expected="parameters of the LightningModule, as self.parameters() gives them",
+                todo="Make the optimizer in configure_optimizers, or anew after parameters have been replaced; make a module"
+                " that is trained an attribute of the LightningModule.",
+            )
+        return tuple(fqns[id(parameter)] for parameter in parameters)
+
+    def _mine(self) -> dict[str, nn.Parameter]:
+        """The parameters that the groups hold here, in their order."""
+        fqns = self._fqns()
+        return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+
+    def check_savable(self) -> None:
+        """Raises :class:`UnsupportedError` where :meth:`state_dict` would."""
+        self._check_layout(self.optimizer.state_dict())
+
+    def _check_layout(self, packed: Any) -> None:
+        if isinstance(packed, Mapping) and isinstance(packed.get(STATE), Mapping) and isinstance(packed.get(GROUPS), list):
+            return
+        raise UnsupportedError(
+            "The state of the optimizer cannot be saved or restored stage by stage.",
+            where=f"{type(self.optimizer).__name__}.state_dict",
+            observed=f"entries {sorted(map(str, packed))}" if isinstance(packed, Mapping) else f"a {type(packed).__name__}",
+            expected="'state', by parameter, and 'param_groups', as torch's optimizers have them; others beside them are kept",
+            todo="Bring the optimizer's state_dict into this form, or train without checkpoints (enable_checkpointing=False).",
+        )
+
+
+def kept_through(
+    optimizers: Sequence[StageOptimizer], module: nn.Module, dropped: Mapping[int, Tensor], group: dist.ProcessGroup | None
+) -> list[StageOptimizer]:
+    """The optimizers of an earlier run in one that does not train: checkpoints have their states. Called by every rank.
+
+    Args:
+        optimizers: The optimizers of the last run.
+        module: The module of this run, split.
+        dropped: What stands for parameters that were dropped, by their identity.
+        group: The pipeline's ranks.
+    """
+    kept = [optimizer for optimizer in optimizers if optimizer.belongs_to(module, dropped)]
+    for optimizer in kept:
+        optimizer.begin_run(dropped)
+        optimizer.spread_states(group)
+    return kept
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and those that it holds, as Lookahead does."""
+    found = [optimizer]
+    for part in found:
+        found += [value for value in vars(part).values() if isinstance(value, Optimizer) and all(value is not f for f in found)]
+    return found
+
+
+def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return [*map(id, left)] == [*map(id, right)]
+
+
+def _names(group: Mapping[str, Any]) -> list[str] | None:
+    names = group.get("param_names")
+    return list(names) if names is not None and len(names) == len(group["params"]) else None
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _laid_out(parameter: nn.Parameter, copies: bool, value: Any) -> Any:
+    """A value of a parameter's state in the parameter's layout: fused steps go through both as they lie in memory."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == parameter.shape and value.stride() != parameter.stride():
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.clone() if copies else value
+
+
+def text_of(value: Any) -> str:
+    """Equal for equal values; short."""
+    parts = [
+        f"{path}={digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)[:200]}" for path, leaf in leaves_with_path(value)
+    ]
+    return ", ".join(parts)[:1000]

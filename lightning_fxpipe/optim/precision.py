@@ -1,0 +1,85 @@
+"""The Trainer's precision plugin where each rank has a part of the gradients.
+
+A gradient scaler's finding that gradients are infinite, and the norm by which they are
+clipped, are those of the whole model on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fxpipe._compat.torch import watch_unscaling
+from lightning_fxpipe.user_code.step import StepKind
+
+
+class PipelinePrecision:
+    """Attaches a precision plugin to a pipeline.
+
+    Args:
+        plugin: The plugin.
+        group: The pipeline's ranks, for messages between CPUs.
+        clip_by_norm: Clips the gradients of an optimizer by the norm of the whole model's.
+        outside: Makes a function one that sees this rank's stage only.
+    """
+
+    def __init__(
+        self,
+        plugin: Any,
+        group: dist.ProcessGroup | None,
+        clip_by_norm: Callable[[Optimizer, int | float], None],
+        outside: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self._plugin = plugin
+        self._group = group
+        scaler = scaler_of(plugin)
+        self._end_watch = watch_unscaling(scaler, self._share_overflow) if scaler is not None else None
+        # Lightning clips by the norm of the parameters that it sees; they are one stage's.
+        plugin.clip_grad_by_norm = clip_by_norm
+        plugin.clip_grad_by_value = outside(type(plugin).clip_grad_by_value.__get__(plugin))
+
+    def detach(self) -> None:
+        """Leaves the plugin as it was."""
+        for clip in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self._plugin).pop(clip, None)
+        if self._end_watch is not None:
+            self._end_watch()
+            self._end_watch = None
+
+    @property
+    def scale(self) -> float:
+        """By which the plugin multiplies a loss."""
+        scaler = scaler_of(self._plugin)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    def _share_overflow(self, found: dict[torch.device, Tensor]) -> None:
+        """Every rank has the flags of all: a step is skipped by all stages or by none."""
+        flag = torch.stack([flag.detach().cpu().reshape(()) for flag in found.values()]).amax()
+        if self._group is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        for own in found.values():
+            own.fill_(flag)
+
+
+def scaler_of(plugin: Any) -> Any:
+    """The plugin's gradient scaler; None where it has none, or one that is switched off."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def step_context(plugin: Any, kind: StepKind) -> AbstractContextManager[Any]:
+    """The plugin's context for a step."""
+    contexts = {
+        StepKind.TRAIN: plugin.train_step_context,
+        StepKind.VALIDATE: plugin.val_step_context,
+        StepKind.TEST: plugin.test_step_context,
+        StepKind.PREDICT: plugin.predict_step_context,
+    }
+    context: AbstractContextManager[Any] = contexts[kind]()
+    return context

@@ -1,0 +1,13 @@
+"""From a graph to a plan: which stage holds what.
+
+- ``plan``: the plan, as frozen data that can be printed, saved and used again.
+- ``cost``: what nodes weigh, and what a cut would send.
+- ``granularity``: how far a region is opened.
+- ``partition``: the solver.
+- ``recompute``: which values each stage computes for itself.
+- ``reorder``: other orders of calls that compute the same.
+- ``planning``: from a module and a batch to a plan.
+- ``units``: the calls of a step that all ranks run, and a plan for them.
+- ``step_plan``: one of the two.
+- ``following``: from a plan to the cuts of any other graph of the same module.
+"""

@@ -1,0 +1,115 @@
+"""How far a region is opened: as little as a good partition needs. What its units weigh, and what each cut costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
+from lightning_fxpipe.planner.partition import lightest_maximum
+from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
+from lightning_fxpipe.tracing.trace import TracedRegion
+
+# A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
+GOOD_ENOUGH = 1.05
+
+
+def open_until_balanced(trace: Callable[..., TracedRegion], call: Recordable, num_stages: int) -> Chain:
+    """Traces at the coarsest granularity whose best partition is good enough.
+
+    Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
+    where a cut may have to fall inside: first those that lie across an ideal cut, then all that are heavy, until the heaviest
+    stage is within :data:`GOOD_ENOUGH` of the lower bound or nothing heavy is left to open.
+
+    Args:
+        trace: Traces the call; its further arguments are those of ``trace_region`` of ``tracing.trace``.
+        call: The call.
+        num_stages: Number of stages.
+    """
+    opened: set[str] = set()
+    while True:
+        traced = trace(opened=opened, check=False)
+        chain = build_chain(traced)
+        candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
+        if not candidates:
+            return chain
+        opened |= candidates
+
+
+def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: set[str]) -> set[str]:
+    costs = cut_costs(chain)
+    if num_stages < 1:
+        return set()  # the solver says what is wrong
+    total = sum(weights)
+    openable = {
+        position: str(unit.nodes[0].target)
+        for position, unit in enumerate(chain.units)
+        if unit.nodes[0].op == "call_module" and _can_open(chain.traced, str(unit.nodes[0].target), opened)
+    }
+    num_legal = sum(cost is not None for cost in costs)
+    if num_legal < num_stages - 1:
+        return set(openable.values())
+    heaviest = lightest_maximum(weights, costs, num_stages)
+    closed = max((weight for position, weight in enumerate(weights) if position not in openable), default=0)
+    bound = max(-(-total // num_stages), closed)
+    if heaviest <= GOOD_ENOUGH * bound:
+        return set()
+    ends = []
+    reached = 0
+    for weight in weights:
+        reached += weight
+        ends.append(reached)
+    quantiles = [total * k / num_stages for k in range(1, num_stages)]
+    across = {
+        path
+        for position, path in openable.items()
+        if any(ends[position] - weights[position] < quantile < ends[position] for quantile in quantiles)
+    }
+    slack = (GOOD_ENOUGH - 1) * bound
+    return across or {path for position, path in openable.items() if weights[position] > slack}
+
+
+def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
+    module = traced.root.get_submodule(path)
+    return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
+
+
+def stage_weights(chain: Chain, call: Recordable) -> list[int]:
+    """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
+    weights = [unit.num_parameters for unit in chain.units]
+    if weights and not (isinstance(call, RegionCall) and call.is_one_of_many):
+        root = chain.traced.root
+        outside = set(unused_fqns(chain)) - set(prelude_fqns(root, call))
+        weights[-1] += sum(parameter.numel() for fqn, parameter in root.named_parameters() if fqn in outside)
+    return weights
+
+
+def unused_fqns(chain: Chain) -> tuple[str, ...]:
+    """The parameters that no unit uses."""
+    used = {fqn for unit in chain.units for fqn in unit.tensor_fqns}
+    return tuple(fqn for fqn, _ in chain.traced.root.named_parameters() if fqn not in used)
+
+
+def prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
+    """The parameters of the modules that the step calls before the region."""
+    names = canonical_fqns(root)
+    prefixes = tuple(f"{path}." if path else "" for path in call.prelude_paths)
+    return tuple(fqn for fqn, _ in root.named_parameters() if names[fqn].startswith(prefixes)) if prefixes else ()
+
+
+def cut_costs(chain: Chain) -> list[int | None]:
+    """Bytes that a cut makes move: the tensors that cross it, and the gradients of parameters that both sides use."""
+    sizes = {fqn: p.numel() * p.dtype.itemsize for fqn, p in chain.traced.root.named_parameters()}
+    first_use: dict[str, int] = {}
+    last_use: dict[str, int] = {}
+    for position, unit in enumerate(chain.units):
+        for fqn in unit.tensor_fqns & sizes.keys():
+            first_use.setdefault(fqn, position)
+            last_use[fqn] = position
+    costs: list[int | None] = []
+    for position, (unit, site) in enumerate(zip(chain.units[:-1], chain.sites[:-1], strict=True)):
+        shared = sum(sizes[fqn] for fqn, first in first_use.items() if first <= position < last_use[fqn])
+        # A cut after a recomputed unit is the cut before it.
+        costs.append(None if site.obstacle or unit.is_recomputed else site.num_bytes + shared)
+    return costs

@@ -1,0 +1,307 @@
+"""The partition plan: which stage holds what, as frozen data that can be printed, saved as JSON and used again.
+
+A plan speaks of module paths and parameter FQNs only, never of graph nodes: the training graph, the evaluation graph and the
+graph of another batch shape differ in their nodes, yet all must agree on where each parameter lives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
+
+SCHEMA_VERSION = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryTensor:
+    """A tensor that crosses from one stage to the next.
+
+    Attributes:
+        name: Name of the graph node that produced it.
+        module: Path of the module that produced it.
+        shape: Its shape for the example microbatch.
+        dtype: For instance ``"float32"``.
+        requires_grad: Whether a gradient of the same size comes back in training.
+        producer_stage: Stage that computed it.
+        consumer_stages: Stages that use it.
+        num_bytes: Bytes of one microbatch.
+    """
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    producer_stage: int
+    consumer_stages: tuple[int, ...]
+    num_bytes: int
+
+    def is_relay_at(self, stage: int) -> bool:
+        """Whether ``stage`` only passes the tensor on: it neither computed it nor uses it."""
+        return stage != self.producer_stage and stage not in self.consumer_stages
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputedTensor:
+    """A value that follows from the inputs cheaply, such as a mask: each stage that uses it computes it, and none sends it.
+
+    Attributes:
+        name: Name of the graph node that produces it.
+        module: Path of the module that produces it.
+        stages: Stages that use it.
+        num_bytes: Bytes of one microbatch.
+    """
+
+    name: str
+    module: str
+    stages: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageSpec:
+    """One stage of a plan.
+
+    Attributes:
+        index: Position in the pipeline, 0 is the first.
+        first_module: Path of the module that its first node came from.
+        last_module: Path of the module that its last node came from.
+        fqns: Parameters and buffers that the stage uses; a shared parameter is listed by every stage that holds a copy.
+        num_parameters: Parameters counted for this stage; a shared one counts in the first stage that uses it.
+        outputs: Tensors that it sends to the next stage.
+    """
+
+    index: int
+    first_module: str
+    last_module: str
+    fqns: tuple[str, ...]
+    num_parameters: int
+    outputs: tuple[BoundaryTensor, ...]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes that leave the stage for each microbatch, forward."""
+        return sum(tensor.num_bytes for tensor in self.outputs)
+
+    @property
+    def relayed_bytes(self) -> int:
+        """Those of the bytes that the next stage does not use and only passes on to later ones."""
+        return sum(tensor.num_bytes for tensor in self.outputs if tensor.is_relay_at(self.index + 1))
+
+    @property
+    def adjacent_bytes(self) -> int:
+        """Those of the bytes that the next stage uses."""
+        return self.output_bytes - self.relayed_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionPlan:
+    """A complete plan.
+
+    Attributes:
+        region: Path of the module whose call is pipelined (``""`` is the traced module itself).
+        stages: In pipeline order.
+        microbatch_size: Samples in the microbatch that the shapes and bytes of the boundaries are given for.
+        parameter_shapes: Shape of every parameter of the module, by FQN; identifies the model.
+        outside_fqns: Parameters that the step uses after the region, or not at all; they belong to the last stage.
+        prelude_fqns: Parameters that the step uses before the region, without training them; every rank keeps them.
+        opened: Modules that were opened so that a cut could fall inside.
+        kept_whole: Modules that could not be opened, with the reason.
+        recomputed: What would cross a cut if each stage that uses it did not compute it for itself.
+        batch_dim: Dimension of the batch's tensors along which it is cut into microbatches.
+        without_batch: Tensors in the batch that have none, and go whole to each microbatch.
+        outside_reason: Why parameters are outside, if not because the step uses them after the region or not at all.
+        joint_reason: Why every rank runs the whole training step, with each of the planned calls a pipeline of its own; empty
+            where they are one.
+        schema_version: Version of the JSON layout.
+    """
+
+    region: str
+    stages: tuple[StageSpec, ...]
+    microbatch_size: int
+    parameter_shapes: Mapping[str, tuple[int, ...]]
+    outside_fqns: tuple[str, ...] = ()
+    prelude_fqns: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
+    kept_whole: Mapping[str, str] = field(default_factory=dict)
+    recomputed: tuple[RecomputedTensor, ...] = ()
+    batch_dim: int = 0
+    without_batch: tuple[str, ...] = ()
+    outside_reason: str = ""
+    joint_reason: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.stages)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of all stages, shared ones counted once."""
+        return sum(stage.num_parameters for stage in self.stages)
+
+    def stages_of(self, fqn: str) -> tuple[int, ...]:
+        """Indices of the stages that hold the parameter or buffer ``fqn``, in order; empty where every rank does."""
+        holders = tuple(stage.index for stage in self.stages if fqn in stage.fqns)
+        return holders or ((self.num_stages - 1,) if fqn in self.outside_fqns else ())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PartitionPlan:
+        """Reads a plan written by :meth:`save`.
+
+        Raises:
+            PartitionError: The file is not a plan, or has a layout that this version does not know.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PartitionError("Cannot read the partition plan.", where=str(path), observed=str(error)) from error
+        return cls.from_dict(data, where=str(path))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, where: str = "plan") -> PartitionPlan:
+        """Inverse of ``dataclasses.asdict``. Raises :class:`PartitionError` as :meth:`load` does."""
+        version = data.get("schema_version") if isinstance(data, Mapping) else None
+        if version != SCHEMA_VERSION:
+            raise PartitionError(
+                "This file is not a partition plan that this version can read.",
+                where=where,
+                observed=f"schema_version {version}",
+                expected=f"schema_version {SCHEMA_VERSION}",
+                todo="Make the plan again with `python -m lightning_fxpipe plan`.",
+            )
+        try:
+            return cls(
+                region=data["region"],
+                stages=tuple(_stage_from_dict(stage) for stage in data["stages"]),
+                microbatch_size=data["microbatch_size"],
+                parameter_shapes={fqn: tuple(shape) for fqn, shape in data["parameter_shapes"].items()},
+                outside_fqns=tuple(data["outside_fqns"]),
+                prelude_fqns=tuple(data["prelude_fqns"]),
+                opened=tuple(data["opened"]),
+                kept_whole=dict(data["kept_whole"]),
+                recomputed=tuple(RecomputedTensor(**{**of, "stages": tuple(of["stages"])}) for of in data["recomputed"]),
+                batch_dim=data["batch_dim"],
+                without_batch=tuple(data["without_batch"]),
+                outside_reason=data.get("outside_reason", ""),
+                joint_reason=data.get("joint_reason", ""),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
+
+    def check_fits(self, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises :class:`PartitionError` unless the plan was made for a model with these parameters."""
+        differing = [
+            f"{fqn}: plan {self.parameter_shapes.get(fqn, 'absent')}, model {parameter_shapes.get(fqn, 'absent')}"
+            for fqn in sorted({*self.parameter_shapes, *parameter_shapes})
+            if self.parameter_shapes.get(fqn) != parameter_shapes.get(fqn)
+        ]
+        if differing:
+            raise PartitionError(
+                "The plan was made for another model.",
+                observed="; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else ""),
+                expected="the same parameters, by name and shape",
+                todo="Make the plan again for this model, with `make_plan` or `python -m lightning_fxpipe plan`.",
+            )
+
+    def __str__(self) -> str:
+        return _plan_table(self)
+
+
+def _stage_from_dict(data: Mapping[str, Any]) -> StageSpec:
+    outputs = tuple(
+        BoundaryTensor(**{**out, "shape": tuple(out["shape"]), "consumer_stages": tuple(out["consumer_stages"])})
+        for out in data["outputs"]
+    )
+    return StageSpec(**{**data, "fqns": tuple(data["fqns"]), "outputs": outputs})
+
+
+def _shortened(names: Sequence[str], shown: int = 4) -> str:
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def _num(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _parts(fqns: Collection[str], others: Collection[str]) -> list[str]:
+    """The modules that have all of their parameters among ``fqns``, and the parameters of which that cannot be said."""
+    parts: dict[str, None] = {}
+    for fqn in fqns:
+        steps = fqn.split(".")
+        paths = [".".join(steps[:end]) for end in range(1, len(steps))]
+        parts[next((path for path in paths if not any(other.startswith(f"{path}.") for other in others)), fqn)] = None
+    return list(parts)
+
+
+def _plan_table(plan: PartitionPlan) -> str:
+    """The table shown before the first step and by ``print(plan)``."""
+    total = max(plan.num_parameters, 1)
+    rows = []
+    for stage in plan.stages:
+        first, last = stage.first_module or "(root)", stage.last_module or "(root)"
+        rows.append(
+            (
+                str(stage.index),
+                first if first == last else f"{first}\n{last}",
+                human_count(stage.num_parameters),
+                f"{100 * stage.num_parameters / total:.1f} %",
+                human_bytes(stage.output_bytes) if stage.outputs else "-",
+            )
+        )
+    return render_table(
+        f"Pipeline of {plan.region or 'the module'}",
+        ("Stage", "First and last module", "Parameters", "Share", "Sends"),
+        rows,
+        right_aligned=("Stage", "Parameters", "Share", "Sends"),
+        caption="\n".join(_caption(plan)),
+    )
+
+
+def _caption(plan: PartitionPlan) -> Iterator[str]:
+    """What the table's rows do not say."""
+    yield (
+        f"{human_count(plan.num_parameters)} parameters in {_num(plan.num_stages, 'stage')}; bytes are for one "
+        f"microbatch of {_num(plan.microbatch_size, 'sample')}"
+    )
+    relayed = [f"{human_bytes(stage.relayed_bytes)} of stage {stage.index}" for stage in plan.stages if stage.relayed_bytes]
+    if relayed:
+        yield f"Sent on unused by the stage after: {_shortened(relayed)}"
+    whole = f"; whole in each microbatch: {_shortened(plan.without_batch)}" if plan.without_batch else ""
+    if plan.joint_reason:
+        yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
+    yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
+    if plan.opened:
+        yield f"Cut inside of: {_shortened([path or '(root)' for path in plan.opened], shown=12)}"
+    if plan.kept_whole:
+        yield "Kept whole: " + _shortened([f"{path} ({reason})" for path, reason in plan.kept_whole.items()], shown=12)
+    if plan.recomputed:
+        modules = dict.fromkeys(tensor.module or "(root)" for tensor in plan.recomputed)
+        yield f"Computed by each stage that uses it, not sent: values of {_shortened(list(modules))}"
+    staged = {fqn for stage in plan.stages for fqn in stage.fqns}
+    if plan.outside_fqns:
+        parts = _parts(plan.outside_fqns, {*plan.parameter_shapes} - {*plan.outside_fqns} | staged)
+        why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
+        share = _share(plan, plan.outside_fqns)
+        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shortened(parts)} ({share}): {why}"
+    if plan.prelude_fqns:
+        parts = _parts(plan.prelude_fqns, {*plan.parameter_shapes} - {*plan.prelude_fqns} | staged)
+        yield f"Before the pipeline, whole on every rank: {_shortened(parts)} ({_share(plan, plan.prelude_fqns)})"
+
+
+def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:
+    sizes = {fqn: math.prod(shape) for fqn, shape in plan.parameter_shapes.items()}
+    count = sum(sizes.get(fqn, 0) for fqn in fqns)
+    return f"{human_count(count)} parameters, {100 * count / max(sum(sizes.values()), 1):.1f} % of the model"

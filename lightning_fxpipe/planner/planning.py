@@ -1,0 +1,231 @@
+"""From a module and an example batch to a plan. The training graph decides it; how other graphs of the same module are cut
+follows from it (``planner.following``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import fx, nn
+
+from lightning_fxpipe._compat.torch import size_hint
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
+from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
+from lightning_fxpipe.planner.granularity import cut_costs, open_until_balanced, prelude_fqns, stage_weights, unused_fqns
+from lightning_fxpipe.planner.partition import solve
+from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
+from lightning_fxpipe.pytree.sizes import tensor_bytes
+from lightning_fxpipe.tracing.recordable import Recordable
+from lightning_fxpipe.tracing.signals import CannotCut
+from lightning_fxpipe.tracing.trace import trace_region
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """A chain cut into stages.
+
+    Attributes:
+        chain: The chain.
+        cuts: Position of the last unit of each stage but the last; equal neighbours mean a stage that computes nothing.
+    """
+
+    chain: Chain
+    cuts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.cuts) + 1
+
+    def stage_of(self, position: int) -> int:
+        """Stage of the unit at ``position``."""
+        return sum(cut < position for cut in self.cuts)
+
+    def units(self, stage: int) -> list[Unit]:
+        """The units that run in this stage alone."""
+        return [
+            unit
+            for position, unit in enumerate(self.chain.units)
+            if self.stage_of(position) == stage and not unit.is_recomputed
+        ]
+
+    def nodes(self, stage: int) -> list[fx.Node]:
+        """The stage's calls in graph order, those of the recomputed values that it needs included."""
+        own = {node for unit in self.units(stage) for node in unit.nodes}
+        received = self.boundary(stage - 1) if stage else ()
+        again = self.chain.recomputation.calls_for(self.uses(stage), own.union(received))
+        return [node for node in self.chain.traced.graph.nodes if node in own or node in again]
+
+    def uses(self, stage: int) -> set[fx.Node]:
+        """Operands of the stage's own units; in the last stage the region's results, too."""
+        operands = {operand for unit in self.units(stage) for node in unit.nodes for operand in node.all_input_nodes}
+        return operands.union(self.chain.traced.output_node.all_input_nodes if stage == self.num_stages - 1 else ())
+
+    def fqns(self, stage: int) -> frozenset[str]:
+        """Canonical FQNs of the parameters and buffers that the stage must have."""
+        used = frozenset(fqn for unit in self.units(stage) for fqn in unit.tensor_fqns)
+        return used | self.chain.output_fqns if stage == self.num_stages - 1 else used
+
+    def boundary(self, stage: int) -> tuple[fx.Node, ...]:
+        """What ``stage`` sends to the next one."""
+        return self.chain.site(self.cuts[stage]).crossing
+
+
+def plan_regions(
+    root: nn.Module, calls: Iterable[Recordable], *, num_stages: int, device: torch.device | None = None
+) -> PartitionPlan:
+    """Plans the first of several regions that can be recorded and cut. Arguments and errors as :func:`plan_region`."""
+    first: FxPipeError | None = None
+    for call in calls:
+        try:
+            return _looked_at_twice(root, call, num_stages, device)
+        except CannotCut as signal:
+            raise first or signal.reason from None
+        except (TraceError, PartitionError) as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
+    """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as ``make_plan``."""
+    return plan_regions(root, [call], num_stages=num_stages, device=device)
+
+
+def _looked_at_twice(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> PartitionPlan:
+    try:
+        return _plan_region(root, call, num_stages, device, answers_looks=False)
+    except PartitionError:  # modules that look at values stayed whole, and may not have to
+        return _plan_region(root, call, num_stages, device, answers_looks=True)
+
+
+def _plan_region(
+    root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None, *, answers_looks: bool
+) -> PartitionPlan:
+    trace = partial(trace_region, root, call, device=device, answers_looks=answers_looks)
+    chain = open_until_balanced(trace, call, num_stages)
+    assignment = _best_assignment(chain, call, num_stages)
+    needed = _opened_by_a_cut(assignment)
+    # Once more, now compared with a second recording; what could not be opened is asked for again, so that the plan says why.
+    unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
+    chain = build_chain(trace(opened={*needed, *unable}))
+    assignment = _best_assignment(chain, call, num_stages)
+    return describe_plan(assignment, call)
+
+
+def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignment:
+    try:
+        return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), cut_costs(chain), num_stages))
+    except PartitionError as error:
+        obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
+        whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()]
+        more = [f"{len(obstacles)} more where none may fall, such as: {obstacles[0]}"] if obstacles else []
+        observed = "; ".join([str(error.observed), *more, *([f"kept whole: {', '.join(whole)}"] if whole else [])])
+        todo = error.todo
+        if whole:
+            todo = f"{todo} Or change the code that keeps modules whole: what looks at values into a submodule of its own."
+        more_exactly = PartitionError(error.what, observed=observed, expected=error.expected, todo=todo)
+        raise (more_exactly if whole else CannotCut(more_exactly)) from None
+
+
+def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
+    """The opened modules that a cut really falls into; the others may as well stay whole."""
+
+    # A value that several stages recompute could no longer be if the module that makes it were whole again.
+    paths = [{str(node.meta["module_path"]) for node in assignment.nodes(stage)} for stage in range(assignment.num_stages)]
+
+    def stages_inside(path: str) -> int:
+        return sum(any(inside == path or inside.startswith(f"{path}.") for inside in of_stage) for of_stage in paths)
+
+    return tuple(path for path in assignment.chain.traced.opened if stages_inside(path) > 1)
+
+
+def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
+    """The plan of an assignment, in module paths and FQNs."""
+    chain = assignment.chain
+    root = chain.traced.root
+    order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
+    stages = []
+    for stage in range(assignment.num_stages):
+        units = assignment.units(stage)
+        stages.append(
+            StageSpec(
+                index=stage,
+                first_module=units[0].path if units else "",
+                last_module=units[-1].path if units else "",
+                fqns=tuple(sorted(assignment.fqns(stage), key=order.__getitem__)),
+                num_parameters=sum(unit.num_parameters for unit in units),
+                outputs=() if stage == assignment.num_stages - 1 else _boundary_tensors(assignment, stage),
+            )
+        )
+    prelude = prelude_fqns(root, call)
+    outside = tuple(fqn for fqn in unused_fqns(chain) if fqn not in prelude)
+    return PartitionPlan(
+        region=chain.traced.signature.label,
+        stages=tuple(stages),
+        microbatch_size=chain.traced.batch_size,
+        parameter_shapes={fqn: tuple(parameter.shape) for fqn, parameter in root.named_parameters()},
+        outside_fqns=outside,
+        outside_reason=call.ends_because if outside else "",
+        prelude_fqns=tuple(fqn for fqn in prelude if fqn in unused_fqns(chain)),
+        opened=chain.traced.opened,
+        kept_whole=chain.traced.kept_whole,
+        recomputed=_recomputed_tensors(assignment),
+    )
+
+
+def _boundary_tensors(assignment: Assignment, stage: int) -> tuple[BoundaryTensor, ...]:
+    stage_of = _stages_of_nodes(assignment)
+    used = _used_nodes(assignment)
+    tensors = []
+    for node in assignment.boundary(stage):
+        value = node.meta["val"]
+        consumers = [of for of, nodes in enumerate(used) if node in nodes and of > stage_of[node]]
+        tensors.append(
+            BoundaryTensor(
+                name=node.name,
+                module=str(node.meta["module_path"]),
+                shape=tuple(size_hint(size) for size in value.shape),
+                dtype=str(value.dtype).removeprefix("torch."),
+                requires_grad=value.requires_grad,
+                producer_stage=stage_of[node],
+                consumer_stages=tuple(consumers),
+                num_bytes=tensor_bytes(value),
+            )
+        )
+    return tuple(tensors)
+
+
+def _recomputed_tensors(assignment: Assignment) -> tuple[RecomputedTensor, ...]:
+    """Those of the recomputed values that would cross a cut if they were not."""
+    used = [assignment.uses(stage) for stage in range(assignment.num_stages)]
+    tensors = []
+    for node, made_in in _stages_of_nodes(assignment).items():
+        stages = tuple(stage for stage, nodes in enumerate(used) if node in nodes)
+        if node in assignment.chain.recomputation.nodes and stages and stages[-1] > made_in:
+            tensors.append(
+                RecomputedTensor(
+                    name=node.name,
+                    module=str(node.meta["module_path"]),
+                    stages=stages,
+                    num_bytes=tensor_bytes(node.meta["val"]),
+                )
+            )
+    return tuple(tensors)
+
+
+def _stages_of_nodes(assignment: Assignment) -> dict[fx.Node, int]:
+    units = enumerate(assignment.chain.units)
+    return {node: assignment.stage_of(position) for position, unit in units for node in unit.nodes}
+
+
+def _used_nodes(assignment: Assignment) -> list[set[fx.Node]]:
+    """What each stage takes operands and results from, for recomputed values too."""
+    unread = assignment.chain.recomputation.unread
+    return [
+        assignment.uses(stage).union(*({*node.all_input_nodes} - unread.get(node, set()) for node in assignment.nodes(stage)))
+        for stage in range(assignment.num_stages)
+    ]

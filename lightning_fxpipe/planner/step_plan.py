@@ -1,0 +1,150 @@
+"""The plan for a step: as one region where that can be, else jointly, each call of a module by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fxpipe._compat.lightning import lightning_class
+from lightning_fxpipe.errors import PartitionError, TraceError, UnsupportedError
+from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import plan_regions
+from lightning_fxpipe.planner.units import find_units, plan_units
+from lightning_fxpipe.reporting.table import human_count
+from lightning_fxpipe.tracing.discovery import regions
+from lightning_fxpipe.tracing.region import NoModelCall, StepCall
+
+# So much more than its share a stage may hold before it is worth a slower step.
+_MANY_COPIES = 1.3
+_logger = logging.getLogger("lightning_fxpipe")
+
+
+def make_plan(
+    module: nn.Module,
+    example_batch: object,
+    *,
+    num_stages: int,
+    num_microbatches: int = 1,
+    batch_dim: int = 0,
+) -> PartitionPlan:
+    """Plans the stages of a module without training it and without a process group.
+
+    Args:
+        module: A ``LightningModule``, whose ``training_step`` is asked which calls to pipeline; or any ``nn.Module``, which is
+            then called itself.
+        example_batch: What ``training_step`` gets as ``batch``; for a plain module its argument, or a tuple or dict of its
+            arguments.
+        num_stages: Number of stages.
+        num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
+        batch_dim: Dimension of the batch's tensors that is the batch.
+
+    Returns:
+        The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
+
+    Raises:
+        TraceError: The call cannot be found or recorded.
+        BatchError: The batch cannot be split into several microbatches.
+        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
+    """
+
+    def of_region() -> PartitionPlan:
+        batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
+        found = regions(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
+        return plan_regions(module, found, num_stages=num_stages)
+
+    def jointly() -> PartitionPlan:
+        step = StepCall.of_training(module, example_batch)
+        return plan_jointly(module, step, example_batch, num_stages=num_stages, batch_dim=batch_dim)
+
+    plan = region_or_joint_plan(module, of_region, jointly) if hasattr(module, "training_step") else of_region()
+    return dataclasses.replace(plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
+
+
+def region_or_joint_plan(
+    module: nn.Module, of_region: Callable[[], PartitionPlan], jointly: Callable[[], PartitionPlan]
+) -> PartitionPlan:
+    """A plan for a training step.
+
+    Args:
+        module: The LightningModule.
+        of_region: Makes a plan for the step as one region.
+        jointly: Makes one for a step that every rank runs.
+
+    Raises:
+        FxPipeError: Neither can be made.
+    """
+    reason = must_run_jointly(module)
+    if reason:
+        return dataclasses.replace(jointly(), joint_reason=reason)
+    try:
+        plan = of_region()
+        return _with_fewer_copies(plan, jointly)
+    except NoModelCall:
+        raise
+    except (TraceError, PartitionError, UnsupportedError) as error:
+        try:
+            joint = jointly()
+        except Exception:
+            _logger.debug("The step cannot be run jointly either", exc_info=True)
+            raise error from None
+        facts = "; ".join(text for text in (error.where, error.observed) if text)
+        return dataclasses.replace(joint, joint_reason=f"{error.what} ({facts})" if facts else error.what)
+
+
+def _with_fewer_copies(plan: PartitionPlan, jointly: Callable[[], PartitionPlan]) -> PartitionPlan:
+    """The plan; or a joint one, where a stage would hold much that others hold as well, because a later call uses it again."""
+    counted, held = max(stage.num_parameters for stage in plan.stages), _most_held(plan)
+    if held <= _MANY_COPIES * counted:
+        return plan
+    try:
+        joint = jointly()
+    except Exception:
+        _logger.debug("The step cannot be run jointly", exc_info=True)
+        return plan
+    if _MANY_COPIES * _most_held(joint) > held:
+        return plan
+    reason = (
+        f"as one pipeline, a stage would hold {human_count(held)} parameters, most of which others hold, too, and not "
+        f"{human_count(_most_held(joint))}: the step calls modules again with what later ones gave"
+    )
+    return dataclasses.replace(joint, joint_reason=reason)
+
+
+def _most_held(plan: PartitionPlan) -> int:
+    """Parameters of the stage that holds the most, copies included."""
+    sizes = {fqn: math.prod(shape) for fqn, shape in plan.parameter_shapes.items()}
+    return max(sum(sizes.get(fqn, 0) for fqn in stage.fqns) for stage in plan.stages)
+
+
+def must_run_jointly(module: nn.Module) -> str:
+    """Why every rank has to run a module's training step; empty where it need not."""
+    if not getattr(module, "automatic_optimization", True):
+        return "manual optimization"
+    own = lightning_class(module)
+    if own is not None and getattr(type(module), "backward", None) is not own.backward:
+        return "an overridden backward"
+    return ""
+
+
+def plan_jointly(
+    module: nn.Module,
+    step: StepCall,
+    batch: Any,
+    *,
+    num_stages: int,
+    batch_dim: int = 0,
+    num_microbatches: int | None = None,
+    device: torch.device | None = None,
+    accepts_part: bool = True,
+) -> PartitionPlan:
+    """A plan for a step that every rank runs. Arguments and errors as ``find_units`` of ``planner.units``."""
+    num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
+    units = find_units(module, step, num_samples=num_samples, batch_dim=batch_dim, device=device, accepts_part=accepts_part)
+    return plan_units(module, units, num_stages=num_stages, device=device)

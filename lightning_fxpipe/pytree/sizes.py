@@ -1,0 +1,80 @@
+"""Symbolic sizes as arguments of graph nodes.
+
+They stay expressions of the inputs' sizes until a stage is built, which computes them from a tensor that it has; so no integer
+ever crosses a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import size_hint, symbolic_expression
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicSize:
+    """An integer argument that follows from the inputs' sizes; a stage computes it anew from a tensor that it has."""
+
+    expression: Any  # sympy
+
+    def value(self, sizes: Mapping[Any, int]) -> int | float | bool:
+        """The number for given values of the symbols."""
+        return as_number(self.expression.subs(dict(sizes)))
+
+
+def as_size(value: Any) -> Any:
+    """A plain number where a symbolic one has a fixed value, else a :class:`SymbolicSize`."""
+    expression = symbolic_expression(value)
+    if isinstance(expression, int):
+        return expression
+    return as_number(expression) if expression.is_number else SymbolicSize(expression)
+
+
+def as_number(expression: Any) -> int | float | bool:
+    """A sympy number as Python's."""
+    if expression.is_Boolean:
+        return bool(expression)
+    return int(expression) if expression.is_integer else float(expression)
+
+
+def size_symbols(arguments: Any) -> set[Any]:
+    """Symbols of the symbolic sizes in a node's arguments."""
+    found: set[Any] = set()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, SymbolicSize):
+            found.update(value.expression.free_symbols)
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, slice):
+            visit((value.start, value.stop, value.step))
+
+    visit(arguments)
+    return found
+
+
+def tensor_bytes(value: Tensor) -> int:
+    """Bytes of a (fake) tensor at the sizes that it was traced with. Raises ``ValueError`` where they depend on data."""
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.dtype.itemsize
+
+
+def plain_number(value: Any) -> float:
+    """A number, or a tensor of one element, as a float. It may require a gradient, of which torch would warn."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes: not every transport knows every dtype."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,0 +1,7 @@
+"""What the user reads: messages, tables and tracebacks.
+
+- ``table``: rows of cells to an aligned text table.
+- ``messages``: lines of the package's logger, and warnings that point to the user's line.
+- ``wording``: how messages speak of what a user has never seen.
+- ``tracebacks``: without the machinery.
+"""

@@ -1,0 +1,87 @@
+"""What this package tells its user: lines of the logger ``lightning_fxpipe``, and warnings that point to the user's own code.
+
+The logger has a level and a handler of its own, as Lightning's has, so that a script without any logging set up shows what
+matters: INFO is what a user should know of a run, DEBUG what was decided on the way to it, and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_fxpipe.user_code.frames import user_frame
+
+logger = logging.getLogger("lightning_fxpipe")
+
+# A trace that is over before nobody has asked what the program is doing.
+_LONG_SECONDS = 2.0
+
+
+class _Terminal(logging.Handler):
+    """Prints records where nobody has set up logging; where somebody has, the records reach that through the root logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            # Looked up now: a progress bar that is on the screen has put something of its own here.
+            stream = getattr(sys.stderr, "not_silenced", sys.stderr)
+            print(self.format(record), file=stream, flush=True)
+
+
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)
+if not any(isinstance(handler, _Terminal) for handler in logger.handlers):
+    logger.addHandler(_Terminal())
+
+
+@rank_zero_only
+def inform(message: str) -> None:
+    """Says something on rank 0."""
+    logger.info("%s", message)
+
+
+@rank_zero_only
+def warn(message: str) -> None:
+    """Warns on rank 0; as the place that the warning is about, the innermost line of the user's code that runs now is named."""
+    frame = user_frame()
+    if frame is None:
+        warnings.warn(message, stacklevel=3)
+        return
+    warnings.warn_explicit(
+        message,
+        UserWarning,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+@contextmanager
+def told(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None]:
+    """Says on rank 0 what takes long: that it has begun, and in the end how long it took.
+
+    Args:
+        what: It, as in ``"Tracing the training step"``.
+        after_seconds: Nothing is said of what is over before; 0 says it in any case.
+    """
+    begin = time.perf_counter()
+    timer = threading.Timer(after_seconds, inform, [f"{what} …"])
+    timer.daemon = True
+    if after_seconds:
+        timer.start()
+    else:
+        inform(f"{what} …")
+    try:
+        yield
+    finally:
+        timer.cancel()
+    seconds = time.perf_counter() - begin
+    if seconds >= after_seconds:
+        inform(f"{what}: {seconds:.1f} s")

@@ -1,0 +1,306 @@
+"""What a step leaves behind on the LightningModule and on what its code reaches, on every rank.
+
+After the model's call only the last stage runs the step. What it changes there (``self.outputs.append(loss)``,
+``self.last_loss = loss``, ``self.meter.update(loss)``, a moving average in a buffer that no stage holds, a learning rate, a
+counter of the class) hooks read on every rank, and the next step may read it before the model's call. So the last stage
+compares what the step can reach (``user_code.snapshot``) with what it was before the step, and the other ranks take
+over what differs, in the same objects. A list that grows is sent by its new entries only. What submodules hold
+is brought together when a run has ended: their stages run on other ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import version_of
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.user_code.contents import ABSENT
+from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
+from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
+
+# torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that a step changed.
+
+    Attributes:
+        path: Where, see ``Difference`` of ``user_code.snapshot``.
+        start: For a list that has grown or shrunk, the index of the first new entry; else None.
+        value: The new value, or the new entries, pickled; None where there is none any more.
+    """
+
+    path: Path
+    start: int | None
+    value: bytes | None
+
+
+class StepAttributes:
+    """What a step's code can change, but for what is in submodules, as it is now.
+
+    Args:
+        module: The LightningModule.
+        buffers: Its buffers that every rank has, by FQN.
+        *functions: The step, if it is no method of the module.
+        staged: The buffers of stages, by FQN.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buffers: Mapping[str, Tensor],
+        *functions: Any,
+        staged: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._module = module
+        self._buffers = {fqn: (buffer, version_of(buffer)) for fqn, buffer in buffers.items()}
+        self._staged = staged or {}
+        self._before = Snapshot(roots_of(module, *functions)[0], enters_modules=False)
+        self._own_iterators: dict[int, tuple[Rewindable, int]] = {}
+
+    def begin_region(self) -> None:
+        """Tells that the step is about to call the model: so far every rank has done the same, and made the same iterators."""
+        attributes = vars(self._module)
+        made = {name: Rewindable(value) for name, value in attributes.items() if is_iterator(value)}
+        attributes.update(made)
+        self._own_iterators = {id(each): (each, each.position) for each in attributes.values() if type(each) is Rewindable}
+
+    def changes(self, made: StepIterators | None = None) -> tuple[list[Change], dict[str, Tensor]]:
+        """What differs now, and buffers by FQN. Tensors are on the CPU and outside of any graph.
+
+        Args:
+            made: The iterators that the step has made.
+
+        Raises:
+            UnsupportedError: A new value cannot be sent to the other ranks.
+        """
+        differences = [*self._before.differences(), *self._before.written_tensors()]
+        differences = [each for each in differences if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)]
+        found = [_change(self._module, self._before, each, made) for each in differences]
+        buffers: dict[str, Tensor] = {}
+        for fqn, (buffer, version) in self._buffers.items():
+            now = self._module.get_buffer(fqn)
+            if now is not buffer or version_of(now) != version:
+                buffers[fqn] = now.detach().cpu()
+        # Those of a stage are changed by it, on its rank; but the step can put others there.
+        today = dict(self._module.named_buffers()) if self._staged else {}
+        for fqn, buffer in self._staged.items():
+            if (now := today.get(fqn, buffer)) is not buffer:
+                buffers[fqn] = now.detach().cpu()
+        return found, buffers
+
+    def _is_own_iterator(self, difference: Difference, made: StepIterators | None) -> bool:
+        """Whether every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""
+        found, position = self._own_iterators.get(id(difference.value), (None, 0))
+        if made is not None and made.place_of(found) is not None:
+            return False
+        return found is not None and found.position == position
+
+
+class SubmoduleAttributes:
+    """What submodules hold, as it is now: their forward may change it (``self.calls += 1``) on the rank of their stage only.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = Snapshot({"self": module})
+
+    def share(self, group: dist.ProcessGroup | None) -> list[str]:
+        """Gives every rank what another has changed. Called by every rank.
+
+        Returns:
+            Names of what could not be sent.
+        """
+        mine: list[Change] = []
+        unsent: list[str] = []
+        for difference in self._before.differences():
+            if _is_in_submodule(difference.path):
+                try:
+                    mine.append(_change(self._module, self._before, difference))
+                except UnsupportedError:
+                    unsent.append(".".join(_shown(difference.path)))
+        if group is None or dist.get_world_size(group) == 1:
+            return []
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, (mine, unsent), group=group)
+        known = {change.path for change in mine}
+        for rank, (changes, _) in enumerate(every):
+            if rank != dist.get_rank(group):
+                news = [change for change in changes if change.path not in known]
+                take_over(self._module, news, {}, torch.device("cpu"))
+                known |= {change.path for change in news}
+        return sorted({name for _, names in every for name in names})
+
+
+def _is_in_submodule(path: Path) -> bool:
+    """Whether a path leads into a submodule, and there not into what is torch's own."""
+    if len(path) < 3 or not _is_module_step(path[1]):
+        return False
+    steps = [step for step in path[1:] if not _is_module_step(step)]
+    key = steps[0][1] if steps else ""
+    return bool(steps) and isinstance(key, str | int) and key not in _TORCHS_OWN
+
+
+def _is_module_step(step: Any) -> bool:
+    return step[0] == "attribute" and isinstance(step[1], tuple) and step[1][0] == "_modules"
+
+
+def _shown(path: Path) -> list[str]:
+    return [str(path[0]), *(str(key[1] if isinstance(key, tuple) else key) for _, key in path[1:])]
+
+
+def _change(module: nn.Module, before: Snapshot, difference: Difference, made: StepIterators | None = None) -> Change:
+    value = None
+    if difference.value is not ABSENT:
+        sent = io.BytesIO()
+        try:
+            _Pickler(sent, module, before, difference.value, made).dump(difference.value)
+        except Exception as error:
+            raise _not_sendable(difference, error) from error
+        value = sent.getvalue()
+    return Change(path=difference.path, start=difference.start, value=value)
+
+
+def take_over(
+    module: nn.Module,
+    changes: Iterable[Change],
+    buffers: Mapping[str, Tensor],
+    device: torch.device,
+    *functions: Any,
+    made: StepIterators | None = None,
+) -> None:
+    """Makes the same changes to this rank's module and to what its step's code reaches.
+
+    Args:
+        module: The module.
+        changes: The changes.
+        buffers: New values of buffers, by FQN.
+        device: This rank's.
+        *functions: The step, if it is no method of the module.
+        made: The iterators that the step has made here.
+    """
+    roots = roots_of(module, *functions)[0]
+    # All values first: what they refer to is found where it was before the step.
+    news = (None if change.value is None else _Unpickler(change.value, module, roots, device, made) for change in changes)
+    values = [ABSENT if new is None else new.load() for new in news]
+    for change, value in zip(changes, values, strict=True):
+        if change.start is not None:
+            at_path(roots, change.path)[change.start :] = value
+            continue
+        owner, (kind, key) = at_path(roots, change.path[:-1]), change.path[-1]
+        if kind == CONTENTS:
+            kind_of_step(owner, key).put(owner, value)
+        else:
+            kind_of_step(owner, kind).set(owner, key, value)
+    with torch.no_grad():
+        for fqn, value in buffers.items():
+            path, _, name = fqn.rpartition(".")
+            setattr(module.get_submodule(path), name, value.to(device))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a new value; what the other ranks have themselves goes as a reference: modules, parameters, known objects."""
+
+    def __init__(self, file: io.BytesIO, module: nn.Module, before: Snapshot, value: Any, made: StepIterators | None) -> None:
+        super().__init__(file)
+        self._made = made
+        self._modules = {id(child): fqn for fqn, child in module.named_modules()}
+        self._parameters = {id(parameter): fqn for fqn, parameter in module.named_parameters()}
+        self._trainer = vars(module).get("_trainer")
+        self._before = before
+        self._value = value
+        self._moved: list[Tensor] = []
+
+    def persistent_id(self, value: Any) -> Any:
+        """What refers to an object that every rank has; None where it must be sent."""
+        if isinstance(value, nn.Module):
+            return None if id(value) not in self._modules else ("module", self._modules[id(value)])
+        if isinstance(value, nn.Parameter):
+            return None if id(value) not in self._parameters else ("parameter", self._parameters[id(value)])
+        if value is self._trainer and value is not None:
+            return ("trainer", None)
+        if self._made is not None and (place := self._made.place_of(value)) is not None:
+            return ("iterator", place)
+        # Contents that have changed as a whole are those of a known object, and not a reference to it.
+        if isinstance(value, (type, tuple, frozenset)) or callable(value) or value is self._value:
+            return None
+        path = self._before.path_of(value)
+        return None if path is None else ("object", path)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Tensors leave their graph, and their device for the CPU."""
+        if type(value) is not Tensor or any(value is moved for moved in self._moved):
+            return NotImplemented
+        self._moved.append(value.detach().cpu())
+        return _arrived, (self._moved[-1], value.device.type == "cpu")
+
+
+class _Unpickler(pickle.Unpickler):
+    """Inverse of :class:`_Pickler` on another rank."""
+
+    def __init__(
+        self,
+        data: bytes,
+        module: nn.Module,
+        roots: Mapping[str, Any],
+        device: torch.device,
+        made: StepIterators | None,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._made = made
+        self._module, self._roots, self._device = module, roots, device
+
+    def persistent_load(self, reference: Any) -> Any:
+        """The object that this rank has."""
+        kind, where = reference
+        if kind == "module":
+            return self._module.get_submodule(where)
+        if kind == "parameter":
+            return self._module.get_parameter(where)
+        if kind == "iterator":
+            assert self._made is not None
+            return self._made.at(where)
+        return vars(self._module)["_trainer"] if kind == "trainer" else at_path(self._roots, where)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Tensors go to this rank's device where they have come from one."""
+        found = super().find_class(module, name)
+        return partial(_arrived, device=self._device) if found is _arrived else found
+
+
+def _arrived(tensor: Tensor, stays: bool, device: torch.device | None = None) -> Tensor:
+    return tensor if stays or device is None else tensor.to(device)
+
+
+def _is_each_ranks(path: Path) -> bool:
+    """Whether a path leads into torch's own attributes of the module itself, or to the parameters that an optimizer steps."""
+    if path[0].startswith("optimizers["):
+        return ("key", "params") in path or ("key", "param_names") in path
+    if len(path) < 2 or path[0] != "self":
+        return False
+    key = path[1][1]
+    return path[1][0] == "attribute" and (not isinstance(key, str) or key in _TORCHS_OWN)
+
+
+def _not_sendable(difference: Difference, error: Exception) -> UnsupportedError:
+    kind = "a list with new entries" if difference.start is not None else f"a {type(difference.value).__name__}"
+    return UnsupportedError(
+        f"The step sets {name_of(difference.path)} to something that the other ranks cannot get.",
+        observed=f"{kind}, which cannot be pickled: {error}",
+        expected="what can be pickled: after the model's call only the last stage runs the step",
+        todo="Keep a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
+    )

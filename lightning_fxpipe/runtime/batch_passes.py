@@ -1,0 +1,252 @@
+"""The passes of the running batch through the stages, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.distributed.commands import Command, Commands
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.metrics.step_log import LogEntry
+from lightning_fxpipe.runtime.interleaved import InterleavedPass, ParkedLoss, StepTail
+from lightning_fxpipe.runtime.interleaving import Interleaving
+from lightning_fxpipe.runtime.pass_setup import PassSetups
+from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
+from lightning_fxpipe.runtime.stage_traces import StageTrace
+from lightning_fxpipe.user_code.step import Step, loss_of
+from lightning_fxpipe.user_code.undo import undone
+
+
+class BatchPasses:
+    """Makes them, and runs their backward passes when the last stage asks for them. Made by every rank of the pipeline.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        topology: This rank's place.
+        setups: Makes the stages.
+        interleaving: Whether a batch goes forward and backward by turns.
+    """
+
+    def __init__(self, root: nn.Module, topology: Topology, setups: PassSetups, interleaving: Interleaving) -> None:
+        self._root = root
+        self._topology = topology
+        self._setups = setups
+        self._interleaving = interleaving
+        self._commands = Commands(topology)
+        self._passes: list[RegionPass] = []
+        self._interleaved: InterleavedPass | None = None
+        self._has_ended_step = False
+
+    @property
+    def has_ended_step(self) -> bool:
+        """On the last stage, whether the region was all there is to run of the step."""
+        return self._has_ended_step
+
+    @property
+    def have_run(self) -> bool:
+        """Whether the batch has been through the stages."""
+        return bool(self._passes) or self._interleaved is not None
+
+    # ------------------------------------------------------------------ forward
+
+    def run(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace, tail: StepTail | None
+    ) -> tuple[bool, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch: forward, or forward and backward at once. Called by every rank.
+
+        Args:
+            setup: The stage and the microbatches.
+            values: The region's inputs and draws.
+            step: The step.
+            trace: What is called.
+            tail: On the last stage, the rest of the step, where :meth:`may_interleave`.
+
+        Returns:
+            Whether it counts, and on the last stage the joined results. It does not count where a try shows that samples
+            notice each other: the batch is not cut any more. There are no results where the step is over, see
+            :attr:`has_ended_step`.
+        """
+        if self._must_look(step, setup, trace) and not self._look(setup, values, step, trace, tail):
+            return False, None
+        if self.may_interleave(step) and self._interleaving.is_on and setup.can_be_interleaved:
+            return True, self._run_interleaved(setup, values, step, tail)
+        return self._run_forward(setup, values, step, trace)
+
+    def may_interleave(self, step: Step) -> bool:
+        """Whether a batch may run forward and backward at once."""
+        return step.is_training and self._interleaving.may_be
+
+    def _must_look(self, step: Step, setup: PassSetup, trace: StageTrace) -> bool:
+        """Whether a look at a batch is to show, before it runs, whether it can; the same on every rank."""
+        if not self.may_interleave(step) or not setup.can_be_interleaved:
+            return False
+        return self._interleaving.must_look() or not self._setups.is_proven(trace, setup)
+
+    def _look(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace, tail: StepTail | None
+    ) -> bool:
+        """The region's call in the running batch once more, without gradients and undone. Called by every rank.
+
+        Returns:
+            Whether samples do not notice each other; otherwise the batch is not cut any more.
+        """
+        tries = not self._setups.is_proven(trace, setup)
+        one, joined = self._run_undone(setup, values, step, tries=tries, measures=not self._interleaving.is_on)
+        if tries and not self._setups.prove(trace, one.mixing):
+            return False
+        self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
+        return True
+
+    def _run_undone(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool = False, measures: bool = False
+    ) -> tuple[RegionPass, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch, forward, without gradients and undone. Called by every rank.
+
+        Args:
+            setup: The stage and the microbatches.
+            values: The region's inputs and draws.
+            step: The step.
+            tries: Whether to find out if samples notice each other.
+            measures: Whether to find out what autograd would keep.
+
+        Returns:
+            The pass, and on the last stage the joined results.
+        """
+        one = RegionPass(
+            setup,
+            values,
+            random_key=step.random_key,
+            training=False,
+            announce=lambda _: None,
+            tries=tries,
+            measures=measures,
+        )
+        with undone(self._root), torch.no_grad():
+            return one, one.run_forward()
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._root.parameters() if not parameter.is_meta]
+
+    def _run_interleaved(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, tail: StepTail | None
+    ) -> tuple[Tensor, ...] | None:
+        """The region's call in the running batch, forward and backward. Called by every rank."""
+        may_end = self._interleaving.only_logs_loss
+        self._interleaved = InterleavedPass(
+            setup,
+            values,
+            random_key=step.random_key,
+            parameters=self._own_parameters(),
+            tail=tail,
+            weights=() if tail is None else self._interleaving.weights(tail),
+            scale=step.scale,
+            keeps_results=not may_end,
+        )
+        joined = self._interleaved.run()
+        self._has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
+        lacks_results = joined is None and not self._has_ended_step
+        if may_end and self._hears_of(Command.FORWARD, is_wanted=lacks_results):
+            _, joined = self._run_undone(setup, values, step)
+        return joined
+
+    def _hears_of(self, command: Command, *, is_wanted: bool) -> bool:
+        """Whether the last stage wants something. Called by every rank; what the others say does not count."""
+        if not self._topology.is_last:
+            return self._commands.hear()[0] is command
+        self._commands.tell(command if is_wanted else Command.DONE)
+        return is_wanted
+
+    def _run_forward(
+        self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace
+    ) -> tuple[bool, tuple[Tensor, ...] | None]:
+        """The region's call in the running batch, forward. Called by every rank.
+
+        Returns:
+            Whether it counts, and the joined results. It does not where a first try shows that samples notice each other.
+        """
+        tries = not self._setups.is_proven(trace, setup)
+        buffers = [(b, b.clone()) for b in self._root.buffers() if not b.is_meta] if tries else []
+        one = self._started(setup, values, step, tries=tries)
+        joined = one.forward()
+        if tries and not self._setups.prove(trace, one.mixing):
+            self._passes.remove(one)
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            return False, None
+        return True, joined
+
+    def _started(self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool) -> RegionPass:
+        number = len(self._passes)
+        made = RegionPass(
+            setup,
+            values,
+            random_key=(*step.random_key, number) if number else step.random_key,
+            training=step.is_training,
+            announce=lambda one: self._commands.tell(Command.BACKWARD, number, int(one.retains)),
+            tries=tries,
+        )
+        self._passes.append(made)
+        return made
+
+    # ------------------------------------------------------------------ backward
+
+    def with_parked_loss(self, step: Step, output: Any) -> Any:
+        """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients."""
+        loss = loss_of(output)
+        assert loss is not None
+        if self._interleaved is None:
+            return output
+        self._interleaved.checked(loss, step)
+        parked = self._parked(step, loss, self._interleaved)
+        return {**output, "loss": parked} if isinstance(output, dict) else parked
+
+    def logged_loss(self, step: Step) -> tuple[Tensor, list[LogEntry]]:
+        """The loss of a step that has ended with the region, which brings the gradients, and what it logs."""
+        assert self._interleaved is not None
+        loss, entries = self._interleaved.logged_loss()
+        return self._parked(step, loss, self._interleaved), entries
+
+    def _parked(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
+        def install(factor: float) -> None:
+            self._commands.tell(Command.INSTALL, option=factor / step.scale)
+            interleaved.install(factor / step.scale)
+
+        anchor = torch.zeros((), requires_grad=True)
+        parked: Tensor = ParkedLoss.apply(anchor, loss.detach(), install)  # type: ignore[no-untyped-call]
+        return parked
+
+    def lead_backward(self, run: Callable[[], None], *, retains: bool) -> None:
+        """Runs ``run``, which calls backward on the batch's loss. Called on the last stage, and :meth:`follow` on the others.
+
+        Args:
+            run: Calls backward.
+            retains: Whether what the stages saved is kept for another backward pass.
+        """
+        for one in self._passes:
+            one.retains = retains
+        run()
+        self._commands.tell(Command.DONE)
+
+    def follow(self) -> None:
+        """Runs the backward passes that the last stage asks for, until it asks for no more. Called on the other stages."""
+        while True:
+            command, number, option = self._commands.hear()
+            if command is Command.DONE:
+                return
+            if command is Command.INSTALL:
+                assert self._interleaved is not None
+                self._interleaved.install(option)
+                continue
+            one = self._passes[number]
+            one.retains = bool(option)
+            one.backward()
+
+    def end_batch(self) -> None:
+        """Drops what the batch's passes have kept."""
+        self._passes = []
+        self._interleaved = None
+        self._has_ended_step = False

@@ -1,0 +1,257 @@
+"""Runs batches: the user's step once, around the region, which is pipelined.
+
+Each rank calls the step with the whole batch. Up to the model's call (the *prelude*) it is ordinary Python, the same on every
+rank; there the batch's microbatches run through the stages (``runtime.region_pass``). A stage that is not the last
+leaves the step then; on the last stage the call returns what the stages computed, and the rest of the step is ordinary Python
+and autograd on the whole batch, as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fxpipe.data.sparing import Sparing
+from lightning_fxpipe.distributed.agreement import check_agreement, digest
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
+from lightning_fxpipe.metrics.step_log import StepLog
+from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.microbatch.loss_weights import LossOptions
+from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.runtime.batch_passes import BatchPasses
+from lightning_fxpipe.runtime.batch_result import BatchResult
+from lightning_fxpipe.runtime.batch_traces import BatchTraces, Found
+from lightning_fxpipe.runtime.interleaving import Interleaving
+from lightning_fxpipe.runtime.pass_setup import PassSetups
+from lightning_fxpipe.runtime.region_pass import PassSetup
+from lightning_fxpipe.runtime.region_run import RegionRun
+from lightning_fxpipe.runtime.replay import watched_step
+from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.tracing.region import no_model_called
+from lightning_fxpipe.tracing.signals import StepFailed
+from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.iterators import StepIterators
+from lightning_fxpipe.user_code.step import Step, StepKind, loss_of
+
+
+class PipelineRuntime:
+    """Runs the batches of a module in stages. Made by every rank of the pipeline.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        schedule: Schedule for training.
+        loss: What the user says about the loss.
+        trace_log: Gets each trace that is made.
+        sparing: Knows the ranks that get batches without values; None where all have them.
+        no_placeholders: In this context a look at a tensor of another stage is an error.
+
+    Attributes:
+        passes: What has gone through the stages, and goes back.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: PartitionPlan,
+        topology: Topology,
+        *,
+        num_microbatches: int | None,
+        trace_log: TraceLog,
+        schedule: ScheduleName = "auto",
+        loss: LossOptions | None = None,
+        sparing: Sparing | None = None,
+        no_placeholders: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._root = root
+        self._no_placeholders = no_placeholders
+        self._topology = topology
+        self._batch_dim = plan.batch_dim
+        self._num_microbatches = num_microbatches
+        self._traces = BatchTraces(root, plan, topology, trace_log, sparing)
+        interleaving = Interleaving(
+            schedule=schedule, options=loss or LossOptions(), topology=topology, inform=trace_log.inform, warn=trace_log.warn
+        )
+        self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule != "gpipe")
+        self._sparing = sparing
+        self._log = trace_log
+        self._told_of_one_piece = False
+        self.passes = BatchPasses(root, topology, self._setups, interleaving)
+
+    @property
+    def iterators(self) -> StepIterators:
+        """Those that the running batch's step has made."""
+        return self._traces.iterators
+
+    # ------------------------------------------------------------------ a batch
+
+    def run(
+        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], at_region: Callable[[], None] | None = None
+    ) -> BatchResult:
+        """Runs the step on a batch, in training up to its loss. Called by every rank of the pipeline.
+
+        Errors of user code come out as they were raised.
+
+        Args:
+            step: The step.
+            batch: The batch.
+            metrics: The module's metrics, by name.
+            at_region: Called when what the step does before it calls the model is done.
+
+        Raises:
+            CannotFollow: The step trains nothing, and cannot run in stages.
+            StepFailed: The same, raised on the last stage only; the other ranks return.
+        """
+        self.passes.end_batch()
+        self.iterators.forget()
+        num_samples = self._count_samples(batch)
+        found, batch = self._traces.find(step, batch, num_samples)
+        if found is None and not self._topology.is_last:
+            return BatchResult(num_microbatches=0)
+        log = StepLog(metrics)
+        draws = BatchDraws(num_samples, self._batch_dim)
+        call = None if found is None else self._region_call(step, batch, num_samples, found, draws)
+        if call is not None:
+            call.at_region = at_region
+        around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
+        before = rng_state() if call is None else None
+        try:
+            with log.capture(self._root), step.context(), self._behind_stages(step, call), self.iterators.one_run(), around:
+                output = step.function(batch, *step.rest)
+        except BaseException:
+            if call is None or call.leaving.error is None:
+                raise
+        if call is not None and call.leaving.has_ended_step():
+            if not self.passes.has_ended_step:
+                return BatchResult(num_microbatches=call.setup.num_microbatches)
+            output, entries = self.passes.logged_loss(step)
+            return BatchResult(
+                num_microbatches=call.setup.num_microbatches, output=output, loss=float(output.detach()), entries=entries
+            )
+        if not self._topology.is_last:  # a step that skips its model skips it on every rank
+            return BatchResult(num_microbatches=0)
+        if call is not None:
+            before = call.rng_before_region
+        rng = _changed_since(before)
+        loss = self._loss_value(step, output) if step.is_training else None
+        if loss is not None and call is not None:
+            output = self.passes.with_parked_loss(step, output)
+        return BatchResult(
+            num_microbatches=0 if call is None else call.setup.num_microbatches,
+            output=output,
+            loss=loss,
+            entries=log.entries,
+            rng=rng,
+        )
+
+    def _count_samples(self, batch: Any) -> int:
+        counted = count_samples(batch, self._num_microbatches, self._batch_dim)
+        if counted.reason is not None and not self._told_of_one_piece:
+            self._told_of_one_piece = True
+            self._log.warn(
+                f"A batch cannot be split into microbatches, and runs as one: the stages wait for each other. It has "
+                f"{counted.reason}. FxPipeStrategy(num_microbatches=1) says that it is meant so."
+            )
+        return counted.num_samples
+
+    @contextmanager
+    def _behind_stages(self, step: Step, call: RegionRun | None) -> Iterator[None]:
+        """The block runs the step's code; behind the region no other rank waits for this one, if nothing is trained."""
+        if step.is_training or not self._topology.is_last or self._topology.num_stages == 1:
+            yield
+            return
+        try:
+            with self._no_placeholders():
+                yield
+        except PeerError:
+            raise
+        except FxPipeError as error:
+            if call is not None and not call.has_run:
+                raise
+            raise StepFailed(error) from error
+
+    def _region_call(self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws) -> RegionRun:
+        trace, shapes = found
+        traced = trace.traced
+        sizes = traced.bind_sizes(shapes)
+        assert sizes is not None
+        count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
+
+        def setup() -> PassSetup:
+            return self._setups.get(
+                trace, sizes, num_samples, count, training=step.is_training, before=lambda: self._agree(step, batch)
+            )
+
+        return RegionRun(
+            self._root,
+            self.passes,
+            step,
+            batch,
+            batch_dim=self._batch_dim,
+            trace=trace,
+            sizes=sizes,
+            make_setup=setup,
+            draws=draws,
+        )
+
+    def _agree(self, step: Step, batch: Any) -> None:
+        """The ranks have the same data; looked at where shapes are new."""
+        has_values = self._sparing is None or not self._sparing.is_spared(step.kind)
+        check_agreement(
+            self._topology.control_group,
+            digest(batch) if has_values else None,
+            BatchError(
+                "The ranks of the pipeline have different batches.",
+                expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
+                todo="Make the data the same in every process: call seed_everything before random data is made or split.",
+            ),
+        )
+
+    @contextmanager
+    def _without_model(self, step: Step, draws: BatchDraws) -> Iterator[None]:
+        with watched_step(self._root, draws), no_model_called(self._root):
+            yield
+
+    def _loss_value(self, step: Step, output: Any) -> float | None:
+        if output is None:
+            return None
+        loss = loss_of(output)
+        if loss is None:
+            found = output.get("loss") if isinstance(output, dict) else output
+            raise UnsupportedError(
+                "The training_step returned something that is no loss.",
+                observed=f"{type(found).__name__}" + (f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""),
+                expected="a tensor with one element, a dict with one under 'loss', or None to skip the batch",
+                todo="Return a loss.",
+            )
+        if not loss.requires_grad and not self.passes.have_run:
+            raise UnsupportedError(
+                f"The {step.kind.value} returned a loss without calling the model.",
+                observed="a loss that depends on no parameter",
+                expected="a loss of the model's result, or None to skip the batch",
+                todo="Return None for batches that train nothing.",
+            )
+        return float(loss.detach())
+
+    def free_stages(self, kind: StepKind) -> frozenset[int]:
+        """The stages but for the last that a step's batches so far have shown to need no values of them."""
+        return self._traces.free_stages(kind)
+
+    def forget(self) -> None:
+        """Gives back what is kept for later batches: receive buffers and graphs."""
+        self._setups.forget()
+        self._traces.forget()
+        self.passes.end_batch()
+
+
+def _changed_since(before: dict[str, Any] | None) -> dict[str, Any] | None:
+    now = rng_state()
+    return None if before is None or same_rng(before, now) else now

@@ -1,0 +1,141 @@
+"""The trace that a batch runs with: found anew where the batch's shapes or constants are, or what the step reads before the
+model's call; and which stages need the values of a step's batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from typing import Any
+
+from torch import nn
+
+from lightning_fxpipe.data.sparing import Sparing, without_values
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.pytree.containers import fingerprint
+from lightning_fxpipe.pytree.shapes import Shapes
+from lightning_fxpipe.runtime.lru import LruCache
+from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces, ValuesNeeded
+from lightning_fxpipe.tracing.reads import current_reads
+from lightning_fxpipe.tracing.region import NoModelCall, StepCall
+from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.iterators import StepIterators
+from lightning_fxpipe.user_code.step import Step, StepKind
+
+_logger = logging.getLogger("lightning_fxpipe")
+
+_MAX_FOUND = 128
+
+# A trace, and the shapes of the tensors that the region gets.
+Found = tuple[StageTrace, Shapes]
+
+
+class BatchTraces:
+    """Finds them. Made by every rank.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        log: Gets each trace that is made.
+        sparing: Knows the ranks that get batches without values; None where all have them.
+    """
+
+    def __init__(
+        self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, sparing: Sparing | None
+    ) -> None:
+        self._root = root
+        self._topology = topology
+        self._traces = StageTraces(root, plan, topology, log)
+        self._found: LruCache[Hashable, Found] = LruCache(_MAX_FOUND)
+        self._sparing = sparing
+        self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
+
+    @property
+    def iterators(self) -> StepIterators:
+        """Those that the running batch's step makes."""
+        return self._traces.iterators
+
+    def forget(self) -> None:
+        """Forgets which batches have been met."""
+        self._found = LruCache(_MAX_FOUND)
+
+    def find(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
+        """The trace, and the batch, which gets its values on all ranks where that needs them."""
+        spared = self._sparing.stages(step.kind) if self._sparing is not None else frozenset[int]()
+        try:
+            found = self._lookup(step, batch, size, has_values=not spared)
+            needs_values = found is not None and bool(spared & found[0].stages_with_inputs)
+        except ValuesNeeded:
+            needs_values = True
+        if needs_values:
+            assert self._sparing is not None
+            batch = self._sparing.with_values(step.kind, batch)
+            found = self._lookup(step, batch, size, has_values=True)
+        if found is not None:
+            self._learn_needs(step, batch, size, found)
+        return found, batch
+
+    def _learn_needs(self, step: Step, batch: Any, size: int, found: Found) -> None:
+        if self._topology.num_stages < 3:
+            return
+        reading = found[0].stages_with_inputs
+        if step.kind not in self._reading:
+            # A step that looks at values is not even tried: on zeros a loop may have no end.
+            looks = self._traces.looks_at_values(step.kind)
+            if looks or not self._is_found_without_values(step, batch, size, found):
+                reading = frozenset(range(self._topology.num_stages))
+        self._reading[step.kind] = self._reading.get(step.kind, frozenset()) | reading
+
+    def _is_found_without_values(self, step: Step, batch: Any, size: int, expected: Found) -> bool:
+        """Whether what comes before the model's call runs on zeros, too, and calls it in the same way."""
+        try:
+            found = self._find(step, without_values(batch, self._topology.device), size, has_values=False)
+        except Exception:  # zeros may be what the step cannot do with, as a division by them
+            _logger.debug("Every rank loads the batches of the %s: it does not run on zeros", step.kind.words, exc_info=True)
+            return False
+        return found is not None and found[0].traced is expected[0].traced and found[1] == expected[1]
+
+    def free_stages(self, kind: StepKind) -> frozenset[int]:
+        """The stages but for the last that a step's batches so far have shown to need no values of them."""
+        if kind not in self._reading or self._traces.looks_at_values(kind):
+            return frozenset()
+        return frozenset(range(self._topology.num_stages - 1)) - self._reading[kind]
+
+    def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
+        # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those
+        # cannot be compared, and where they are new, such as the names of the samples, the step tells.
+        if self._traces.have_held_tensors_changed():
+            self.forget()
+        constants = fingerprint((batch, step.rest[1:]))
+        if constants is None or not self._traces.is_fixed(step.kind):
+            return self._find(step, batch, size, has_values=has_values)
+        key = (
+            step.kind,
+            size,
+            constants,
+            tuple(module.training for module in self._root.modules()),
+            tuple(parameter.requires_grad for parameter in self._root.parameters()),
+            tuple(current_reads(self._root, self._traces.read_keys).values()),
+        )
+
+        def find() -> Found:
+            found = self._find(step, batch, size, has_values=has_values)
+            if found is None:
+                raise NoModelCall("The step calls no model for this batch.")
+            return found
+
+        try:
+            return self._found.get(key, find)
+        except NoModelCall:
+            return None
+
+    def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
+        """None for a batch that skips the model."""
+        call = StepCall(function=step.function, args=(batch, *step.rest), kwargs={})
+        try:
+            with step.context():
+                return self._traces.find(step.kind, call, size, has_values=has_values)
+        except NoModelCall:
+            return None

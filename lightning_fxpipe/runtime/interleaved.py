@@ -1,0 +1,392 @@
+"""One forward, one backward: each stage holds the activations of a few microbatches, not of all.
+
+A microbatch can go back through the stages before the others have come forward only where the batch's loss is a sum over
+microbatches. Then the step's code after the region (the *tail* of the step) runs once for each microbatch, for its gradient
+only: it is a dry run, which leaves nothing behind, and draws its part of what the whole batch draws. What the step logs, counts
+and returns comes from its one run on the whole batch, which goes on, without gradient, when the schedule is done. Its loss is
+compared with that of the microbatches every time. Where the step only logs its loss, as most language models do, the
+microbatches have told all there is to know: that run is left out, and the results of the whole batch are not kept for it.
+
+Whether the loss is such a sum, and the step such a one, is found out before the first batch runs
+(``runtime.interleaving``).
+
+The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no batch half-way and needs no second weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.independence.division import cut
+from lightning_fxpipe.metrics.calls import held_metrics
+from lightning_fxpipe.metrics.step_log import LogEntry, StepLog
+from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.microbatch.loss_weights import (
+    Finding,
+    LossOptions,
+    Verdict,
+    compare,
+    tolerance,
+    weighted_sum,
+    without_gradient,
+)
+from lightning_fxpipe.pytree.sizes import plain_number
+from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
+from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun, safe
+from lightning_fxpipe.runtime.replay import Replayer, watched_step
+from lightning_fxpipe.tracing.prelude import rehearsed
+from lightning_fxpipe.tracing.region import replaced_region
+from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.user_code.step import Step, loss_of
+from lightning_fxpipe.user_code.step_code import may_differ_between_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailRun:
+    """What a dry run of the step has shown.
+
+    Attributes:
+        loss: Its loss; None where it returns none.
+        entries: What it logs.
+        num_samples: How many it ran for.
+        does_more: Whether it does anything else.
+    """
+
+    loss: Tensor | None
+    entries: tuple[LogEntry, ...]
+    num_samples: int
+    does_more: bool
+
+    def logged_losses(self) -> tuple[LogEntry, ...] | None:
+        """What it logs, without the loss, where that is all it does; else None."""
+        if self.does_more or self.loss is None:
+            return None
+        value = plain_number(self.loss)
+        if not all(self._is_of_loss(entry, value) for entry in self.entries):
+            return None
+        # What is left is the same for each part of a batch, and for the whole.
+        return tuple(replace(e, value=0.0, num_samples=None if e.num_samples is None else 0) for e in self.entries)
+
+    def _is_of_loss(self, entry: LogEntry, value: float) -> bool:
+        is_loss = entry.metric is None and (entry.value == value or entry.value != entry.value and value != value)
+        return is_loss and entry.num_samples in (None, self.num_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTail:
+    """Runs the step on single microbatches, whose region has run. Used on the last stage.
+
+    Attributes:
+        root: The LightningModule.
+        step: The step.
+        batch: The batch.
+        batch_sizes: Values of the region's symbols for it.
+        microbatches: The batch, split.
+        traced: The region.
+        setup: How it is cut.
+        values: Its inputs and draws for the whole batch.
+        rng_at_start: State of the generators when the step began.
+        rng_after_prelude: And when it came to the region.
+        draws: Makes what the step draws.
+    """
+
+    root: nn.Module
+    step: Step
+    batch: Any
+    batch_sizes: Mapping[Any, int]
+    microbatches: Sequence[Any]
+    traced: TracedRegion
+    setup: PassSetup
+    values: Sequence[Tensor | None]
+    rng_at_start: dict[str, Any]
+    rng_after_prelude: dict[str, Any]
+    draws: BatchDraws
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples in each microbatch."""
+        return [leg.part.size for leg in self.setup.legs for _ in range(leg.part.count)]
+
+    def run(self, number: int, results: Sequence[Tensor]) -> TailRun:
+        """The step on a microbatch, as a dry run.
+
+        Args:
+            number: Of the microbatch in the batch.
+            results: What the last stage gave for it.
+        """
+        leg, index = self._leg(number)
+        row = leg.start + index * leg.rows
+        own = [
+            v if v is None else cut(v, dim, row, leg.rows) for v, dim in zip(self.values, self.setup.input_dims, strict=True)
+        ]
+        start = sum(self.sizes[:number])
+        return self._run(self.microbatches[number], leg.sizes, (start, leg.part.size), (results, own), is_first=number == 0)
+
+    def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
+        """Finds out whether the batch's loss is a sum over its microbatches, and if the step does more; nothing is left behind.
+
+        Args:
+            joined: What the last stage gave for the batch.
+            options: What the user says about the loss.
+            weights: Factor of each microbatch's loss.
+        """
+        with torch.no_grad():
+            samples = (0, sum(self.sizes))
+            whole = self._run(self.batch, self.batch_sizes, samples, (joined, self.values), is_first=True)
+            parts = [self.run(number, self._cut(joined, number)) for number in range(len(self.sizes))]
+        if whole.loss is None:  # the step skips the batch
+            return Finding(verdict=Verdict.UNCLEAR)
+        values = [float("nan") if part.loss is None else float(part.loss) for part in parts]
+        found = compare(float(whole.loss), values, self.sizes, options, weights, whole.loss.dtype)
+        logged = whole.logged_losses()
+        only_logs = logged is not None and all(part.logged_losses() == logged for part in parts)
+        return replace(found, only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function))
+
+    def _cut(self, joined: Sequence[Tensor], number: int) -> list[Tensor]:
+        leg, index = self._leg(number)
+        row = leg.start + index * leg.rows
+        return [
+            cut(tensor, dim, row, leg.rows, num_rows=self.setup.num_rows)
+            for tensor, dim in zip(joined, self.setup.joined_dims, strict=True)
+        ]
+
+    def _leg(self, number: int) -> tuple[Leg, int]:
+        """The leg of a microbatch, and its number there."""
+        legs = self.setup.legs
+        leg = next(leg for leg in legs if leg.part.first <= number < leg.part.first + leg.part.count)
+        return leg, number - leg.part.first
+
+    def _run(
+        self,
+        batch: Any,
+        sizes: Mapping[Any, int],
+        samples: tuple[int, int],
+        made: tuple[Sequence[Tensor], Sequence[Tensor | None]],
+        *,
+        is_first: bool,
+    ) -> TailRun:
+        """The step for a part of the batch, as a dry run.
+
+        Args:
+            batch: The part.
+            sizes: Values of the region's symbols for it.
+            samples: Where it begins in the batch, and how many it has.
+            made: What the last stage gave for it, and the region's inputs.
+            is_first: Whether what it draws begins with what the step draws.
+        """
+        results, values = made
+        at_region: dict[str, Any] = {}
+
+        def region(_: Sequence[Tensor]) -> list[Tensor]:
+            if is_first:
+                set_rng_state(self.rng_after_prelude)
+            tail = self.setup.tail
+            assert tail is not None
+            at_region.update(rng_state())
+            return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
+
+        function, log = self.step.function, StepLog(held_metrics(self.root))
+        with rehearsed(self.root, function, (batch, *self.step.rest), {}, notes_changes=True) as again:
+            set_rng_state(self.rng_at_start)
+            self.draws.begin_microbatch(*samples)
+            with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):
+                result = function(*again.args)
+            draws = bool(at_region) and not same_rng(at_region, rng_state())
+        loss = None if result is None else loss_of(result)
+        gives_more = isinstance(result, dict) and len(result) > 1
+        return TailRun(
+            loss=loss,
+            entries=tuple(log.entries),
+            num_samples=samples[1],
+            does_more=draws or gives_more or again.has_changed_any or again.has_spoken,
+        )
+
+    def _in_place(
+        self, sizes: Mapping[Any, int], args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
+    ) -> AbstractContextManager[Any]:
+        """In the block the region gives what it has given."""
+        traced = self.traced
+        if traced.record is not None:
+            replayer = Replayer(self.root, traced.record, sizes, self.setup.device.type, traced.held)
+            return replayer.lead((args[0], args[2:]), self.draws, region)
+        return self._single_call(region)
+
+    @contextmanager
+    def _single_call(self, region: Callable[[Sequence[Tensor]], list[Tensor]]) -> Iterator[None]:
+        path = self.traced.signature.path
+        assert path is not None
+
+        def run_region(*args: Any, **kwargs: Any) -> Any:
+            with mode.in_stage():
+                outputs = region(())
+            return self.traced.result(outputs)
+
+        with watched_step(self.root, self.draws) as mode, replaced_region(self.root, path, run_region):
+            yield
+
+
+class InterleavedPass:
+    """The region's one call in a training batch, forward and backward at once. Made by every rank.
+
+    Gradients of this rank's parameters are parked until :meth:`install`: Lightning sets ``.grad`` to zero in between.
+
+    Args:
+        setup: The stage and the microbatches.
+        values: The region's inputs and draws for the whole batch.
+        random_key: Identifies the batch within the run.
+        parameters: This rank's.
+        tail: On the last stage, the rest of the step.
+        weights: On the last stage, the factor of each microbatch's loss in the batch's loss.
+        scale: On the last stage, by which the loss is multiplied for its backward pass.
+        keeps_results: Whether the step goes on with the results of the whole batch.
+    """
+
+    def __init__(
+        self,
+        setup: PassSetup,
+        values: Sequence[Tensor | None],
+        *,
+        random_key: tuple[int | str, ...],
+        parameters: Sequence[nn.Parameter],
+        tail: StepTail | None,
+        weights: Sequence[float],
+        scale: float,
+        keeps_results: bool,
+    ) -> None:
+        self._weights = weights
+        self._keeps_results = keeps_results
+        self._scale = scale
+        self._run = StageRun(setup, values, random_key)
+        self._setup = setup
+        self._parameters = parameters
+        self._tail = tail
+        self._results: dict[int, tuple[Tensor, ...]] = {}  # by number of the microbatch
+        self._losses: dict[int, float] = {}
+        self._logged: tuple[LogEntry, ...] | None = ()  # by each of them, where that is all it does
+        self._loss: Tensor | None = None  # one of them
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+
+    def run(self) -> tuple[Tensor, ...] | None:
+        """Runs all microbatches. Called by every rank of the pipeline.
+
+        Returns:
+            On the last stage the joined results, without gradient; None where they are not kept.
+        """
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            with self._setup.norms.deferred():
+                for leg in self._setup.legs:
+                    assert leg.interleaved is not None
+                    leg.interleaved().step(partial(self._one, leg))
+            self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        finally:
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
+        results, self._results = self._results, {}
+        if not self._setup.is_last or len(results) < len(self._losses):
+            return None
+        return self._setup.joined([results[number] for number in sorted(results)])
+
+    @property
+    def does_more(self) -> bool:
+        """Whether a microbatch has shown that the step does more than to log its loss, after a run."""
+        return self._logged is None
+
+    def _one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        outputs, _ = self._run.compute(leg, index, received, state=None, training=True)
+        if not self._setup.is_last:
+            return tuple(output.contiguous() for output in outputs)
+        number = leg.part.first + index
+        assert self._tail is not None
+        done = self._tail.run(number, outputs)
+        loss, logged = done.loss, done.logged_losses()
+        self._logged = logged if not self._losses or logged == self._logged else None
+        if self._keeps_results or self.does_more:
+            self._results[number] = safe(tuple(output.detach() for output in outputs), received)
+        trained = [output for output in outputs if output.requires_grad]
+        nothing = without_gradient(trained) if trained else torch.zeros((), device=self._setup.device, requires_grad=True)
+        if loss is None:
+            self._losses[number] = float("nan")
+            return nothing
+        self._loss = loss.detach()
+        self._losses[number] = float(self._loss)
+        weight = self._weights[number]
+        return loss.reshape(()) * (weight * self._scale) + nothing if weight else nothing
+
+    def logged_loss(self) -> tuple[Tensor, list[LogEntry]]:
+        """The batch's loss by its microbatches, and what the step logs, where it is the only thing that the step does."""
+        assert self._loss is not None
+        assert self._logged is not None
+        loss = torch.full_like(self._loss, self._total())
+        num_samples = sum(self._tail.sizes) if self._tail is not None else 0
+        entries = [
+            replace(entry, value=plain_number(loss), num_samples=None if entry.num_samples is None else num_samples)
+            for entry in self._logged
+        ]
+        return loss, entries
+
+    def _total(self) -> float:
+        return weighted_sum([self._losses[number] for number in sorted(self._losses)], self._weights)
+
+    def install(self, factor: float) -> None:
+        """Adds the parked gradients to ``.grad``, as a backward pass does.
+
+        Args:
+            factor: Derivative of what is differentiated by the batch's loss, over the scale.
+        """
+        for parameter, gradient in self._gradients:
+            if factor != 1:
+                gradient.mul_(factor)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        self._gradients = []
+
+    def checked(self, whole: Tensor, step: Step) -> None:
+        """Compares the whole batch's loss with that of its microbatches. Called on the last stage.
+
+        Raises:
+            UnsupportedError: They differ.
+        """
+        value, total, losses = float(whole.detach()), self._total(), self._losses.values()
+        scale = max(abs(value), abs(total), max(map(abs, losses), default=0.0), 1e-6)
+        if abs(total - value) <= tolerance(whole.dtype) * scale or (total != total and value != value):
+            return
+        raise UnsupportedError(
+            "The loss of this batch is not that of its microbatches, as it was on the first batch.",
+            where=getattr(step.function, "__qualname__", step.kind.value),
+            observed=f"{value:.7g} for the whole batch, {total:.7g} from its {len(losses)} microbatches",
+            expected="a mean or a sum over samples, which 1F1B can train",
+            todo='Set FxPipeStrategy(schedule="gpipe"), which trains any loss.',
+        )
+
+
+class ParkedLoss(torch.autograd.Function):
+    """The batch's loss, whose backward pass has been: it tells by which factor the gradients count."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, install: Callable[[float], None]) -> Tensor:
+        """The loss.
+
+        Args:
+            ctx: Of autograd.
+            anchor: Requires a gradient, so that the loss does.
+            loss: Its value.
+            install: Gets the factor.
+        """
+        ctx.install = install
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Installs the gradients."""
+        ctx.install(float(gradient))
+        return None, None, None

@@ -1,0 +1,161 @@
+"""Whether training batches go forward and backward by turns (``runtime.interleaved``).
+
+They can where the loss is a sum over microbatches. Where the user has asked for it, that is found out on the first batch before
+it runs; a loss that is none is an error. With ``schedule="auto"`` they do where it is worth it: where the activations of all
+microbatches would take much of the memory that is left. So the first batch goes through the stages once more, without gradients
+and without leaving anything behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe.distributed.agreement import any_rank
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
+from lightning_fxpipe.runtime.interleaved import StepTail
+from lightning_fxpipe.runtime.region_pass import PassSetup
+from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.stages.memory import memory_for_rank
+
+# Where the step's run on the whole batch is left out, its loss is compared with that of the microbatches every so many batches.
+_BATCHES_BETWEEN_LOOKS = 64
+# Of the memory that is left, what activations may take before they are worth another schedule.
+_TIGHT_SHARE = 0.5
+_GIB = 2**30
+
+
+class Interleaving:
+    """Decides it. Made by every rank.
+
+    Args:
+        schedule: What the user wants.
+        options: What the user says about the loss.
+        topology: This rank's place.
+        inform: Says something on rank 0.
+        warn: Warns on rank 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: ScheduleName,
+        options: LossOptions,
+        topology: Topology,
+        inform: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._is_asked_for = schedule == "1f1b"
+        self._may = schedule != "gpipe"
+        self._options = options
+        self._topology = topology
+        self._inform, self._warn = inform, warn
+        self._finding = Finding(verdict=Verdict.UNCLEAR)
+        self._num_batches = 0  # since the last look
+
+    @property
+    def may_be(self) -> bool:
+        """Whether batches run so, or a look at the next one may show that they can."""
+        return self._may
+
+    @property
+    def is_on(self) -> bool:
+        """Whether batches run so."""
+        return self._may and self._finding.verdict is Verdict.FITS
+
+    @property
+    def only_logs_loss(self) -> bool:
+        """Whether the step did nothing with its loss but log it, when a batch was looked at."""
+        return self._finding.only_logs_loss
+
+    def must_look(self) -> bool:
+        """Whether the next batch must be looked at. Called by every rank, once for a batch that may run so."""
+        self._num_batches += 1
+        return not self.is_on or (self.only_logs_loss and self._num_batches > _BATCHES_BETWEEN_LOOKS)
+
+    def weights(self, tail: StepTail) -> tuple[float, ...]:
+        """Factor of each microbatch's loss in the batch's."""
+        reduction = self._options.reduction or self._finding.reduction or LossReduction.MEAN
+        return self._options.weights(reduction, tail.microbatches, tail.sizes)
+
+    def decide(
+        self,
+        setup: PassSetup,
+        saved_bytes: int,
+        parameters: Sequence[nn.Parameter],
+        tail: StepTail | None,
+        joined: Sequence[Tensor],
+    ) -> None:
+        """Decides by what a look at a batch has shown. Called by every rank.
+
+        Args:
+            setup: The microbatches.
+            saved_bytes: What autograd keeps on this rank for the backward pass of one of them.
+            parameters: This rank's.
+            tail: On the last stage, the rest of the step.
+            joined: On the last stage, what the stages gave.
+
+        Raises:
+            UnsupportedError: The user has asked for it, and the loss is not made of those of the microbatches.
+        """
+        needed = saved_bytes * setup.num_microbatches
+        if not (self._is_asked_for or self.is_on) and not any_rank(self._is_tight(needed, parameters), self._topology):
+            self._may = False
+            return
+        was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
+        finding = self._shared(None if tail is None else tail.compare(joined, self._options, self.weights(tail)))
+        if was_on and finding.verdict is Verdict.UNCLEAR:
+            return
+        self._finding = finding
+        if self._finding.verdict is Verdict.DIFFERS:
+            self._refuse(needed, may_go_on=not self._is_asked_for and were_compared)
+        elif self.is_on and not self._is_asked_for and not was_on:
+            self._inform(
+                f"Training goes forward and backward by turns (schedule '1f1b'): all microbatches' activations would take "
+                f"{needed / _GIB:.2g} GiB on the last stage, or much of what is left on another."
+            )
+
+    def _is_tight(self, needed: int, parameters: Sequence[nn.Parameter]) -> bool:
+        free = memory_for_rank(self._topology.device, self._topology.num_stages)
+        if free is None:
+            return False
+        # Gradients and the optimizer's states, two for each parameter with Adam, are still to come.
+        coming = sum(3 * p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+        return needed > _TIGHT_SHARE * (free - coming)
+
+    def _shared(self, finding: Finding | None) -> Finding:
+        if self._topology.num_stages == 1:
+            assert finding is not None
+            return finding
+        box = [finding]
+        source = self._topology.rank_of(self._topology.num_stages - 1)
+        dist.broadcast_object_list(box, src=source, group=self._topology.control_group)
+        assert box[0] is not None
+        return box[0]
+
+    def _refuse(self, needed: int, *, may_go_on: bool) -> None:
+        observed = self._finding.observed
+        if may_go_on:
+            self._may = False
+            self._warn(
+                f"The activations of a batch may take much of the memory left ({needed / _GIB:.2g} GiB on the last stage), "
+                f"and microbatches cannot go forward and backward by turns: the loss is not made of theirs ({observed}). "
+                "Should the memory not do, take smaller batches and accumulate_grad_batches, or activation checkpointing."
+            )
+            return
+        todo = (
+            'Set FxPipeStrategy(schedule="gpipe"), which trains any loss; for a mean over something else than samples, such as '
+            "tokens, loss_weight may say over what."
+        )
+        if self._finding.reduction is not None and self._options.reduction is not None:
+            todo = f"Set FxPipeStrategy(loss_reduction={self._finding.reduction.value!r}), or leave it out."
+        raise UnsupportedError(
+            "1F1B cannot train this loss: it is not made of those of the microbatches.",
+            observed=observed,
+            expected="a mean or a sum over samples, or a mean with the weights that loss_weight gives",
+            todo=todo,
+        )

@@ -1,0 +1,318 @@
+"""Stages, microbatches and pipelines for the calls of a region, kept for all batches of the same shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from functools import cache, partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import fx, nn
+
+from lightning_fxpipe.distributed.agreement import check_agreement, gathered
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import PartitionError, TraceError
+from lightning_fxpipe.independence.division import (
+    Division,
+    NotDivisible,
+    divide,
+    fixed_nodes,
+    has_several_entries,
+    joined_dim,
+    sample_dims,
+)
+from lightning_fxpipe.microbatch.batch_norms import DeferredNorms, batch_norms
+from lightning_fxpipe.microbatch.draws import generator_state
+from lightning_fxpipe.microbatch.split import Pass, plan_passes
+from lightning_fxpipe.planner.cost import node_fqns
+from lightning_fxpipe.planner.following import follow_plan_with_tail
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.reporting.wording import node_words
+from lightning_fxpipe.runtime.lru import LruCache
+from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, gradient_specs
+from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace
+from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
+from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.tracing.trace_log import TraceLog
+
+# Each holds receive buffers. A step that every rank runs makes several calls, each with and without gradients.
+_MAX_SETUPS = 8
+_MAX_SETUPS_OF_CALLS = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Stages:
+    """This rank's part of a trace.
+
+    Attributes:
+        stage: The rank's stage.
+        results: What the last stage gives.
+        tail: Where the results are, what runs once for the batch.
+        division: How the batch is cut; None where it is not.
+    """
+
+    stage: Stage
+    results: tuple[fx.Node, ...]
+    tail: Stage | None
+    division: Division | None
+
+
+class PassSetups:
+    """Makes and keeps them. Made by every rank.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        log: Is told of batches that cannot be cut.
+        interleaves: Whether batches may run forward and backward at once.
+        everywhere: Whether every rank gets the results, and not only the last stage's.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: PartitionPlan,
+        topology: Topology,
+        log: TraceLog,
+        *,
+        interleaves: bool = False,
+        everywhere: bool = False,
+    ) -> None:
+        self._interleaves = interleaves
+        self._everywhere = everywhere
+        self._root = root
+        self._plan = plan
+        self._topology = topology
+        self._log = log
+        self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
+        self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
+        self._norms = DeferredNorms(norm for _, norm in batch_norms(root))
+        self._setups = self._no_setups()
+        self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
+        self._told_of: set[str] = set()
+
+    def forget(self) -> None:
+        """Gives back what is kept."""
+        self._setups = self._no_setups()
+
+    def _no_setups(self) -> LruCache[Hashable, PassSetup]:
+        return LruCache(_MAX_SETUPS_OF_CALLS if self._everywhere else _MAX_SETUPS)
+
+    def get(
+        self,
+        trace: StageTrace,
+        sizes: Mapping[Any, int],
+        num_samples: int,
+        count: int,
+        *,
+        training: bool,
+        before: Callable[[], None],
+    ) -> PassSetup:
+        """The setup for a batch. Called by every rank.
+
+        Args:
+            trace: The trace that covers the batch.
+            sizes: Values of its symbols for the batch.
+            num_samples: Samples in the batch.
+            count: Microbatches that are asked for.
+            training: Whether a backward pass follows.
+            before: Called before a new one is made.
+        """
+
+        def make() -> PassSetup:
+            before()
+            return self._make(trace, sizes, num_samples, count, training)
+
+        key = (trace, tuple(sorted((str(symbol), size) for symbol, size in sizes.items())), count, training)
+        return self._setups.get(key, make)
+
+    def is_proven(self, trace: StageTrace, setup: PassSetup) -> bool:
+        """Whether the stages of a trace have been seen to treat samples one by one, or need not."""
+        return setup.num_microbatches == 1 or trace.traced in self._proven
+
+    def prove(self, trace: StageTrace, mixing: str | None) -> bool:
+        """Takes in what a try of this rank's stage has shown. Called by every rank.
+
+        Args:
+            trace: The trace.
+            mixing: A call in which samples notice each other.
+
+        Returns:
+            Whether all ranks' stages treat samples one by one; if not, the trace's batches are not cut any more.
+        """
+        found = [call for call in gathered(self._topology.control_group, mixing) if call is not None]
+        if found:
+            self._divided.put(trace, f"in {found[0]}, samples of the batch notice each other")
+            self._setups = self._no_setups()
+        self._proven.add(trace.traced)
+        return not found
+
+    def _make(self, trace: StageTrace, sizes: Mapping[Any, int], num_samples: int, count: int, training: bool) -> PassSetup:
+        passes = plan_passes(num_samples, count)
+        if passes[0].count > 1 or len(passes) > 1:
+            divided = self._divided.get(trace, lambda: self._divide(trace))
+            if isinstance(divided, _Stages):
+                try:
+                    return self._setup(trace.traced, divided, passes, sizes, training)
+                except NotDivisible as reason:
+                    divided = str(reason)
+            self._tell(trace, divided)
+        whole = self._whole.get(trace, lambda: self._stages(follow_plan_with_tail(self._plan, trace.traced, ()), None))
+        return self._setup(trace.traced, whole, plan_passes(num_samples, 1), sizes, training)
+
+    def _tell(self, trace: StageTrace, reason: str) -> None:
+        if reason not in self._told_of:
+            self._told_of.add(reason)
+            self._log.warn(
+                f"The {trace.kind.value} runs each batch as one microbatch, so that stages wait for each other: {reason}. "
+                "Only samples that the model treats one by one can be pipelined."
+            )
+
+    def _divide(self, trace: StageTrace) -> _Stages | str:
+        """The stages for microbatches, or why there are none."""
+        try:
+            division = divide(trace.traced)
+        except NotDivisible as reason:
+            return str(reason)
+        held = sorted({fqn for node in division.tail for fqn in node_fqns(node, self._root) if self._plan.stages_of(fqn)})
+        if held and self._everywhere:
+            return f"{_mixing(division)} must see the whole batch, and uses {held[0]}, which one stage has"
+        try:
+            assignment = follow_plan_with_tail(self._plan, trace.traced, division.tail)
+        except PartitionError as error:
+            return f"{_mixing(division)} must see the whole batch, and earlier stages need it ({error.observed})"
+        return self._stages(assignment, division)
+
+    def _stages(self, assignment: Assignment, division: Division | None) -> _Stages:
+        topology = self._topology
+        check_agreement(
+            topology.control_group,
+            [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)],
+            TraceError(
+                "The ranks recorded different graphs of the same step.",
+                expected="the same tensors across each cut on every rank",
+                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+            ),
+        )
+        return _Stages(
+            stage=build_stage(assignment, topology.stage_index),
+            results=assignment.boundary(topology.num_stages - 1),
+            tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
+            division=division,
+        )
+
+    def _setup(
+        self, traced: TracedRegion, stages: _Stages, passes: tuple[Pass, ...], sizes: Mapping[Any, int], training: bool
+    ) -> PassSetup:
+        division, stage, topology = stages.division, stages.stage, self._topology
+        num_values = len(traced.input_nodes) + len(traced.draw_nodes)
+        joined: tuple[int | None, ...] = (None,) * len(stages.results)
+        dims: dict[str, int] = {}
+        if division is not None:
+            joined = tuple(joined_dim(node, division) for node in stages.results)
+            if passes[0].size < 2 and any(has_several_entries(node, division) for node in stages.results):
+                raise NotDivisible("a single sample does not show which of a result's entries are its own")
+            dims = sample_dims(traced, division)
+            dims |= {node.name: dim for node, dim in zip(stages.results, joined, strict=True) if dim is not None}
+        # With one microbatch the random numbers run through the stages as on one device.
+        carried = random_state_specs(topology.device) if division is None else ()
+        legs = []
+        for part in passes:
+            sizes_of_part = dict(sizes) if division is None else {**sizes, division.symbol: part.size}
+            if not traced.admits(sizes_of_part):
+                raise NotDivisible(f"the model's code takes another path for {part.size} samples than for {passes[0].size}")
+            longer = None if division is None else {**sizes, division.symbol: part.size + 1}
+            admits_one_more = longer is not None and traced.admits(longer)
+            legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training, admits_one_more))
+        return PassSetup(
+            stage=stage,
+            tail=stages.tail,
+            num_stages=topology.num_stages,
+            legs=tuple(legs),
+            input_dims=(None,) * num_values if division is None else division.input_dims,
+            joined_dims=joined,
+            joined_specs=boundary_specs(stages.results, sizes),
+            sample_dims=dims,
+            fixed=frozenset() if division is None else fixed_nodes(traced, division),
+            carries_random_state=bool(carried),
+            device=topology.device,
+            norms=DeferredNorms(()) if division is None else self._norms,
+        )
+
+    def _leg(
+        self,
+        stages: _Stages,
+        part: Pass,
+        full_size: int,
+        sizes: Mapping[Any, int],
+        carried: tuple[TensorSpec, ...],
+        training: bool,
+        admits_one_more: bool,
+    ) -> Leg:
+        stage, division, topology = stages.stage, stages.division, self._topology
+        received, sent = boundary_specs(stage.boundary_in, sizes), boundary_specs(stage.boundary_out, sizes)
+        is_first, is_last = stage.index == 0, topology.is_last
+        place, num_places = stage.index, topology.num_stages
+        count, device = part.count, topology.device
+        forward = Pipeline(
+            stage_index=place,
+            num_stages=num_places,
+            received=received + (() if is_first else carried),
+            sent=None if is_last else sent + carried,
+            num_microbatches=count,
+            device=device,
+            group=topology.group,
+        )
+        backward = interleaved = None
+        if training:
+            backward = Pipeline(
+                stage_index=num_places - 1 - place,
+                num_stages=num_places,
+                received=() if is_last else gradient_specs(sent),
+                sent=None if is_first else gradient_specs(received),
+                num_microbatches=count,
+                device=device,
+                group=topology.backward_group,
+            )
+        if training and division is not None and self._interleaves:
+            interleaved = cache(  # made when it is needed
+                partial(
+                    Pipeline,
+                    stage_index=place,
+                    num_stages=num_places,
+                    received=received,
+                    sent=None if is_last else sent,
+                    num_microbatches=count,
+                    device=device,
+                    group=topology.group,
+                    is_interleaved=True,
+                )
+            )
+        return Leg(
+            part=part,
+            start=0 if division is None else division.rows(part.first * full_size),
+            rows=0 if division is None else division.rows(part.size),
+            received=received,
+            sent=sent,
+            sizes=sizes,
+            admits_one_more=admits_one_more,
+            forward=forward,
+            backward=backward,
+            interleaved=interleaved,
+        )
+
+
+def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
+    """What carries the state of a device's random numbers over a boundary."""
+    state = generator_state(device)
+    return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)
+
+
+def _mixing(division: Division) -> str:
+    node = next(iter(sorted(division.tail, key=str)), None)
+    return "a call" if node is None else node_words(node)

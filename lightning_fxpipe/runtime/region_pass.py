@@ -1,0 +1,466 @@
+"""The region of a step as one operation: forward and backward, each a pipeline over the microbatches.
+
+The step calls the model once, with the whole batch. Each rank cuts the region's inputs into microbatches and runs them through
+its stage; the last stage joins what they gave, and the step goes on with that. For autograd the region is one operation
+(:class:`_Pipelined`): whoever calls backward, and with whatever loss, starts a second pipeline in the reverse order of the
+stages, in which each runs autograd for one microbatch and sends the gradients of what it had received. So a loss may be any
+function of the whole batch, and gradients appear when and where they do on one device.
+
+GPipe (Huang et al. 2019, section 2.3) has the same order of work: all forward passes, then all backward passes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.independence.division import cut, join
+from lightning_fxpipe.independence.trials import counting_call, mixing_call, mixing_call_of_one
+from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
+from lightning_fxpipe.microbatch.draws import (
+    continued_random_numbers,
+    generator_state,
+    own_random_numbers,
+    set_generator_state,
+)
+from lightning_fxpipe.microbatch.split import Pass
+from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.stages.build import Stage, TensorSpec
+from lightning_fxpipe.stages.memory import SavedBytes
+from lightning_fxpipe.tracing.input_gradient import no_second_derivative
+
+_logger = logging.getLogger("lightning_fxpipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """Microbatches of one size, on this rank.
+
+    Attributes:
+        part: Which microbatches of the batch.
+        start: First row of the first of them in the dimension that is cut.
+        rows: Rows of each.
+        received: Specs of the tensors from the previous stage.
+        sent: Specs of the tensors to the next stage; on the last stage those that are joined.
+        sizes: Values of the graph's symbols for one of them.
+        admits_one_more: Whether the graph holds for one of them with one sample more.
+        forward, backward: The pipelines; the latter only in training.
+        interleaved: Gives the pipeline that does both at once; None where there is none.
+    """
+
+    part: Pass
+    start: int
+    rows: int
+    received: tuple[TensorSpec, ...]
+    sent: tuple[TensorSpec, ...]
+    sizes: Mapping[Any, int]
+    admits_one_more: bool
+    forward: Pipeline
+    backward: Pipeline | None
+    interleaved: Callable[[], Pipeline] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassSetup:
+    """What all calls of the region with inputs of the same shapes have in common, on this rank.
+
+    Attributes:
+        stage: This rank's stage.
+        tail: On the last stage, what then runs once on the joined results.
+        num_stages: Stages of the pipeline.
+        legs: The microbatches.
+        input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
+        joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
+        joined_specs: Specs of the joined results.
+        sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has. Results
+            that are joined may have several entries for each row; those of others count as none.
+        fixed: The graph's nodes, by name, whose results are the same for all samples.
+        carries_random_state: Whether the state of the random numbers is the last of the received and sent tensors.
+        device: This rank's device.
+        norms: The layers whose running statistics wait for all microbatches.
+    """
+
+    stage: Stage
+    tail: Stage | None
+    num_stages: int
+    legs: tuple[Leg, ...]
+    input_dims: tuple[int | None, ...]
+    joined_dims: tuple[int | None, ...]
+    joined_specs: tuple[TensorSpec, ...]
+    sample_dims: Mapping[str, int]
+    fixed: frozenset[str]
+    carries_random_state: bool
+    device: torch.device
+    norms: DeferredNorms
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank joins the results."""
+        return self.stage.index == self.num_stages - 1
+
+    @property
+    def can_be_interleaved(self) -> bool:
+        """Whether each microbatch can go back before the others have come forward."""
+        return all(leg.interleaved is not None for leg in self.legs)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a batch."""
+        return sum(leg.part.count for leg in self.legs)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a batch."""
+        last = self.legs[-1]
+        return last.start + last.part.count * last.rows
+
+    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What the last stage gave for all microbatches, in order, as results for the batch."""
+        return tuple(join([part[k] for part in parts], dim) for k, dim in enumerate(self.joined_dims))
+
+
+class StageRun:
+    """This rank's stage on the microbatches of one call of the region.
+
+    Args:
+        setup: The stage and the microbatches.
+        values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
+        random_key: Identifies the batch within the run, for the random numbers of stages.
+    """
+
+    def __init__(self, setup: PassSetup, values: Sequence[Tensor | None], random_key: tuple[int | str, ...]) -> None:
+        self._setup = setup
+        self._values = values
+        self._random_key = random_key
+
+    def compute(
+        self, leg: Leg, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """What the stage gives for one microbatch.
+
+        Args:
+            leg: The microbatches of its size.
+            index: Its number among them.
+            received: What the previous stage sent.
+            state: State of the random numbers, where it goes from stage to stage.
+            training: Whether a backward pass follows.
+
+        Returns:
+            The outputs, and the state of the random numbers after them.
+
+        Raises:
+            UnsupportedError: The next stage expects another tensor.
+        """
+        setup = self._setup
+        key = (*self._random_key, leg.part.first + index, setup.stage.index)
+        numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
+        with numbers, setup.norms.noted():
+            outputs = setup.stage.module(*received, *self._inputs(leg, index))
+            after = generator_state(setup.device) if setup.carries_random_state else None
+        for output, spec, node in zip(outputs, leg.sent[: len(outputs)], setup.stage.boundary_out, strict=True):
+            # A transport does not compare shapes or dtypes.
+            loses_gradient = training and output.requires_grad and not spec.requires_grad
+            if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
+                raise _unexpected(setup.stage, node, output, spec)
+        return outputs, after
+
+    def mixing_call(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> str | None:
+        """The call of the stage in which the samples of a microbatch notice each other, found by trial; None for none."""
+        setup = self._setup
+        dims = [setup.sample_dims.get(node.name) for node in setup.stage.boundary_in]
+        dims += [setup.input_dims[i] for i in setup.stage.region_inputs]
+        inputs = [*received[: len(setup.stage.boundary_in)], *self._inputs(leg, index)]
+        module, rows_of = setup.stage.module, setup.sample_dims.get
+        mixing = mixing_call(module, inputs, dims, rows_of, leg.rows)
+        if leg.rows == 1 and leg.admits_one_more:
+            mixing = mixing_call_of_one(module, inputs, dims, rows_of)
+        if mixing is None and leg.admits_one_more:
+            mixing = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
+        return mixing
+
+    def saved_bytes(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> int:
+        """Bytes that autograd keeps for the backward pass of a microbatch, found by trial."""
+        inputs = tuple(t.clone().requires_grad_(s.requires_grad) for t, s in zip(received, leg.received, strict=True))
+        module, there = self._setup.stage.module, (value for value in self._values if value is not None)
+        saved = SavedBytes((*module.parameters(), *module.buffers(), *there))
+        try:
+            with torch.enable_grad(), saved.counting():
+                self.compute(leg, index, inputs, state=None, training=True)
+        except Exception as error:  # torch.func, for one, cannot be looked at so; what else fails will fail again
+            _logger.debug("What autograd keeps cannot be seen (%s)", error)
+        return saved.num_bytes
+
+    def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
+        start = leg.start + index * leg.rows
+        inputs = []
+        for i in self._setup.stage.region_inputs:
+            value = self._values[i]
+            inputs.append(None if value is None else cut(value, self._setup.input_dims[i], start, leg.rows))
+        return inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The graph of one microbatch on this rank: what it began with, and what it ended with."""
+
+    received: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class RegionPass:
+    """One call of the region. Made by every rank of the pipeline.
+
+    Args:
+        setup: The stage and the microbatches.
+        values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
+        random_key: Identifies the batch within the run, for the random numbers of stages.
+        training: Whether a backward pass may follow.
+        announce: Tells the other ranks that the backward pass begins. Called on the last stage.
+        tries: Whether the first microbatch is to show that the stage treats samples one by one.
+        measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
+            not go from stage to stage then.
+
+    Attributes:
+        mixing: A call of this rank's stage in which they notice each other, after a try.
+        saved_bytes: What autograd would keep on this rank, after a measurement.
+        retains: Whether what the stages saved is kept for one more backward pass.
+    """
+
+    def __init__(
+        self,
+        setup: PassSetup,
+        values: Sequence[Tensor | None],
+        *,
+        random_key: tuple[int | str, ...],
+        training: bool,
+        announce: Callable[[RegionPass], None],
+        tries: bool = False,
+        measures: bool = False,
+    ) -> None:
+        self.setup = setup
+        self.announce = announce
+        self.mixing: str | None = None
+        self.saved_bytes = 0
+        self._tries, self._measures = tries, measures
+        self.retains = False
+        self._run = StageRun(setup, values, random_key)
+        self._training = training
+        self._kept: dict[int, _Kept] = {}  # by number of the microbatch
+        self._parts: dict[int, tuple[Tensor, ...]] = {}
+        self._gradients: Sequence[Tensor | None] = ()
+        self._only: Sequence[Tensor] | None = None
+        self._joined: tuple[Tensor, ...] = ()
+        self._leg: Leg | None = None  # the one that runs
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self) -> tuple[Tensor, ...] | None:
+        """Runs all microbatches forward. Called by every rank of the pipeline.
+
+        Returns:
+            On the last stage the joined results; those that train are results of one operation of autograd.
+        """
+        joined = self.run_forward()
+        if joined is None or not self._training or not torch.is_grad_enabled() or not self._trains():
+            return joined
+        self._joined = joined
+        results = _Pipelined.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
+        return tuple(results)
+
+    def run_forward(self) -> tuple[Tensor, ...] | None:
+        """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
+        with self.setup.norms.deferred():
+            for leg in self.setup.legs:
+                with self._running(leg):
+                    leg.forward.step(self._forward_one)
+        if not self.setup.is_last:
+            return None
+        parts = [self._parts[index] for index in sorted(self._parts)]
+        self._parts = {}
+        return self.setup.joined(parts)
+
+    def take_joined(self) -> tuple[Tensor, ...]:
+        """The joined results, once."""
+        joined, self._joined = self._joined, ()
+        return joined
+
+    def _trains(self) -> bool:
+        return any(output.requires_grad for kept in self._kept.values() for output in kept.outputs)
+
+    def _forward_one(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One microbatch through this rank's stage.
+
+        Args:
+            index: Its number in the running leg.
+            received: What the previous stage sent.
+        """
+        leg, setup = self._running_leg, self.setup
+        number = leg.part.first + index
+        state: Tensor | None = None
+        if setup.carries_random_state and setup.stage.index:
+            *tensors, state = received
+            received = tuple(tensors)
+        if self._training:
+            # Into memory of its own: the next pass receives into the same.
+            specs = leg.received
+            received = tuple(
+                tensor.clone().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
+                for tensor, spec in zip(received, specs, strict=False)
+            )
+        if self._tries and number == 0:
+            self.mixing = self._run.mixing_call(leg, index, received)
+        if self._measures and number == 0:
+            self.saved_bytes = self._run.saved_bytes(leg, index, received)
+        outputs, state = self._run.compute(leg, index, received, state=state, training=self._training)
+        if self._training and torch.is_grad_enabled():
+            self._kept[number] = _Kept(received=received, outputs=outputs)
+        detached = tuple(output.detach() for output in outputs)
+        if not setup.is_last:
+            contiguous = tuple(output.contiguous() for output in detached)
+            return contiguous if state is None else (*contiguous, state)
+        if state is not None:
+            set_generator_state(state)
+        self._parts[number] = safe(detached, received if not self._training else ())
+        return (torch.zeros((), device=setup.device),)
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(self, gradients: Sequence[Tensor | None] = (), only: Sequence[Tensor] | None = None) -> None:
+        """Runs all microbatches backward. Called by every rank of the pipeline, once for each backward pass.
+
+        Args:
+            gradients: On the last stage, those of the joined results.
+            only: The tensors of this rank's stage that get gradients; by default all that it trains.
+        """
+        self._gradients, self._only = gradients, only
+        try:
+            for leg in self.setup.legs:
+                assert leg.backward is not None
+                with self._running(leg), self.setup.norms.untracked():
+                    leg.backward.step(self._backward_one)
+        finally:
+            self._gradients, self._only = (), None
+
+    def _backward_one(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One microbatch back through this rank's stage; returns the gradients for the previous one."""
+        leg = self._running_leg
+        number = leg.part.first + index
+        kept = self._kept[number] if self.retains else self._kept.pop(number, None)
+        if kept is None:
+            raise RuntimeError(
+                "Trying to backward through the pipelined calls a second time: what they saved has been freed. "
+                "Specify retain_graph=True where backward is called the first time."
+            )
+        gradients = self._own_gradients(leg, index) if self.setup.is_last else _spread(kept.outputs, leg.sent, received)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(kept.outputs, gradients, strict=True)
+            if output.requires_grad and gradient is not None
+        ]
+        for tensor in kept.received:
+            tensor.grad = None
+        inputs = None
+        if self._only is not None:
+            inputs = [tensor for tensor in (*kept.received, *self._only) if tensor.requires_grad]
+        if pairs and inputs != []:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
+        if self.setup.stage.index == 0:
+            return (torch.zeros((), device=self.setup.device),)
+        trained = [t for t, spec in zip(kept.received, leg.received, strict=False) if spec.requires_grad]
+        sent = tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in trained)
+        for tensor in trained:
+            tensor.grad = None
+        return sent or (torch.zeros((), device=self.setup.device),)
+
+    def _own_gradients(self, leg: Leg, index: int) -> list[Tensor | None]:
+        start = leg.start + index * leg.rows
+        found: list[Tensor | None] = []
+        for gradient, dim in zip(self._gradients, self.setup.joined_dims, strict=True):
+            if gradient is None:
+                found.append(None)
+            elif dim is None:  # all microbatches gave the same; one of them is what the batch has
+                found.append(gradient if leg.part.first + index == 0 else None)
+            else:
+                found.append(cut(gradient, dim, start, leg.rows, num_rows=self.setup.num_rows))
+        return found
+
+    # ------------------------------------------------------------------ a leg
+
+    @contextmanager
+    def _running(self, leg: Leg) -> Iterator[None]:
+        self._leg = leg
+        try:
+            yield
+        finally:
+            self._leg = None
+
+    @property
+    def _running_leg(self) -> Leg:
+        assert self._leg is not None
+        return self._leg
+
+
+class _Pipelined(torch.autograd.Function):
+    """The region, for autograd on the last stage."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, region: RegionPass) -> Any:
+        """The joined results, as results of this operation; no inputs of it, of which they would be views.
+
+        Args:
+            ctx: Of autograd.
+            anchor: Requires a gradient, so that the results do.
+            region: The call.
+        """
+        ctx.region = region
+        ctx.set_materialize_grads(False)
+        results = region.take_joined()
+        specs = region.setup.legs[0].sent
+        ctx.mark_non_differentiable(*(t for t, spec in zip(results, specs, strict=False) if not spec.requires_grad))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Runs the pipeline backward; raises ``UnsupportedError`` where a derivative of the gradients is wanted."""
+        if torch.is_grad_enabled():
+            raise no_second_derivative()
+        region: RegionPass = ctx.region
+        region.announce(region)
+        region.backward(gradients)
+        return None, None
+
+
+def _spread(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], received: Sequence[Tensor]) -> list[Tensor | None]:
+    """The received gradients, each at the place of the output that it belongs to."""
+    waiting = iter(received)
+    return [next(waiting) if spec.requires_grad else None for _, spec in zip(outputs, specs, strict=False)]
+
+
+def safe(outputs: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Outputs that the next receives do not overwrite."""
+    buffers = {tensor.untyped_storage().data_ptr() for tensor in received}
+    return tuple(output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs)
+
+
+def gradient_specs(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """What travels back for tensors that travelled forward: at least one tensor, so that the next stage knows when to begin."""
+    trained = tuple(TensorSpec(shape=spec.shape, dtype=spec.dtype, requires_grad=False) for spec in specs if spec.requires_grad)
+    return trained or (TensorSpec(shape=(), dtype=torch.get_default_dtype(), requires_grad=False),)
+
+
+def _unexpected(stage: Stage, node: fx.Node, output: Tensor, spec: TensorSpec) -> UnsupportedError:
+    return UnsupportedError(
+        f"Stage {stage.index} computed another tensor than it was set up to send.",
+        where=f"{node.meta['module_path'] or 'the module itself'}, {node.meta.get('source') or 'source unknown'}",
+        observed=f"shape {tuple(output.shape)}, {output.dtype}, requires_grad={output.requires_grad}",
+        expected=f"shape {spec.shape}, {spec.dtype}, requires_grad={spec.requires_grad}, as when it was traced",
+        todo="A shape, dtype or gradient that depends on data cannot cross a cut: keep that module and its user in "
+        "one stage, with a plan of other cuts or fewer stages.",
+    )

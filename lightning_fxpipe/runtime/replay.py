@@ -1,0 +1,332 @@
+"""Walks through a step's own Python at run time: watches what it draws, and leads a region of several calls.
+
+Before the region the calls are made as they stand, and what the region needs of them is kept. At its first call this rank's
+stage runs; a stage that is not the last leaves the step there. On the last stage the Python between the region's calls runs on,
+but its calls compute nothing: each returns the region's real output where it is one, and elsewhere a stand-in without data. A
+sequence of calls that differs from the recorded one is an error. After the region's last call all is ordinary Python again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat.modes import function_mode_removed
+from lightning_fxpipe._compat.torch import FakeTensor, StandIns, tree_flatten
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
+from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
+from lightning_fxpipe.pytree.structure import Template
+from lightning_fxpipe.reporting.wording import argument_words
+from lightning_fxpipe.stages.build import concrete_size
+from lightning_fxpipe.tracing.distributions import unvalidated_distributions
+from lightning_fxpipe.tracing.held_tensors import HeldTensors
+from lightning_fxpipe.tracing.parameter_use import check_call
+from lightning_fxpipe.tracing.step_record import RecordedCall, StepRecord, TensorKey
+from lightning_fxpipe.tracing.torch_calls import LOOKS, CallContext, is_query
+from lightning_fxpipe.user_code.calls import call_name, calls_through, classes_with_own_call
+from lightning_fxpipe.user_code.frames import user_source
+
+# The outputs of a region for its inputs; None where it does not run, and its calls return tensors without data.
+RunRegion = Callable[[list[Tensor]], "list[Tensor] | None"]
+
+# An array of a tensor that trains is an error.
+_NUMBERS = frozenset(function for function in LOOKS if function not in (Tensor.numpy, Tensor.__array__))
+_COMPARED = (bool, int, float, complex, str, type(None), torch.dtype)
+
+
+class StepMode(TorchFunctionMode):
+    """Watches a step that is not being recorded.
+
+    Args:
+        root: The LightningModule.
+        draws: Makes the random tensors.
+    """
+
+    def __init__(self, root: nn.Module, draws: BatchDraws) -> None:
+        super().__init__()
+        self._root = root
+        self._draws = draws
+        self._in_stage = False
+        self._refused: FxPipeError | None = None
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Notes a refusal of the block's, the check of a call: the step may catch it."""
+        try:
+            yield
+        except FxPipeError as error:
+            self._refused = self._refused or error
+            raise
+
+    def check_refused(self) -> None:
+        """Called where the step has ended: raises what was refused in it."""
+        if self._refused is not None:
+            raise self._refused
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._in_stage:
+            return func(*args, **(kwargs or {}))
+        with self.refusing():
+            check_call(self._root, func, args, kwargs)
+        if func in _NUMBERS and type(args[0]) is Tensor and args[0].requires_grad:
+            args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
+        return self._draws.call(func, args, kwargs or {})
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module."""
+        return original_call(module, *args, **kwargs)
+
+    @contextmanager
+    def in_stage(self) -> Iterator[None]:
+        """Does not watch during the block."""
+        self._in_stage = True
+        try:
+            with function_mode_removed(self):
+                yield
+        finally:
+            self._in_stage = False
+
+
+@contextmanager
+def watched_step(root: nn.Module, draws: BatchDraws) -> Iterator[StepMode]:
+    """Runs the block, the step's code, with its random tensors made by ``draws``."""
+    mode = StepMode(root, draws)
+    with mode:
+        yield mode
+    mode.check_refused()
+
+
+class RegionRehearsed(BaseException):
+    """Ends a step whose region runs without data, where its last call is, or the first that leaves tensors on modules."""
+
+
+class Replayer:
+    """Leads the steps of one shape through a region of several calls.
+
+    Args:
+        root: The LightningModule.
+        record: The calls that were recorded.
+        sizes: Values of the symbols in it.
+        device_type: Of this rank's device.
+        held: Tensors that the stages have from elsewhere than the step's calls.
+        exchanged: Gets those that the step now hands to a call in place of such; without, that is another path.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        record: StepRecord,
+        sizes: Mapping[Any, int],
+        device_type: str,
+        held: HeldTensors,
+        exchanged: dict[str, Tensor] | None = None,
+    ) -> None:
+        self.root = root
+        self.record = record
+        self._held = held
+        self._exchanged = exchanged
+        self.own_call_classes = classes_with_own_call(root.modules())
+        self.module_paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+        self.device_type = device_type
+        self._sizes = sizes
+        self._stand_ins = StandIns()
+        self._made: dict[TensorKey, Tensor] = {}
+
+    @contextmanager
+    def lead(self, batch: Any, draws: BatchDraws, run: RunRegion) -> Iterator[None]:
+        """Runs the block, the step's code for ``batch``; in it ``run`` computes the region's outputs from its inputs.
+
+        A step that returns before the region's first call, as one that skips a batch, runs to its end.
+
+        Raises:
+            UnsupportedError: The step takes another path than the one recorded.
+        """
+        mode = _Replay(self, batch, draws, run)
+        with calls_through(mode), unvalidated_distributions():
+            yield
+        mode.check_refused()
+        if self.record.first < mode.count <= self.record.last:  # one that makes none of them skips the batch
+            raise UnsupportedError(
+                "The step ended before it had made all calls of the model.",
+                observed=f"{mode.count} calls",
+                expected=f"at least {self.record.last + 1}, up to {self.record.calls[-1].name}, {self.record.calls[-1].source}",
+                todo="Make the same calls for every batch; a step that skips some of them cannot be pipelined.",
+            )
+
+    def stand_in(self, key: TensorKey, recorded: Tensor) -> Tensor:
+        """A tensor without data in place of a result that no later code needs."""
+        if key not in self._made:
+            shape = tuple(concrete_size(size, self._sizes) for size in recorded.shape)
+            self._made[key] = self._stand_ins.make(shape, recorded.dtype, recorded.device, recorded.requires_grad)
+        return self._made[key]
+
+    def is_held(self, name: str, tensor: Tensor) -> bool:
+        """Whether the stages have a tensor as the one with this name, or will have."""
+        if not self._held.is_known(name):
+            return True  # the call is made anew, as no part of the graph
+        if self._exchanged is None:
+            return self._held.has(name, tensor)
+        known = self._exchanged.setdefault(name, tensor)
+        return known is tensor
+
+    def constant(self, recorded: Any) -> Any:
+        """A recorded constant as it is at these sizes."""
+        if isinstance(recorded, SymbolicSize):
+            return recorded.value(self._sizes)
+        return recorded
+
+
+class _Replay(StepMode):
+    """One run of the step; see :meth:`Replayer.lead`."""
+
+    def __init__(self, replayer: Replayer, batch: Any, draws: BatchDraws, run: RunRegion) -> None:
+        super().__init__(replayer.root, draws)
+        self.count = 0
+        self._replayer = replayer
+        self._record = replayer.record
+        self._run = run
+        # The region's first call may stand in a block without gradients, which is none of the others' business.
+        self._ambient = CallContext.current(replayer.device_type)
+        self._is_inside = self._is_rehearsal = False
+        self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
+        self._keys: dict[int, TensorKey] = {}
+        for position, tensor in enumerate(Template.of(batch).tensors):
+            self._remember(tensor, TensorKey(-1, position))
+
+    # ------------------------------------------------------------------ numbering, as in span.SpanRecorder
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        execute = partial(super().__torch_function__, func, types)
+        kwargs = kwargs or {}
+        if self._in_stage or self._is_inside or is_query(func):
+            return execute(args, kwargs)
+        return self._number(call_name(func), execute, args, kwargs)
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        path = self._replayer.module_paths.get(id(module))
+        if self._in_stage or self._is_inside or path is None or path in self._record.transparent:
+            return original_call(module, *args, **kwargs)
+        return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
+
+    def classes_with_own_call(self) -> set[type[nn.Module]]:
+        """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
+        return self._replayer.own_call_classes
+
+    def _number(
+        self,
+        name: str,
+        execute: Callable[[tuple[Any, ...], dict[str, Any]], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        number, self.count = self.count, self.count + 1
+        if number > self._record.last:
+            with self.refusing():
+                self._check_has_data(name, args, kwargs)
+        if self._record.first <= number <= self._record.last:
+            call = self._record.calls[number - self._record.first]
+            with self.refusing():
+                self._check_same(call, name, args, kwargs)
+            if number == self._record.first:
+                self._run_region()
+            if self._is_rehearsal and (number == self._record.last or call.sides):
+                raise RegionRehearsed
+            if call.result is not None:
+                return self._replay(call)
+        self._is_inside = True
+        try:
+            result = execute(args, kwargs)
+        finally:
+            self._is_inside = False
+        if number < self._record.first:
+            for position, tensor in enumerate(Template.of(result).tensors):
+                self._remember(tensor, TensorKey(number, position))
+        return result
+
+    # ------------------------------------------------------------------ the region
+
+    def _run_region(self) -> None:
+        inputs = [self._tensors[key] for key in self._record.inputs]
+        try:
+            with self.in_stage(), self._ambient.active():
+                outputs = self._run(inputs)
+        except BaseException:
+            self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
+            raise
+        self._is_rehearsal = outputs is None
+        for key, output in zip(self._record.outputs, outputs or (), strict=outputs is not None):
+            self._remember(output, key)
+
+    def _replay(self, call: RecordedCall) -> Any:
+        assert call.result is not None
+        tensors = []
+        for key, recorded in zip(call.keys, call.result.tensors, strict=True):
+            tensor = self._tensors.get(key)
+            if tensor is None:
+                with self.in_stage():
+                    tensor = self._replayer.stand_in(key, recorded)
+                self._remember(tensor, key)
+            tensors.append(tensor)
+        for path, attribute, key in call.sides:
+            if key in self._tensors:
+                setattr(self._replayer.root.get_submodule(path), attribute, self._tensors[key])
+        return call.result.structure.fill(tensors, [self._replayer.constant(as_size(size)) for size in call.result.sizes])
+
+    def _remember(self, tensor: Tensor, key: TensorKey) -> None:
+        """The first identity of a tensor is its own, as when the step was recorded."""
+        key = self._keys.setdefault(id(tensor), key)
+        self._tensors[key] = tensor
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_same(self, call: RecordedCall, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, structure = tree_flatten((args, kwargs))
+        same = name == call.name and structure == call.structure
+        same = same and all(self._is_same(a, b) for a, b in zip(call.arguments, leaves, strict=True))
+        if not same:
+            recorded = [self._replayer.constant(argument) for argument in call.arguments]
+            expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
+            observed = _call_words(name, [argument_words(leaf) for leaf in leaves])
+            raise UnsupportedError(
+                "The step takes another path between its calls of the model than it took when it was recorded.",
+                where=user_source(),
+                observed=observed + (", with other tensors" if observed == expected else ""),
+                expected=f"{expected}, as at {call.source or 'the same place'}",
+                todo="Move what changes from batch to batch before the first call of the model or after the last, or into "
+                "a module's forward.",
+            )
+
+    def _is_same(self, recorded: Any, actual: Any) -> bool:
+        if not isinstance(recorded, TensorKey):
+            recorded = self._replayer.constant(recorded)
+            return bool(recorded == actual) if isinstance(recorded, _COMPARED) else type(recorded) is type(actual)
+        if not isinstance(actual, Tensor):
+            return False
+        if recorded.call < 0 and recorded.name:
+            return id(actual) not in self._keys and self._replayer.is_held(recorded.name, actual)
+        return self._keys.get(id(actual)) == recorded
+
+    def _check_has_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):
+            raise UnsupportedError(
+                "The step uses a value of the pipelined calls that it did not use when it was recorded.",
+                where=user_source(),
+                observed=f"an argument of {name} that only the stages had",
+                expected="the same use of the model's results for every batch",
+                todo="Use the value in every step, for instance in a term with weight zero.",
+            )
+
+
+def _call_words(name: str, arguments: Sequence[str]) -> str:
+    return f"a call {name}({', '.join(arguments)})"

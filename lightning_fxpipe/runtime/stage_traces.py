@@ -1,0 +1,374 @@
+"""This rank's stage of each trace, and which trace a step runs with: a known one that covers its shapes, or a new one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import Tensor, nn
+
+from lightning_fxpipe.distributed.agreement import check_agreement, gathered
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
+from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.planner.following import follow_plan, trace_for_plan
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
+from lightning_fxpipe.runtime.lru import LruCache
+from lightning_fxpipe.runtime.replay import RegionRehearsed, Replayer
+from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
+from lightning_fxpipe.tracing.discovery import regions
+from lightning_fxpipe.tracing.prelude import PreludeFacts, rehearsed
+from lightning_fxpipe.tracing.reads import ReadKey, changed_reads
+from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
+from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
+from lightning_fxpipe.tracing.signals import CannotFollow
+from lightning_fxpipe.tracing.span import Span, StepRegion
+from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.tracing.trace_log import Traced, TraceLog, input_constants, input_names
+from lightning_fxpipe.user_code.iterators import StepIterators
+from lightning_fxpipe.user_code.step import StepKind
+
+_logger = logging.getLogger("lightning_fxpipe")
+
+# A trace costs a fraction of a second to make, and little memory: its graph has tens of nodes.
+MAX_TRACES = 32
+
+
+_Cut = tuple[Recordable, Shapes, Assignment, DimGroups]
+
+
+class ValuesNeeded(Exception):
+    """A batch without values does not do."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTrace:
+    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make.
+
+    ``stages_with_inputs`` are the stages, of all ranks, that compute with a tensor that the region is called with.
+    """
+
+    kind: StepKind
+    span: Span | None
+    traced: TracedRegion
+    stage: Stage
+    stages_with_inputs: frozenset[int]
+
+    @property
+    def is_for_one_step(self) -> bool:
+        """Whether it has only what the step that it was made for uses."""
+        return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
+
+
+class StageTraces:
+    """The traces of a module's steps.
+
+    Args:
+        root: The LightningModule, with this rank's stage on its device.
+        plan: Where each parameter lives.
+        topology: This rank's place.
+        log: Gets each trace that is made.
+
+    Attributes:
+        iterators: Those that the running batch's step makes.
+    """
+
+    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
+        self._root = root
+        self._batch_dim = plan.batch_dim
+        self._plan = plan
+        self._topology = topology
+        self._log = log
+        self._known: list[StageTrace] = []  # the one used last comes last
+        self.iterators = StepIterators()
+        self._warned_of: set[str] = set()
+        self.read_keys: dict[ReadKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
+        self._unfixed: set[StepKind] = set()
+        self._looking: set[StepKind] = set()
+        self._histories: LruCache[Signature, ShapeHistory] = LruCache(MAX_TRACES)
+        self._staged = {id(p) for fqn, p in root.named_parameters(remove_duplicate=False) if plan.stages_of(fqn)}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, kind: StepKind, call: StepCall, size: int, *, has_values: bool = True) -> tuple[StageTrace, Shapes]:
+        """A trace that covers the step's calls of the model, and the shapes that they get.
+
+        Args:
+            kind: Which step.
+            call: It, with a microbatch.
+            size: Samples in that.
+            has_values: Whether the microbatch has its values on every rank.
+
+        Raises:
+            NoModelCall: The step returns without calling the model.
+            ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
+            CannotFollow: The step trains nothing, and cannot be cut as the plan says.
+        """
+        for is_span, region in self._regions(kind, call, size):
+            signature, shapes = sign(self._root, region)
+            for known in reversed(self._known):
+                alike = (known.span is not None) == is_span and (known.kind is kind or not known.is_for_one_step)
+                if alike and known.traced.signature == signature and known.traced.covers(region):
+                    if is_span and not self._takes(known, kind, call, shapes):
+                        continue
+                    self._note_looks(kind, known.traced)
+                    if not has_values and self.looks_at_values(kind):
+                        raise ValuesNeeded
+                    self._known.remove(known)
+                    self._known.append(known)
+                    return known, shapes
+        if not has_values:
+            raise ValuesNeeded
+        with self._log.told(f"Tracing the {kind.words}"):
+            made, shapes = self._trace(kind, call, size)
+        if made.span is not None:
+            self._takes(made, kind, call, shapes)
+        return made, shapes
+
+    def find_call(self, kind: StepKind, region: RegionCall) -> tuple[StageTrace, Shapes]:
+        """A trace that covers a call, and the shapes that it gets. Called by every rank.
+
+        Args:
+            kind: Which step makes it.
+            region: The call.
+        """
+        signature, shapes = sign(self._root, region)
+        for known in reversed(self._known):
+            if known.traced.signature == signature and known.traced.covers(region):
+                self._known.remove(known)
+                self._known.append(known)
+                return known, shapes
+        with self._log.told(f"Tracing {region.label}"):
+            return self._made(kind, partial(self._cut_region, kind, region, region.batch_size))
+
+    def is_fixed(self, kind: StepKind) -> bool:
+        """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`read_keys`."""
+        return kind not in self._unfixed
+
+    def looks_at_values(self, kind: StepKind) -> bool:
+        """Whether a step has been seen to look at values of its batch before it calls the model."""
+        return kind in self._looking
+
+    def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
+        """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
+        traced = known.traced
+        sizes, record = traced.bind_sizes(shapes), traced.record
+        assert sizes is not None and record is not None
+        found: list[tuple[int, ...]] = []
+        exchanged: dict[str, Tensor] = {}
+        replayer = Replayer(self._root, record, sizes, self._topology.device.type, traced.held, exchanged)
+        expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
+        is_same = True
+        rehearsing = rehearsed(self._root, call.function, call.args, call.kwargs)
+        with suppress(RegionRehearsed), rehearsing as rehearsal, self.iterators.one_run(rehearsal.state):
+            batch, draws = (rehearsal.args[0], rehearsal.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
+            try:
+                with replayer.lead(batch, draws, partial(_note_shapes, found, expected)):
+                    call.function(*rehearsal.args, **rehearsal.kwargs)
+            except UnsupportedError:
+                is_same = False  # it takes another path
+        self._note_prelude(kind, rehearsal.facts)
+        # A step that skips the model has none.
+        if traced.held.are_unseen(exchanged):
+            self._unfixed.add(kind)
+        return is_same and (not found or found == expected) and traced.held.take_where_other(exchanged)
+
+    def have_held_tensors_changed(self) -> bool:
+        """Whether code has put another tensor where the stages have one from."""
+        return any(known.traced.held.have_changed() for known in self._known)
+
+    def _note_looks(self, kind: StepKind, traced: TracedRegion) -> None:
+        """Where the region itself looks at values, every microbatch is looked at before it runs."""
+        if traced.looks:
+            self._unfixed.add(kind)
+            self._looking.add(kind)
+
+    def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
+        if facts is not None:
+            self.read_keys |= dict.fromkeys(facts.reads)
+            if not facts.is_fixed:
+                self._unfixed.add(kind)
+            if facts.looks_at_values:
+                self._looking.add(kind)
+
+    def _regions(self, kind: StepKind, call: StepCall, size: int) -> Iterator[tuple[bool, Recordable]]:
+        """What the step's region would be if it were that of a known trace; and whether it is one of several calls."""
+        for known in reversed(self._known):
+            if known.span is not None and known.kind is kind:
+                # The span has no part in what it is signed by.
+                yield True, StepRegion(step=call, span=known.span, batch_size=size, batch_dim=self._batch_dim)
+                break
+        if any(known.span is None for known in self._known):
+            try:
+                region = find_region(
+                    self._root,
+                    call,
+                    batch_size=size,
+                    batch_dim=self._batch_dim,
+                    device=self._topology.device,
+                    is_region=self._is_staged,
+                )
+            except FxPipeError:
+                _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
+                return
+            self._note_prelude(kind, region.prelude)
+            yield False, region
+
+    def _is_staged(self, module: nn.Module) -> bool:
+        return any(id(parameter) in self._staged for parameter in module.parameters())
+
+    # ------------------------------------------------------------------ new ones
+
+    def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
+        return self._made(kind, partial(self._cut, kind, call, size))
+
+    def _made(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
+        begin = time.perf_counter()
+        region, shapes, assignment, symbolic = self._agreed(kind, cut)
+        check_agreement(
+            self._topology.control_group,
+            (symbolic, [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]),
+            TraceError(
+                "The ranks recorded different graphs of the same step.",
+                expected="the same tensors across each cut on every rank",
+                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+            ),
+        )
+        made = StageTrace(
+            kind=kind,
+            span=region.span if isinstance(region, StepRegion) else None,
+            traced=assignment.chain.traced,
+            stage=build_stage(assignment, self._topology.stage_index),
+            stages_with_inputs=stages_with_inputs(assignment),
+        )
+        self._note_looks(kind, made.traced)
+        self._warn_of_changes(region)
+        self._known = [*self._known[-(MAX_TRACES - 1) :], made]
+        self.read_keys |= dict.fromkeys(made.traced.reads)
+        open_dims = {place for group in symbolic for place in group if not _is_specialised(made.traced, *place)}
+        seconds = time.perf_counter() - begin
+        record = Traced(
+            step=kind.value,
+            seconds=seconds,
+            signature=assignment.chain.traced.signature,
+            shapes=shapes,
+            names=input_names(region),
+            constants=input_constants(region),
+        )
+        self._log.add(record, frozenset(open_dims))
+        return made, shapes
+
+    def _agreed(self, kind: StepKind, cut: Callable[[], _Cut]) -> _Cut:
+        """What ``cut`` gives on every rank.
+
+        Raises:
+            CannotFollow: It failed on one of them, in a step that trains nothing.
+        """
+        if kind is StepKind.TRAIN or self._topology.num_stages == 1:
+            return cut()
+        made: _Cut | None = None
+        failure: FxPipeError | None = None
+        try:
+            made = cut()
+        except NoModelCall:
+            raise
+        except FxPipeError as error:
+            failure = error
+        failures = [found for found in gathered(self._topology.control_group, failure) if found is not None]
+        if failures:
+            raise CannotFollow(failures[-1])
+        assert made is not None
+        return made
+
+    def _cut(self, kind: StepKind, call: StepCall, size: int) -> _Cut:
+        """The region of a step, the shapes that it gets, its stages, and the dimensions whose sizes are symbols."""
+        fallback = trains if kind is StepKind.TRAIN else self._is_staged
+        found = regions(
+            self._root,
+            call,
+            batch_size=size,
+            batch_dim=self._batch_dim,
+            device=self._topology.device,
+            fallback=fallback,
+            needs_model=False,
+        )
+        first: FxPipeError | None = None
+        for region in found:
+            try:
+                return self._cut_region(kind, region, size)
+            except (TraceError, PartitionError) as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _cut_region(self, kind: StepKind, region: Recordable, size: int) -> _Cut:
+        if isinstance(region, RegionCall):
+            self._note_prelude(kind, region.prelude)
+        signature, shapes = sign(self._root, region)
+        history = self._histories.get(signature, ShapeHistory)
+        history.observe(shapes, size, self._batch_dim)
+        groups = history.groups(shapes)
+        assignment, symbolic = self._assignment(region, groups, history)
+        for group in symbolic:
+            tensor, dim = group[0]
+            if _is_specialised(assignment.chain.traced, tensor, dim):
+                history.note_specialised(group, shapes[tensor][dim])
+        return region, shapes, assignment, symbolic
+
+    def _warn_of_changes(self, region: Recordable) -> None:
+        """Says once which attribute makes the model be traced again."""
+        known = (trace.traced for trace in self._known if trace.traced.computes(region))
+        changed = {name for traced in known for name in changed_reads(self._root, traced.reads)} - self._warned_of
+        self._warned_of |= changed
+        if changed:
+            self._log.warn(
+                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward reads. Where it "
+                "changes often, read it in a submodule that stays whole, or use the value after the model's call."
+            )
+
+    def _assignment(self, region: Recordable, groups: DimGroups, history: ShapeHistory) -> tuple[Assignment, DimGroups]:
+        """The stages of a trace whose sizes are symbols in as many groups of dimensions as can be, and those groups."""
+        leaving_one_out = [tuple(g for g in groups if g is not left) for left in groups] if len(groups) > 1 else []
+        for attempt in (groups, *leaving_one_out):
+            if attempt:
+                try:
+                    assignment = self._follow_plan(replace_varying(region, attempt))
+                except FxPipeError:  # some code cannot do without knowing a size
+                    _logger.debug("A trace for all sizes of %s cannot be made", attempt, exc_info=True)
+                    continue
+                break
+        else:
+            attempt, assignment = (), self._follow_plan(region)
+        for group in groups:
+            if group not in attempt:
+                history.keep_static(group)
+        return assignment, attempt
+
+    def _follow_plan(self, region: Recordable) -> Assignment:
+        return follow_plan(self._plan, trace_for_plan(self._root, region, self._plan, device=self._topology.device))
+
+
+def replace_varying(region: Recordable, groups: DimGroups) -> Recordable:
+    """The region with other dimensions that vary."""
+    changed: Recordable = replace(region, varying=groups)  # type: ignore[type-var]
+    return changed
+
+
+def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
+    """Whether the trace found a symbol to be a number after all."""
+    size = traced.input_shapes[tensor][dim]
+    return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))
+
+
+def _note_shapes(found: list[tuple[int, ...]], expected: list[tuple[int, ...]], inputs: list[Tensor]) -> None:
+    """Runs no region; its calls return tensors without data."""
+    found.extend(tuple(tensor.shape) for tensor in inputs)
+    if found != expected:
+        raise RegionRehearsed

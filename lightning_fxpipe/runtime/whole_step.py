@@ -1,0 +1,194 @@
+"""Validation, test and prediction that use the model's parts in another way than the plan allows: as on one device.
+
+Decoding from token to token, sampling loops, a decoder without its encoder: such a step cannot go once through the stages. So
+it runs as ordinary Python on the last stage's rank, on the whole batch, with the tensors of the other stages brought there.
+They stay until the loop over the batches ends, and are brought anew where something has changed them before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import return_memory, version_of
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
+from lightning_fxpipe.hooks.whole_model import WholeView
+from lightning_fxpipe.metrics.step_log import StepLog
+from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.microbatch.split import batch_size
+from lightning_fxpipe.planner.cost import canonical_fqns
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.pytree.sizes import as_bytes
+from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.runtime.batch_result import BatchResult
+from lightning_fxpipe.runtime.replay import watched_step
+from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.step import Step, StepKind
+
+
+class WholeSteps:
+    """Which steps run whole, and the tensors that they need. All methods but :meth:`takes` are called by every rank.
+
+    Args:
+        module: The LightningModule, with placeholders.
+        plan: Which stage holds what.
+        topology: This rank's place.
+        warn: Tells the user.
+    """
+
+    def __init__(self, module: nn.Module, plan: PartitionPlan, topology: Topology, warn: Callable[[str], None]) -> None:
+        self._module = module
+        self._plan = plan
+        self._topology = topology
+        self._warn = warn
+        self._kinds: set[StepKind] = set()
+        self._values: dict[int, Tensor] = {}  # on the last stage, by the placeholder's identity
+        self._versions: list[tuple[int, int]] | None = None  # of this rank's tensors, when they were brought
+
+    def takes(self, kind: StepKind) -> bool:
+        """Whether a step runs whole."""
+        return kind in self._kinds
+
+    def take(self, kind: StepKind, error: FxPipeError) -> None:
+        """A step runs whole from now on, because it cannot run in stages."""
+        self._kinds.add(kind)
+        missing = [t for _, t in self._missing()]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in missing)
+        facts = "; ".join(text for text in (error.where, error.observed) if text)
+        self._warn(
+            f"The {kind.value} cannot run in stages, so it runs on the last stage's rank alone: the rest of the model, "
+            f"{num_bytes / 2**20:,.1f} MiB, is brought there for each loop over the batches, and the other ranks wait. "
+            f"Results are those of one device. Why: {error.what} ({facts})"
+        )
+
+    def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
+        """Runs the step on the last stage's rank, as on one device; what it gave is there only.
+
+        Args:
+            step: The step.
+            batch: The batch.
+            metrics: The module's metrics, by name.
+        """
+        self._bring()
+        if not self._topology.is_last:
+            return BatchResult(num_microbatches=0)
+        log, before = StepLog(metrics), rng_state()
+        draws = BatchDraws(batch_size(batch, self._plan.batch_dim), self._plan.batch_dim)
+        with self._whole_model() as buffers, log.capture(self._module), step.context(), watched_step(self._module, draws):
+            output = step.function(batch, *step.rest)
+        rng = rng_state()
+        return BatchResult(
+            num_microbatches=0,
+            output=output,
+            entries=log.entries,
+            rng=None if same_rng(before, rng) else rng,
+            buffers=buffers,
+        )
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[dict[str, Tensor]]:
+        """In the block this rank has the whole model. Yields the buffers of other stages that the block changes.
+
+        Raises:
+            UnsupportedError: The block changes parameters.
+        """
+        places = [(m, name, fqn, t) for m, name, fqn, t in named_tensors(self._module) if id(t) in self._values]
+        before = {key: version_of(value) for key, value in self._values.items()}
+        changed: dict[str, Tensor] = {}
+        for module, name, _, placeholder in places:
+            setattr(module, name, self._values[id(placeholder)])
+        try:
+            yield changed
+            for module, name, fqn, placeholder in places:
+                now, key = getattr(module, name), id(placeholder)
+                if now is self._values[key] and version_of(now) == before[key]:
+                    continue
+                if isinstance(placeholder, nn.Parameter):
+                    raise _changes_parameter(fqn)
+                with torch.inference_mode(False):
+                    self._values[key] = now.detach().clone()
+                changed[fqn] = self._values[key].cpu()
+        finally:
+            for module, name, _, placeholder in places:
+                setattr(module, name, placeholder)
+
+    def change_buffers(self, changed: Mapping[str, Tensor]) -> None:
+        """Makes this rank's buffers what a step on the last stage's rank has made of them."""
+        names = canonical_fqns(self._module)
+        for module, name, fqn, tensor in list(named_tensors(self._module)):
+            if fqn in changed and not tensor.is_meta and self._plan.stages_of(names[fqn]):
+                setattr(module, name, changed[fqn].to(self._topology.device))
+        if changed:
+            self._versions = self._own_versions()
+
+    def give_back(self) -> None:
+        """The loop over the batches has ended: what was brought goes."""
+        self._versions = None
+        if self._values:
+            self._values = {}
+            return_memory()
+
+    @contextmanager
+    def no_placeholders(self) -> Iterator[None]:
+        """In the block, a look at a tensor of another stage raises :class:`UnsupportedError`."""
+        placeholders = {id(tensor): tensor for *_, tensor in named_tensors(self._module) if tensor.is_meta}
+        with WholeView(placeholders, _refuse_look, _refuse_look, self._topology.device):
+            yield
+
+    def _missing(self) -> list[tuple[int, Tensor]]:
+        """What the last stage lacks, with the rank that has it, in the same order on every rank."""
+        names = canonical_fqns(self._module)
+        found: dict[str, tuple[int, Tensor]] = {}
+        for _, _, fqn, tensor in named_tensors(self._module):
+            stages = self._plan.stages_of(names[fqn])
+            if stages and self._topology.num_stages - 1 not in stages:
+                found.setdefault(names[fqn], (self._topology.rank_of(stages[0]), tensor))
+        return list(found.values())
+
+    def _own_versions(self) -> list[tuple[int, int]]:
+        return [(id(tensor), version_of(tensor)) for *_, tensor in named_tensors(self._module) if not tensor.is_meta]
+
+    def _bring(self) -> None:
+        """Brings what the last stage lacks, unless it has it."""
+        versions = self._own_versions()
+        is_stale = torch.tensor(int(versions != self._versions))
+        dist.all_reduce(is_stale, op=dist.ReduceOp.MAX, group=self._topology.control_group)
+        if not is_stale:
+            return
+        self._versions = versions
+        last = self._topology.rank_of(self._topology.num_stages - 1)
+        with torch.inference_mode(False), torch.no_grad():
+            for owner, tensor in self._missing():
+                if dist.get_rank() == owner:
+                    dist.send(as_bytes(tensor.contiguous()), dst=last, group=self._topology.group)
+                elif self._topology.is_last:
+                    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._topology.device)
+                    dist.recv(as_bytes(value), src=owner, group=self._topology.group)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    self._values[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+
+
+def _refuse_look() -> NoReturn:
+    raise UnsupportedError(
+        "The step uses parameters outside of the calls that are pipelined.",
+        where=user_source(),
+        observed="a parameter or buffer of another stage",
+        expected="the calls of the model that were found when the step was traced",
+        todo="Call the model in this step as training does.",
+    )
+
+
+def _changes_parameter(fqn: str) -> UnsupportedError:
+    return UnsupportedError(
+        "The step changes a parameter.",
+        observed=fqn,
+        expected="parameters that the optimizer, modules or hooks change",
+        todo="Do it in a hook, which sees the whole model.",
+    )

@@ -1,0 +1,8 @@
+"""This rank's stage: its graph module, and its share of the user's module.
+
+- ``build``: the stage modules of a cut graph.
+- ``shard``: leaves a rank with its own share.
+- ``gather``: makes the module whole again after its runs.
+- ``gradients``: of parameters that several stages hold; clipping over all stages.
+- ``memory``: how much there is, and what autograd takes of it.
+"""

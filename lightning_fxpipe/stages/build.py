@@ -1,0 +1,350 @@
+"""Builds the stage modules of a cut graph.
+
+A stage is a ``torch.fx.GraphModule`` that refers to the very parameters, buffers and submodules of the user's model under
+their own names: nothing is copied, and ``stage.named_parameters()`` gives the original FQNs. Its inputs are the tensors
+received from the previous stage, then those of the region's own inputs that it uses; its outputs are the tensors that the next
+stage receives, values that it only passes on (relays) included. What each stage computes for itself, such as an attention mask,
+is among the nodes of every stage that uses it.
+
+``torch.fx.passes.split_module`` is not used: it would send sizes as integers, place a parameter used twice in one partition
+only, and keep views of received memory that the next step overwrites.
+"""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat.torch import storage_key, symbolic_expression
+from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
+from lightning_fxpipe.tracing.checkpointing import run_checkpoints
+from lightning_fxpipe.tracing.held_tensors import attribute
+from lightning_fxpipe.tracing.inner_results import taken
+from lightning_fxpipe.tracing.signals import InnerPlace
+from lightning_fxpipe.tracing.torch_calls import CallContext
+from lightning_fxpipe.tracing.trace import TracedRegion
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Shape, dtype and gradient of a boundary tensor at given sizes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a traced region.
+
+    Attributes:
+        index: Position in the pipeline.
+        module: ``module(*boundary, *[inputs[i] for i in region_inputs])`` returns a tuple.
+        region_inputs: Which of the region's input tensors, and of the draws after them, the module takes.
+        boundary_in: Nodes received from the previous stage.
+        boundary_out: Nodes sent to the next stage; empty for the last.
+        is_last: Whether the outputs are the region's own.
+    """
+
+    index: int
+    module: fx.GraphModule
+    region_inputs: tuple[int, ...]
+    boundary_in: tuple[fx.Node, ...]
+    boundary_out: tuple[fx.Node, ...]
+    is_last: bool
+
+
+def build_stage(assignment: Assignment, index: int) -> Stage:
+    """The module of one stage. Parameters may be on the meta device if the stage is not this rank's own."""
+    return _StageBuilder(assignment, index).build()
+
+
+def build_stages(assignment: Assignment) -> tuple[Stage, ...]:
+    """All stages, for running them in one process."""
+    return tuple(build_stage(assignment, index) for index in range(assignment.num_stages))
+
+
+def stages_with_inputs(assignment: Assignment) -> frozenset[int]:
+    """The stages that compute with a tensor that the region is called with; others need at most their sizes."""
+    traced = assignment.chain.traced
+    inputs = set(traced.input_nodes)
+    returned = inputs & set(traced.output_node.all_input_nodes)
+    last = assignment.num_stages - 1
+    return frozenset(
+        stage
+        for stage in range(assignment.num_stages)
+        if (stage == last and returned) or any(inputs & set(node.all_input_nodes) for node in assignment.nodes(stage))
+    )
+
+
+def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tuple[TensorSpec, ...]:
+    """What crosses a boundary for given values of the symbols."""
+    return tuple(
+        TensorSpec(
+            shape=tuple(concrete_size(size, sizes) for size in node.meta["val"].shape),
+            dtype=node.meta["val"].dtype,
+            requires_grad=node.meta["val"].requires_grad,
+        )
+        for node in nodes
+    )
+
+
+def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
+    """A possibly symbolic size as a number."""
+    expression = symbolic_expression(size)
+    return int(expression if isinstance(expression, int) else expression.subs(dict(sizes)))
+
+
+class _StageBuilder:
+    """Copies one stage's nodes into a graph of their own."""
+
+    def __init__(self, assignment: Assignment, index: int) -> None:
+        self._traced: TracedRegion = assignment.chain.traced
+        self._index = index
+        self._is_last = index == assignment.num_stages - 1
+        self._nodes = assignment.nodes(index)
+        self._boundary_in = assignment.boundary(index - 1) if index else ()
+        self._boundary_out = () if self._is_last else assignment.boundary(index)
+        present = {*self._nodes, *self._boundary_in}
+        unread = assignment.chain.recomputation.unread
+        self._blank = {node for user in self._nodes for node in unread.get(user, ()) if node not in present}
+        self._graph = fx.Graph()
+        self._values: dict[fx.Node, fx.Node] = {}
+        self._sizes: dict[Any, fx.Node | int] = {}
+        self._owners: dict[str, Any] = {}
+        self._held: dict[str, str] = {}  # what the graph calls a tensor, by its name in the stage
+        self._called_inside: dict[str, nn.Module] = {}
+        self._called = {str(node.target) for node in self._nodes if node.op == "call_module"}
+        self._replacements = self._traced.world.replacements()
+
+    def build(self) -> Stage:
+        region_inputs = self._add_inputs()
+        for node in self._nodes:
+            self._copy(node)
+        if self._is_last:
+            outputs = self._argument(self._traced.output_node.args[0])
+        else:
+            outputs = [self._value(node) for node in self._boundary_out]
+        self._graph.output(tuple(outputs))
+        for size in self._sizes.values():
+            if isinstance(size, fx.Node) and not size.users:
+                self._graph.erase_node(size)
+        self._called_inside.update(run_checkpoints(self._graph, self._owners))
+        module = fx.GraphModule(self._owners, self._graph, class_name=f"Stage{self._index}")
+        for path, submodule in self._called_inside.items():
+            module.add_submodule(path, submodule)
+        self._traced.held.add_stage(module, self._held)
+        return Stage(
+            index=self._index,
+            module=module,
+            region_inputs=region_inputs,
+            boundary_in=self._boundary_in,
+            boundary_out=self._boundary_out,
+            is_last=self._is_last,
+        )
+
+    # ------------------------------------------------------------------ inputs
+
+    def _add_inputs(self) -> tuple[int, ...]:
+        changed = {key for node in self._nodes for key in node.meta.get("mutated_storages", ())}
+        received = [(node, self._graph.placeholder(f"boundary_{i}")) for i, node in enumerate(self._boundary_in)]
+        used = self._used_inputs()
+        inputs = [(i, node, self._graph.placeholder(str(node.target))) for i, node in used]
+        for node, placeholder in received:
+            self._values[node] = placeholder
+            if storage_key(node.meta["val"]) in changed:
+                # autograd forbids in-place changes of a leaf that requires grad, which a received tensor is
+                self._values[node] = self._graph.call_method("clone", (placeholder,))
+        for _, node, placeholder in inputs:
+            self._values[node] = placeholder
+        for node in (*(node for node, _ in received), *(node for _, node, _ in inputs)):
+            if "draw" not in node.meta:  # there may be none
+                self._offer_sizes(node)
+        return tuple(i for i, _, _ in inputs)
+
+    def _used_inputs(self) -> list[tuple[int, fx.Node]]:
+        """The region's inputs that the stage needs: as operands, as results, or only to learn a size."""
+        operands = {operand for node in self._nodes for operand in node.all_input_nodes}
+        if self._is_last:
+            operands |= set(self._traced.output_node.all_input_nodes)
+        symbols = {symbol for node in self._nodes for symbol in size_symbols((node.args, node.kwargs))}
+        symbols |= {symbol for node in self._blank for symbol in _all_symbols(node)}
+        symbols = {known for symbol in symbols for known in self._current(symbol).free_symbols}
+        symbols -= {symbol for node in self._boundary_in for symbol in _own_symbols(node)}
+        used = []
+        for i, node in enumerate((*self._traced.input_nodes, *self._traced.draw_nodes)):
+            if node in operands or ("draw" not in node.meta and symbols & _own_symbols(node)):
+                used.append((i, node))
+                symbols -= _own_symbols(node)
+        return used
+
+    def _offer_sizes(self, node: fx.Node) -> None:
+        """Makes the sizes of a tensor available to later nodes; the first tensor that has a size gives it."""
+        for dim, size in enumerate(node.meta["val"].shape):
+            expression = symbolic_expression(size)
+            if getattr(expression, "is_Symbol", False) and expression not in self._sizes:
+                self._sizes[expression] = self._graph.call_method("size", (self._values[node], dim))
+
+    # ------------------------------------------------------------------ nodes
+
+    def _add_blank(self, node: fx.Node) -> None:
+        """Stands in for a tensor that the stage does not have, and whose values no recomputed call looks at."""
+        value = node.meta["val"]
+        shape = tuple(self._argument(as_size(size)) for size in value.shape)
+        kind = {"dtype": value.dtype, "device": value.device, "requires_grad": value.requires_grad}
+        self._values[node] = self._graph.call_function(torch.empty, (shape,), kind)
+
+    def _copy(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand in self._blank and operand not in self._values:
+                self._add_blank(operand)
+        args = self._argument(node.args)
+        kwargs = self._argument(node.kwargs)
+        operation, target = node.op, node.target
+        context: CallContext | None = node.meta.get("context")
+        if operation == "call_module":
+            module = self._traced.root.get_submodule(str(target))
+            sides, inner = node.meta.get("sides", ()), node.meta.get("inner_results", ())
+            if context is not None or sides or inner:
+                self._called_inside[_free_name(str(target))] = module
+                module, target = _ModuleUnder(module, context, sides, inner), f"_fxpipe_under_{len(self._owners)}"
+            target = _free_name(str(target))
+            self._owners[target] = module
+        elif context is not None:
+            operation, target = "call_function", _function_under(target, context)
+        copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
+        copy.meta.update(
+            module_path=node.meta["module_path"], source=node.meta.get("source"), checkpoints=node.meta.get("checkpoints")
+        )
+        self._values[node] = copy
+        if isinstance(node.meta.get("val"), Tensor):
+            self._offer_sizes(node)  # one that depends on data is known only here
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node.op != "get_attr":
+            return self._values[node]
+        target = str(node.target)
+        known = self._traced.held.constants
+        owner = known[target] if target in known else attribute(self._traced.root, target)
+        # Below a module that the stage calls, fx would register the tensor once more on the user's own module.
+        inside = any(target.startswith(f"{path}.") for path in self._called)
+        name, target = target, f"_fxpipe_tensor_{len(self._owners)}" if inside else _free_name(target)
+        self._owners[target], self._held[target] = owner, name
+        return self._graph.get_attr(target)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self._value(value)
+        if isinstance(value, SymbolicSize):
+            return self._size(value.expression)
+        if isinstance(value, (tuple, list)):
+            items = [self._argument(item) for item in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, Mapping):
+            return {key: self._argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        return value
+
+    def _current(self, expression: Any) -> Any:
+        """An expression with what the trace fixed, or found equal to something else, later on."""
+        return expression.xreplace(self._replacements)
+
+    def _size(self, expression: Any) -> Any:
+        expression = self._current(expression)
+        if expression.is_number:
+            return as_number(expression)
+        if expression in self._sizes:
+            return self._sizes[expression]
+        symbols = sorted(expression.free_symbols, key=str)
+        operands = tuple(self._sizes[symbol] for symbol in symbols)
+        self._sizes[expression] = self._graph.call_function(_size_function(expression, symbols), operands)
+        return self._sizes[expression]
+
+
+def _size_function(expression: Any, symbols: list[Any]) -> Callable[..., Any]:
+    """A size as a function of the sizes that it follows from."""
+
+    @lru_cache(maxsize=64)
+    def size(*values: int) -> Any:
+        bound = {symbol: sympy.Integer(value) for symbol, value in zip(symbols, values, strict=True)}
+        return as_number(expression.xreplace(bound))
+
+    return size
+
+
+def _free_name(path: str) -> str:
+    """The path of a module or tensor in the stage: its own, unless a GraphModule already has something of that name."""
+    first, *rest = path.split(".")
+    if hasattr(fx.GraphModule, first) or first in _GRAPH_MODULE_ATTRIBUTES:
+        first = f"_fxpipe_named_{first}"
+    # A keyword is a legal name of a module, but not in the code that fx writes.
+    return ".".join(f"_fxpipe_named_{name}" if keyword.iskeyword(name) else name for name in (first, *rest))
+
+
+# Set by GraphModule on its instances.
+_GRAPH_MODULE_ATTRIBUTES = ("graph", "meta", "_graph", "_code", "training")
+
+
+def _own_symbols(node: fx.Node) -> set[Any]:
+    """Symbols that are, by themselves, a size of the node's tensor."""
+    expressions = (symbolic_expression(size) for size in node.meta["val"].shape)
+    return {expression for expression in expressions if getattr(expression, "is_Symbol", False)}
+
+
+def _all_symbols(node: fx.Node) -> set[Any]:
+    """Symbols that the sizes of the node's tensor follow from."""
+    return {symbol for size in node.meta["val"].shape for symbol in getattr(symbolic_expression(size), "free_symbols", ())}
+
+
+class _ModuleUnder(nn.Module):
+    """Calls a module under the grad and autocast modes that the model called it under, and returns with its result the
+    tensors that it leaves on itself and its submodules, and results of modules inside it."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        context: CallContext | None,
+        sides: tuple[tuple[str, str], ...],
+        inner_results: tuple[InnerPlace, ...],
+    ) -> None:
+        super().__init__()
+        # Not a registered child: the module keeps its own name and mode in the user's model.
+        self.__dict__["_call"] = module
+        self._context = context
+        self._sides = sides
+        self._inner_results = inner_results
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__dict__["_call"]
+        with (
+            self._context.active() if self._context is not None else nullcontext(),
+            taken(module, self._inner_results) as inner,
+        ):
+            result = module(*args, **kwargs)
+        if not self._sides and not inner:
+            return result
+        return result, (*(getattr(module.get_submodule(path), name) for path, name in self._sides), *inner)
+
+
+def _function_under(target: str | Callable[..., Any], context: CallContext) -> Callable[..., Any]:
+    """A function or method call under the modes that the model made it under."""
+
+    def under(*args: Any, **kwargs: Any) -> Any:
+        with context.active():
+            if isinstance(target, str):
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return target(*args, **kwargs)
+
+    under.__name__ = f"under_{target if isinstance(target, str) else getattr(target, '__name__', 'call')}"
+    return under

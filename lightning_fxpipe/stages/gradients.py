@@ -1,0 +1,113 @@
+"""Gradients over the stages: those of parameters that several hold, and the norm by which all are clipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe.distributed.groups import closed_with
+
+
+class SharedParameters:
+    """Parameters of which several stages hold a copy, such as an embedding that is also the output layer.
+
+    The copies start equal, and equal gradients keep them equal: each batch their gradients are summed. Buffers that several
+    stages read start equal, too.
+
+    Args:
+        copies: For each shared tensor its holders' global ranks, first holder first, and this rank's copy if it has one.
+            In the same order on every rank: the constructor makes process groups, so it is called by every rank.
+        timeout: How long a rank waits for another.
+    """
+
+    def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]], timeout: timedelta | None = None) -> None:
+        self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
+        self._secondary: set[int] = set()
+        self.groups: list[dist.ProcessGroup] = []
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for ranks, tensor in copies:
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(sorted(ranks), timeout)
+                if isinstance(groups[ranks], dist.ProcessGroup):  # else this rank is no member
+                    self.groups.append(groups[ranks])
+            if tensor is None:
+                continue
+            self._mine.append((tensor, groups[ranks]))
+            dist.broadcast(tensor.data, src=ranks[0], group=groups[ranks])
+            if dist.get_rank() != ranks[0]:
+                self._secondary.add(id(tensor))
+        closed_with(self, self.groups)
+
+    def close(self) -> None:
+        """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        self.groups.clear()
+        self._mine.clear()
+
+    @contextmanager
+    def summed_gradients(self) -> Iterator[None]:
+        """Sums, over the copies, the gradients that the block computes. Called by every rank that holds one."""
+        before = [(tensor, tensor.grad) for tensor, _ in self._mine if tensor.requires_grad]
+        for tensor, _ in before:
+            tensor.grad = None  # those of earlier batches have been summed
+        try:
+            yield
+            self._sum_gradients()
+        finally:
+            for tensor, earlier in before:
+                if earlier is not None:
+                    tensor.grad = earlier if tensor.grad is None else earlier.add_(tensor.grad)
+
+    def _sum_gradients(self) -> None:
+        for group, parameters in self._trainable_by_group():
+            # No copy may have one, as when the loss does not depend on it; then it must stay None, or AdamW would decay it.
+            has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+            flags = has_gradient.to(parameters[0].device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            for parameter, flag in zip(parameters, flags.tolist(), strict=True):
+                if flag:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(parameter.grad, group=group)
+
+    def _trainable_by_group(self) -> list[tuple[dist.ProcessGroup, list[Tensor]]]:
+        found: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for tensor, group in self._mine:
+            if tensor.requires_grad:
+                found.setdefault(group, []).append(tensor)
+        return list(found.items())
+
+    def is_secondary(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is a copy that another rank counts and saves."""
+        return id(parameter) in self._secondary
+
+
+def clip_by_global_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float, shared: SharedParameters, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Clips by the norm of the whole model's gradients, and returns that norm. Called by every rank of the pipeline.
+
+    As ``torch.nn.utils.clip_grad_norm_``, whose norm would be that of one stage.
+    """
+    mine = [parameter for parameter in parameters if parameter.grad is not None]
+    counted = [parameter.grad for parameter in mine if not shared.is_secondary(parameter) and parameter.grad is not None]
+    local = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros(())
+    square = local.to(device="cpu", dtype=torch.float64).square()
+    dist.all_reduce(square, group=group)
+    total = square.sqrt()
+    for device, members in _by_device(mine).items():
+        torch.nn.utils.clip_grads_with_norm_(members, max_norm, total.to(device=device, dtype=torch.float32))
+    return total
+
+
+def _by_device(parameters: Iterable[nn.Parameter]) -> Mapping[torch.device, list[nn.Parameter]]:
+    found: dict[torch.device, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device, []).append(parameter)
+    return found

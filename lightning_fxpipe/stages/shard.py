@@ -1,0 +1,100 @@
+"""Leaves a rank with its own share of the module: what belongs to other stages becomes a placeholder on the meta device.
+
+A placeholder keeps name, shape, dtype and ``requires_grad``, so that the user's ``configure_optimizers``, a model summary and a
+state dict still see the whole module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import return_memory
+from lightning_fxpipe.deferred_init.materialise import Materials, check_is_whole, placeholder_for, put_in_place
+from lightning_fxpipe.planner.cost import canonical_fqns
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.placement import move
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A parameter of another stage.
+
+    Attributes:
+        placeholder: What the module has in its place.
+        parameter: The parameter, without its data.
+    """
+
+    placeholder: Tensor
+    parameter: nn.Parameter
+
+
+def drop_other_stages(
+    root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device, materials: Materials | None = None
+) -> list[Dropped]:
+    """Drops the tensors of the other stages, in place, and moves the rest of the module to ``device`` as Lightning does.
+
+    Args:
+        root: The module.
+        plan: Which stage holds what.
+        stage_index: This rank's stage.
+        device: This rank's device.
+        materials: Values for the tensors that have no data.
+
+    Returns:
+        The parameters that were dropped, so that they can get their data back.
+
+    Raises:
+        UnsupportedError: The module has lost parameters, and there are no materials.
+    """
+    placeholders: dict[int, Tensor] = {}
+    dropped: list[Dropped] = []
+    names = canonical_fqns(root)
+
+    def is_own(fqn: str) -> bool:
+        holders = plan.stages_of(names[fqn])
+        return not holders or stage_index in holders
+
+    if materials is None:
+        check_is_whole(root.named_parameters())
+    else:
+        _materialise(root, is_own, materials)
+    for module, name, fqn, tensor in list(named_tensors(root)):
+        if is_own(fqn):
+            continue
+        if id(tensor) not in placeholders:
+            placeholders[id(tensor)] = placeholder_for(tensor)
+            if type(tensor) is nn.Parameter:
+                dropped.append(Dropped(placeholder=placeholders[id(tensor)], parameter=tensor))
+        setattr(module, name, placeholders[id(tensor)])
+    for entry in dropped:
+        entry.parameter.data = _without_memory(entry.parameter.data)
+    move(root, device)
+    return_memory()
+    return dropped
+
+
+def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Materials) -> None:
+    """Gives the rank's own tensors that have no data theirs."""
+    blank = [(module, name, fqn, tensor) for module, name, fqn, tensor in named_tensors(root) if tensor.is_meta and is_own(fqn)]
+    first = {id(tensor): fqn for *_, fqn, tensor in reversed(blank)}
+    values = dict(zip(first, materials.values(list(first.values())), strict=True))
+    made: dict[int, Tensor] = {}
+    for module, name, fqn, tensor in blank:
+        key = id(tensor)
+        if key not in made:
+            value = values.pop(key)
+            made[key] = put_in_place(tensor, value) if isinstance(tensor, nn.Parameter) else value
+            materials.placed(fqn, made[key])
+        if made[key] is not tensor:
+            setattr(module, name, made[key])
+
+
+def _without_memory(data: Tensor) -> Tensor:
+    """Of the same shape, and nan everywhere, for whoever still refers to the parameter."""
+    value = float("nan") if data.is_floating_point() or data.is_complex() else 0
+    return torch.full((), value, dtype=data.dtype, device=data.device).expand(data.shape)

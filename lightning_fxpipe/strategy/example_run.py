@@ -1,0 +1,187 @@
+"""Lightning's own calls of the whole model on ``self.example_input_array``, once the model is in stages.
+
+The model summary wants the shapes of what goes into and comes out of each layer. So it gets fakes for the module's tensors: the
+other stages' never come here. Only a forward that would leave a trace in a run on one device, such as random numbers that it
+draws, or that cannot run without values, is run with all the values, which are brought to every rank.
+
+A logger writes the graph of the model on rank 0. It gets the values; what its forward changes the other ranks are told.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.model_summary.model_summary import summarize
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.modes import function_mode_removed
+from lightning_fxpipe._compat.roots import in_all_roots, of_root
+from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode, patched_attributes
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.hooks.user_hooks import Frame, Hooks
+from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
+from lightning_fxpipe.runtime.attributes import StepAttributes, take_over
+from lightning_fxpipe.user_code.exchange import exchanged_tensors, named_tensors
+from lightning_fxpipe.user_code.placement import Placement
+from lightning_fxpipe.user_code.snapshot import Snapshot
+
+# Operators that draw random numbers, give a number, or have a size that depends on data.
+_OF_VALUES = frozenset(
+    {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape},
+)
+
+
+class ExampleRuns:
+    """Has Lightning's own calls of the model see all of it.
+
+    Args:
+        module: The LightningModule, split.
+        hooks: Runs code of which the ranks must agree.
+        topology: This rank's place.
+    """
+
+    def __init__(self, module: LightningModule, hooks: Hooks, topology: Topology) -> None:
+        self._module = module
+        self._hooks = hooks
+        self._topology = topology
+
+    def patches(self, trainer: Trainer) -> list[tuple[Any, str, Any]]:
+        """What to set on callbacks and loggers for a run."""
+        callbacks = [callback for callback in trainer.callbacks if _makes_summary(callback)]  # type: ignore[attr-defined]
+        loggers = [logger for logger in trainer.loggers if _writes_graph(logger)]
+        return [
+            *((callback, "on_fit_start", self._summary(trainer, callback.on_fit_start)) for callback in callbacks),
+            *((logger, "log_graph", self._graph(trainer, logger.log_graph)) for logger in loggers),
+        ]
+
+    def _summary(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._module.example_input_array is None:
+                return hook(*args, **kwargs)
+            if can_be_summarised_on_fakes(self._module, self._topology.device):
+                with _on_fakes(self._module, self._topology.device):
+                    return hook(*args, **kwargs)
+            with self._hooks.running(trainer):
+                return hook(*args, **kwargs)
+
+        return run
+
+    def _graph(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(hook)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = StepAttributes(self._module, {})
+            with self._hooks.running(trainer) as frame, self._traceable(frame):
+                result = hook(*args, **kwargs)
+            if frame.values is not None:  # on every rank, if any rank has looked at another's
+                self._share_changes(before, frame.values)
+            return result
+
+        return run
+
+    def _share_changes(self, before: StepAttributes, values: Mapping[int, Tensor]) -> None:
+        """A forward on rank 0 may draw random numbers, and change buffers and attributes."""
+        news: list[Any] = [None]
+        if self._topology.is_last:
+            buffers = {fqn: values.get(id(buffer), buffer).detach().cpu() for fqn, buffer in self._module.named_buffers()}
+            news = [(rng_state(), before.changes()[0], buffers)]
+        source = self._topology.rank_of(self._topology.num_stages - 1)
+        dist.broadcast_object_list(news, src=source, group=self._topology.control_group)
+        if self._topology.is_last:
+            return
+        state, attributes, buffers = news[0]
+        set_rng_state(state)
+        take_over(self._module, attributes, {}, self._topology.device)
+        with torch.no_grad():
+            for fqn, buffer in self._module.named_buffers():
+                if not buffer.is_meta:
+                    buffer.copy_(buffers[fqn])
+
+    @contextmanager
+    def _traceable(self, frame: Frame) -> Iterator[None]:
+        """In the block ``torch.jit.trace``, which takes parameters past torch's functions, finds the real ones."""
+        original = torch.jit.trace
+
+        def trace(func: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(func, nn.Module) or not any(parameter.is_meta for parameter in func.parameters()):
+                return original(func, *args, **kwargs)  # type: ignore[no-untyped-call]
+            with _in_place(self._module, self._hooks.values()), function_mode_removed(frame.view):
+                return original(func, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+        with patched_attributes((torch.jit, "trace", trace)):
+            yield
+
+
+def _makes_summary(callback: Any) -> bool:
+    """Whether a callback makes Lightning's model summary."""
+    return (
+        isinstance(callback, in_all_roots(ModelSummary))
+        and "on_fit_start" not in vars(callback)
+        and _is_lightnings(callback.on_fit_start)
+    )
+
+
+def _is_lightnings(function: Any) -> bool:
+    return str(function.__module__).startswith("lightning.")
+
+
+def _writes_graph(logger: Any) -> bool:
+    """Whether a logger may call the model."""
+    return isinstance(logger, in_all_roots(Logger)) and is_overridden("log_graph", logger, of_root(Logger, logger))
+
+
+def can_be_summarised_on_fakes(module: LightningModule, device: torch.device) -> bool:
+    """Whether a summary of the module needs no values, and its forward leaves nothing behind."""
+    generators = python_rng()
+    try:
+        with isolated_rng(), _on_fakes(module, device), _NeedsValues() as noted:  # type: ignore[no-untyped-call]
+            before = Snapshot({"self": module})
+            summarize(module, max_depth=1)
+            has_changed = bool(before.changed_names()) or python_rng() != generators
+    except Exception:  # whatever it cannot do without values, it gets them, and fails again if it has to
+        return False
+    return not has_changed and not noted.happened
+
+
+@contextmanager
+def _on_fakes(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """In the block, the module's tensors have no data, as if all of it were on ``device``."""
+    world, placement = FakeWorld(), Placement(module, device)
+
+    def fake(tensor: Tensor, _: str) -> Tensor:
+        return world.static(tensor, placement.device_of(tensor))
+
+    with torch.inference_mode(False), exchanged_tensors(module, fake), world.active():
+        yield
+
+
+class _NeedsValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether random numbers are drawn, or values looked at: fakes may answer with symbols."""
+
+    happened = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.happened |= not _OF_VALUES.isdisjoint(func.tags)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _in_place(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """In the block, the module has other tensors in some places."""
+    places = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if id(tensor) in values]
+    for owner, name, tensor in places:
+        setattr(owner, name, values[id(tensor)])
+    try:
+        yield
+    finally:
+        for owner, name, tensor in places:
+            setattr(owner, name, tensor)

@@ -1,0 +1,146 @@
+"""What the strategy says of processes: to user code that they are one replica, to the launcher how many there are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fxpipe._compat.lightning import set_rank_zero_only
+from lightning_fxpipe.distributed.failure import has_failed
+from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.distributed.topology import Topology
+
+Broadcast = TypeVar("Broadcast")
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as Base
+else:
+    Base = object  # that of the Lightning that the strategy is for follows in the order of bases
+
+
+class ReplicaStrategy(Base):
+    """What ``FxPipeStrategy`` says of processes.
+
+    The Trainer takes ``trainer.world_size``, ``num_devices``, ``num_nodes`` and ``global_rank`` from its strategy.
+    """
+
+    def __init__(self) -> None:
+        self._num_machines = 1
+        self._topology: Topology | None = None
+        self._replica: Replica | None = None
+        super().__init__()
+
+    @property
+    def topology(self) -> Topology:
+        """This rank's place in its pipeline, once processes have started."""
+        if self._topology is None:
+            raise RuntimeError("The process groups are made in the strategy's setup_environment; they are not there before.")
+        return self._topology
+
+    @property
+    def replica(self) -> Replica:
+        """What user code sees of the ranks, once processes have started."""
+        assert self._replica is not None
+        return self._replica
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self._parallel_devices is not None
+        return self._parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine, one for each device."""
+        return len(self._parallel_devices) if self._parallel_devices is not None else 0
+
+    # ------------------------------------------------------------------ what the Trainer tells user code
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1  # the ranks of one pipeline are one replica
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._parallel_devices and [self.root_device]
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that a replica's batch is multiplied by: the pipeline's work on the same."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_machines = num_nodes
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0 if self._replica is not None and self._replica.is_computing else super().global_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is distributed, which is what Lightning asks this for: all ranks of one pipeline get the same."""
+        return False
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    # ------------------------------------------------------------------ ranks
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment this process's rank; the Trainer calls it as soon as it is made, and every run again."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self._num_machines * self.num_processes)
+        set_rank_zero_only(self.global_rank)
+
+    @property
+    def _others_answer(self) -> bool:
+        """Whether there are other ranks, they come here, too, and have not been told that the run has failed."""
+        is_computing = self._replica is not None and self._replica.is_computing  # a step comes to its end on one rank only
+        return dist.is_initialized() and not is_computing and not has_failed()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._others_answer:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
+        if not self._others_answer:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """The value itself: the ranks of one pipeline are one data-parallel replica, and all have the same."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if not self._others_answer:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == self.topology.num_stages if all else int(votes) > 0
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The tensor itself, as on one device."""
+        return tensor

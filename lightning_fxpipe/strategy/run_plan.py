@@ -1,0 +1,234 @@
+"""The plan of a run: the given one, the one of the module's last run, or a new one from the first batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from lightning_fxpipe._compat.lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
+from lightning_fxpipe.microbatch.split import first_microbatch, tensors_without_batch
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import plan_regions
+from lightning_fxpipe.planner.step_plan import plan_jointly, region_or_joint_plan
+from lightning_fxpipe.reporting.messages import logger, told
+from lightning_fxpipe.reporting.wording import error_words
+from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_num_stages
+from lightning_fxpipe.tracing.discovery import first_regions
+from lightning_fxpipe.tracing.region import StepCall, holds_any, trains
+from lightning_fxpipe.user_code.frames import raising_source
+from lightning_fxpipe.user_code.made_up import MadeUp, MadeUpOptimizer
+from lightning_fxpipe.user_code.step import StepKind
+from lightning_fxpipe.user_code.step_code import assigned_anywhere
+from lightning_fxpipe.user_code.undo import undone
+
+_STEPS = {
+    TrainerFn.FITTING: StepKind.TRAIN,
+    TrainerFn.VALIDATING: StepKind.VALIDATE,
+    TrainerFn.TESTING: StepKind.TEST,
+    TrainerFn.PREDICTING: StepKind.PREDICT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What the user says about the plan.
+
+    Attributes:
+        given: A plan to use instead of making one.
+        num_stages: Number of stages, or ``"auto"``.
+        num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        batch_dim: Dimension of the batch in its tensors.
+    """
+
+    given: PartitionPlan | None
+    num_stages: int | str
+    num_microbatches: int | None
+    batch_dim: int
+
+
+class RunPlans:
+    """Plans the runs of a strategy, one after the other.
+
+    Args:
+        options: What the user says about the plan.
+    """
+
+    def __init__(self, options: PlanOptions) -> None:
+        self.options = options
+        self._last: tuple[LightningModule, PartitionPlan, TrainerFn | None] | None = None
+
+    def known(self, trainer: Trainer, module: LightningModule) -> PartitionPlan | None:
+        """The plan of the module's last run, if it holds for this one: what trains decides."""
+        if self._last is None or self._last[0] is not module:
+            return None
+        _, plan, planned_for = self._last
+        if trainer.state.fn == TrainerFn.FITTING and planned_for != TrainerFn.FITTING:
+            return None
+        return plan if plan.parameter_shapes == _shapes(module) else None
+
+    def make(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        num_stages: int,
+        device: torch.device,
+        context: Callable[[StepKind], AbstractContextManager[None]],
+    ) -> PartitionPlan:
+        """The given plan, or one made by running the step that comes first on its first microbatch.
+
+        Args:
+            trainer: The Trainer, about to run.
+            module: The module, whole.
+            num_stages: As many as there are ranks.
+            device: This rank's device.
+            context: Makes the precision plugin's context for a step.
+
+        Raises:
+            UnsupportedError: There are fewer or more devices than stages, or no batch.
+            FxPipeError: As ``make_plan`` of ``planner.planning``.
+        """
+        options = self.options
+        check_num_stages(options.num_stages, num_stages)
+        plan = options.given
+        if plan is not None:
+            plan.check_fits(_shapes(module))
+            check_num_stages(plan.num_stages, num_stages)
+            check_batch_dim(options.batch_dim, plan.batch_dim)
+        else:
+            assert trainer.state.fn is not None
+            trial = _Trial(trainer, module, options, num_stages, device, context)
+            kind = _STEPS[trainer.state.fn]
+            with told(f"Tracing the {kind.words}", after_seconds=0):
+                plan = trial.plan(kind)
+        self._last = module, plan, trainer.state.fn
+        return plan
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Runs a step before the run to see what of it is pipelined; see :meth:`RunPlans.make` for the attributes."""
+
+    trainer: Trainer
+    module: LightningModule
+    options: PlanOptions
+    num_stages: int
+    device: torch.device
+    context: Callable[[StepKind], AbstractContextManager[None]]
+
+    def plan(self, kind: StepKind) -> PartitionPlan:
+        """A plan from the step that comes first.
+
+        What the step reads before it calls the model may not be there yet: hooks of the run make it, and optimizers are made
+        later. Such a step is tried once more with things made up in their place, which the plan does not depend on; then, in a
+        fit, the validation step is. All values that count come in with the first batch, when everything is there.
+
+        Raises:
+            UnsupportedError: No step can be tried, or there is no batch.
+        """
+        with run_state_stood_in(self.trainer, MadeUp()):
+            try:
+                return self._plan(kind)
+            except FxPipeError:
+                raise
+            except Exception as error:
+                failure = error
+            attempts = [kind]
+            if kind is StepKind.TRAIN and has_validation(self.trainer):
+                attempts.append(StepKind.VALIDATE)
+            with patched_attributes(*_not_made_yet(self.trainer, self.module)):
+                for attempt in attempts:
+                    try:
+                        return self._plan(attempt, for_training=kind is StepKind.TRAIN, is_first=False)
+                    except Exception as error:
+                        logger.debug("%s cannot be tried before the run: %s: %s", attempt.value, type(error).__name__, error)
+        raise _not_tried(kind, failure) from failure
+
+    def _plan(self, kind: StepKind, *, for_training: bool = True, is_first: bool = True) -> PartitionPlan:
+        trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING)
+        with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
+            is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
+            batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
+            of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
+            jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
+            plan = region_or_joint_plan(self.module, of_region, jointly) if kind is StepKind.TRAIN else of_region()
+            return dataclasses.replace(plan, batch_dim=self.options.batch_dim, without_batch=tensors_without_batch(batch))
+
+    def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool]) -> PartitionPlan:
+        """A plan for the step as one region; ``fallback`` tells what is a model where it cannot run without data."""
+        options = self.options
+        microbatch, size = first_microbatch(batch, options.num_microbatches, self.num_stages, options.batch_dim)
+        found = first_regions(
+            self.module,
+            partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
+            batch_size=size,
+            batch_dim=options.batch_dim,
+            device=self.device,
+            fallback=fallback,
+        )
+        return plan_regions(self.module, found, num_stages=self.num_stages, device=self.device)
+
+    def _plan_jointly(self, batch: Any, *, accepts_part: bool) -> PartitionPlan:
+        """A plan for a step that every rank runs, with as many optimizers as it has."""
+        with patched_attributes(*_optimizers_stood_in(self.module)):
+            return plan_jointly(
+                self.module,
+                StepCall.of_step(self.module.training_step, batch),
+                batch,
+                num_stages=self.num_stages,
+                batch_dim=self.options.batch_dim,
+                num_microbatches=self.options.num_microbatches,
+                device=self.device,
+                accepts_part=accepts_part,
+            )
+
+
+def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, str, Any]]:
+    """What to patch so that the attributes that the module's or a callback's code assigns later are there."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    names = frozenset[str]().union(*(assigned_anywhere(type(owner)) for owner in (module, *callbacks)))
+    known = {*dir(type(module)), *dict(module.named_children()), *dict(module.named_parameters(recurse=False))}
+    missing = [name for name in names - known if vars(module).get(name) is None and not name.startswith("__")]
+    return [(module, name, MadeUp()) for name in sorted(missing) if dict(module.named_buffers(recurse=False)).get(name) is None]
+
+
+def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
+    """What to patch so that a step gets as many optimizers and schedulers as it will have."""
+    try:
+        with undone(module):
+            counts = num_optimizers(module.configure_optimizers())
+    except Exception:  # it may need what hooks make
+        logger.debug("configure_optimizers cannot be tried before the run", exc_info=True)
+        return []
+
+    def stand_ins(count: int, kind: type[MadeUp]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: kind() if count == 1 else [kind() for _ in range(count)] or None
+
+    kinds = {"optimizers": MadeUpOptimizer, "lr_schedulers": MadeUp}
+    return [(module, name, stand_ins(count, kind)) for (name, kind), count in zip(kinds.items(), counts, strict=True)]
+
+
+def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"The {kind.value} cannot be tried before the run, to see what of it is pipelined.",
+        where=raising_source(failure),
+        observed=error_words(failure),
+        expected="a step that runs up to its call of the model before hooks have run and optimizers are there",
+        todo="If one device gives the same error, mend that. Else make what the step reads in the constructor, setup or "
+        "configure_model, or give FxPipeStrategy(plan=...) a plan by lightning_fxpipe.make_plan.",
+    )
+
+
+def _shapes(module: LightningModule) -> dict[str, tuple[int, ...]]:
+    return {fqn: tuple(parameter.shape) for fqn, parameter in module.named_parameters()}

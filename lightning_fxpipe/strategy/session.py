@@ -1,0 +1,453 @@
+"""A module in its pipeline: all that lives from the strategy's setup to the end of its runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
+from lightning_fxpipe._compat.roots import in_all_roots, of_root
+from lightning_fxpipe.data.sparing import Sparing, Watched
+from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
+from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.hooks.user_hooks import Hooks
+from lightning_fxpipe.hooks.whole_model import WholeModel
+from lightning_fxpipe.metrics.calls import held_metrics
+from lightning_fxpipe.metrics.states import MetricStates, belong_to_one_replica, take_over_states
+from lightning_fxpipe.metrics.step_log import ResultChannel, replay
+from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.microbatch.loss_weights import LossOptions
+from lightning_fxpipe.optim.optimizers import StageOptimizer
+from lightning_fxpipe.planner.cost import canonical_fqns
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.step_plan import must_run_jointly
+from lightning_fxpipe.reporting.messages import inform, told, warn
+from lightning_fxpipe.rng import set_rng_state
+from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttributes, take_over
+from lightning_fxpipe.runtime.batch_result import BatchResult
+from lightning_fxpipe.runtime.batch_run import PipelineRuntime
+from lightning_fxpipe.runtime.joint_step import JointSteps
+from lightning_fxpipe.runtime.whole_step import WholeSteps
+from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.stages.gather import gather, has_room_for_copies
+from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
+from lightning_fxpipe.stages.shard import drop_other_stages
+from lightning_fxpipe.strategy.example_run import ExampleRuns
+from lightning_fxpipe.strategy.support import report_changed_buffers
+from lightning_fxpipe.tracing.parameter_use import check_same_parameters, parameters_by_name
+from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
+from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.step import Step, StepKind
+from lightning_fxpipe.user_code.undo import Remembered
+
+_STEPS: dict[RunningStage | None, StepKind] = {
+    RunningStage.TRAINING: StepKind.TRAIN,
+    RunningStage.SANITY_CHECKING: StepKind.VALIDATE,
+    RunningStage.VALIDATING: StepKind.VALIDATE,
+    RunningStage.TESTING: StepKind.TEST,
+    RunningStage.PREDICTING: StepKind.PREDICT,
+}
+
+
+class Session:
+    """Splits the module by the plan and runs steps through it. Made by every rank.
+
+    Args:
+        module: The LightningModule, whole; afterwards this rank has its own stage's tensors only.
+        plan: Which stage holds what.
+        topology: This rank's place.
+        replica: What user code sees of the ranks.
+        num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        schedule: Schedule for training.
+        loss: What the user says about the loss.
+        sparing: Knows the ranks that do not load data.
+        materials: Values for the tensors that have no data.
+
+    Attributes:
+        is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
+        dropped: The placeholders of parameters that this rank has dropped, by the parameter's identity.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        plan: PartitionPlan,
+        topology: Topology,
+        *,
+        replica: Replica,
+        num_microbatches: int | None,
+        schedule: ScheduleName,
+        loss: LossOptions,
+        sparing: Sparing,
+        materials: Materials | None = None,
+    ) -> None:
+        self.module = module
+        self.plan = plan
+        self._topology = topology
+        self.is_split = True
+        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device, materials)
+        self._materials = materials
+        belong_to_one_replica(held_metrics(module).values())
+        self._shared = _share_parameters(module, plan, topology)
+        self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
+        self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
+        self._knows_buffers = False
+        self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
+        self.trace_log = TraceLog(inform, warn, told=told)
+        self._whole_steps = WholeSteps(module, plan, topology, warn)
+        self._ran: set[StepKind] = set()  # steps that have run for a batch
+        self._is_tried = False  # whether the running batch may show that its step cannot run in stages
+        self._runtime = PipelineRuntime(
+            module,
+            plan,
+            topology,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            loss=loss,
+            trace_log=self.trace_log,
+            sparing=sparing,
+            no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
+        )
+        self._joint = None
+        if plan.joint_reason or must_run_jointly(module):
+            self._joint = JointSteps(
+                module,
+                plan,
+                topology,
+                hooks=self.hooks,
+                replica=replica,
+                shared=self._shared,
+                num_microbatches=num_microbatches,
+                log=self.trace_log,
+            )
+        self._sparing = sparing
+        self._submodules = SubmoduleAttributes(module)
+
+    def prepare(self, trainer: Trainer) -> None:
+        """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
+        for copy in averaged_modules(trainer):
+            if not any(parameter.is_meta for parameter in copy.parameters()):
+                # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
+                drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
+        for monitor, throughput in throughputs(trainer):
+            # The whole pipeline is the device that works on a batch.
+            throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_stages
+        self.hooks.install(trainer)
+        if self._topology.num_stages > 1:
+            self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
+        self._sparing.watch(
+            Watched(
+                running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
+                free_stages=self._runtime.free_stages,
+                is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
+            )
+        )
+
+    def overwritable(self) -> frozenset[str]:
+        """Names of this rank's tensors, if a checkpoint may be read into them: nobody looks at them before it is loaded."""
+        mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
+        return frozenset() if _hooks_change_checkpoints(self.module) else mine
+
+    def materialise_rest(self, loaded: Collection[str], *, draws: bool) -> None:
+        """Initialises what has no data, and is not among what a checkpoint has brought. Called by every rank.
+
+        Args:
+            loaded: Names of what it has brought.
+            draws: Whether random numbers are drawn that a whole construction would have drawn.
+        """
+        if self._materials is not None:
+            self._materials.finish(loaded, draws=draws)
+
+    def restore_groups(self, trainer: Trainer) -> None:
+        """Brings back the optimizer's groups that finetuning has added.
+
+        The callback does so in ``on_fit_start``, which has been: a module in stages is restored after the strategy's setup.
+        """
+        with self.hooks.running(trainer):
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, in_all_roots(BaseFinetuning)):
+                    of_root(BaseFinetuning, callback).on_fit_start(callback, trainer, self.module)
+
+    def train(self, step: Step, batch: Any) -> Any:
+        """Runs a training batch up to its loss. Called by every rank.
+
+        Returns:
+            What the step returned; on the other stages the value of its loss, in a dict with whatever else hooks are to see.
+            None if the step returned None, which skips the batch.
+        """
+        if self._joint is not None:
+            self._take_materials()
+            names = parameters_by_name(self.module, memory=False)
+            output = self._joint.run(step, batch)
+            check_same_parameters(self.module, names, memory=False)
+            return output
+        buffers = {} if self._knows_buffers else self._buffers_before()
+        names = parameters_by_name(self.module)
+        result, output = self._run(step, batch)
+        check_same_parameters(self.module, names)
+        if result.num_microbatches > 1 and not self._knows_buffers:
+            self._find_changed_buffers(buffers)
+        if result.loss is None:
+            self._runtime.passes.end_batch()
+            return None
+        if self._topology.is_last:
+            return output
+        with step.context():  # in which the default dtype is that of the precision plugin
+            loss = torch.full((), result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """In the block a backward pass runs. Called by every rank."""
+        if self._joint is None:
+            return self.hooks.suspended()
+        return self._joint.user_code()  # a module may have a backward of its own
+
+    @contextmanager
+    def around_optimizer_step(self, optimizer: StageOptimizer | None) -> Iterator[None]:
+        """In the block an optimizer steps: this rank's parameters, or all where it needs them. Called by every rank."""
+        with self.hooks.suspended():
+            if optimizer is not None and optimizer.is_coupled:
+                optimizer.know_others(self._topology.control_group)
+                with self.hooks.running(self.module.trainer, is_joint=True):
+                    yield
+            else:
+                with self.hooks.around_optimizers(self.module.trainer):
+                    yield
+
+    def backward(self, run: Callable[[], None], *, retains: bool) -> None:
+        """The backward pass of the batch that has run. Called by every rank.
+
+        Args:
+            run: Calls backward on the loss; runs on the last stage, and on every rank where all run the step.
+            retains: Whether another backward pass may follow.
+        """
+        if self._joint is not None:
+            run()
+            return
+        with self._shared.summed_gradients():
+            if self._topology.is_last:
+                self._runtime.passes.lead_backward(run, retains=retains)
+            else:
+                self._runtime.passes.follow()
+        if not retains:
+            self._runtime.passes.end_batch()
+
+    def evaluate(self, step: Step, batch: Any) -> Any:
+        """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
+        return self._run(step, batch)[1]
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        """Clips by the norm over all stages; returns the norm."""
+        return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
+
+    def end_run(self, optimizers: Sequence[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
+        """Makes the module whole after a run that ended well; after another one, not every rank may come here.
+
+        Args:
+            optimizers: The run's optimizers, which follow the module.
+            num_copies: Ranks on this machine.
+            gathers: Whether the module is made whole; ``"auto"``: where there is memory for it.
+        """
+        if self.module.trainer.interrupted:
+            self.hooks.uninstall()  # otherwise hooks are still to come
+        if self.is_split and self.module.trainer.state.status == TrainerStatus.RUNNING and gathers is not False:
+            self.make_whole(num_copies=num_copies, must=gathers is True)
+        for optimizer in optimizers:
+            optimizer.end_run()
+
+    def make_whole(self, *, num_copies: int, must: bool) -> None:
+        """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.
+
+        Args:
+            num_copies: Ranks on this machine.
+            must: Whether it is done even where the machines' memory seems too small; else the module then stays split.
+        """
+        num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
+        is_whole = self._topology.num_stages == 1
+        if not must and not is_whole and not has_room_for_copies(num_bytes, num_copies, self._topology):
+            warn(
+                f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
+                "that is free. The same Trainer can go on with it; for another use load a checkpoint, or set "
+                "FxPipeStrategy(gather_after_run=True) to try all the same, False for no such warning."
+            )
+            return
+        if not is_whole:
+            if unsent := self._submodules.share(self._topology.control_group):
+                warn(f"Other ranks cannot get what a module's forward has set on its stage's rank: {', '.join(unsent)}.")
+            gather(self.module, self.plan, self._topology, self._dropped)
+        self.module.cpu()
+        self.is_split = False
+        self._runtime.forget()
+        if self._joint is not None:
+            self._joint.forget()
+        self._shared.close()
+
+    def _run(self, step: Step, batch: Any) -> tuple[BatchResult, Any]:
+        """Runs one batch, and repeats on every rank what the last stage logged and set on the module.
+
+        Returns:
+            The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
+        """
+        self._take_materials()
+        is_last = self._topology.is_last
+        metrics = held_metrics(self.module)
+        # The first batch is tried: later ones pay for no watch.
+        is_tried = not step.is_training and step.kind not in self._ran and not self._whole_steps.takes(step.kind)
+        start = Remembered(self.module) if is_tried else None
+        self._is_tried = is_tried and is_last
+        before = self._attributes(step) if is_last else None
+        states = MetricStates(metrics) if is_last else None
+        trainer = self.module.trainer
+        try:
+            result = self._run_once(step, batch, metrics, None if before is None else before.begin_region)
+        except CannotFollow as error:
+            return self._run_whole(step, batch, error.reason, start)
+        if result.failure is not None:  # on the last stage; what the step has done so far will be undone
+            before = states = None
+        output = result.output
+        changed: tuple[Any, ...] = ([], {}, [])
+        if before is not None and states is not None:
+            changed = (*before.changes(self._runtime.iterators), states.changes())
+        sent = self.hooks.sendable_output(step.kind.value, output)
+        told = (result.rng, *changed, sent, trainer.should_stop, result.buffers, result.failure)
+        news = told if is_last and (result.rng is not None or any(told[1:])) else None
+        loss, entries, news = self._channel.share(result.loss, result.entries, news)
+        if news is not None and news[-1] is not None:
+            return self._run_whole(step, batch, news[-1], start)
+        self._ran.add(step.kind)
+        if news is not None and not is_last:
+            rng, attributes, buffers, counted, sent, trainer.should_stop, others_buffers, _ = news
+            self._whole_steps.change_buffers(others_buffers)
+            if rng is not None:
+                set_rng_state(rng)
+            take_over(self.module, attributes, buffers, self._topology.device, step.function, made=self._runtime.iterators)
+            take_over_states(metrics, counted, self._topology.device)
+            output = sent[0] if sent else None
+        replay(self.module, entries, metrics, self._topology.device)
+        return dataclasses.replace(result, loss=loss, entries=entries), output
+
+    def _take_materials(self) -> None:
+        if self._materials is not None:  # the checkpoint that was to come has come
+            self._materials.finish((), draws=True)
+            self._materials = None
+
+    def _run_once(
+        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], at_region: Callable[[], None] | None
+    ) -> BatchResult:
+        """Runs one batch, in stages or without."""
+        if self._whole_steps.takes(step.kind):
+            return self._whole_steps.run(step, batch, metrics)
+        try:
+            return self._runtime.run(step, batch, metrics, at_region)
+        except StepFailed as error:
+            if not self._is_tried:
+                raise error.reason from error
+            return BatchResult(num_microbatches=0, failure=error.reason)
+
+    def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, start: Remembered | None) -> tuple[BatchResult, Any]:
+        """Runs a batch again, which cannot run in stages, and the later ones of the same step. Called by every rank.
+
+        What the stages have changed in the first attempt is what it was at its ``start`` then; without one, it ran nothing.
+        """
+        if start is not None:
+            start.restore()
+        self._whole_steps.take(step.kind, reason)
+        return self._run(step, batch)
+
+    def end_evaluation(self) -> None:
+        """After the last batch of a loop that trains nothing. Called by every rank."""
+        self._whole_steps.give_back()
+
+    def _buffers_before(self) -> dict[str, Tensor]:
+        """Copies of this stage's buffers, but for those of BatchNorm, of which the user has been told."""
+        norms = {f"{path}.{name}" for path, norm in batch_norms(self.module) for name, _ in norm.named_buffers()}
+        mine = {fqn: buffer for fqn, buffer in self.module.named_buffers() if not buffer.is_meta and fqn not in norms}
+        return {fqn: buffer.clone() for fqn, buffer in mine.items() if self.plan.stages_of(fqn)}
+
+    def _find_changed_buffers(self, before: Mapping[str, Tensor]) -> None:
+        """After the first training batch of several microbatches. Called by every rank."""
+        self._knows_buffers = True
+        names = [fqn for fqn, value in before.items() if not torch.equal(self.module.get_buffer(fqn), value)]
+        group = self._topology.control_group
+        if group is not None and self._topology.num_stages > 1:
+            found: list[list[str]] = [[] for _ in range(self._topology.num_stages)]
+            dist.all_gather_object(found, names, group=group)
+            names = [name for part in found for name in part]
+        if names:
+            report_changed_buffers(sorted(set(names)))
+
+    def _attributes(self, step: Step) -> StepAttributes:
+        common: dict[str, Tensor] = {}  # no stage holds them, so that every rank has them
+        staged: dict[str, Tensor] = {}
+        for fqn, buffer in self.module.named_buffers():
+            (staged if self.plan.stages_of(fqn) else common)[fqn] = buffer
+        return StepAttributes(self.module, common, step.function, staged=staged)
+
+
+@contextmanager
+def init_context(
+    constructions: Constructions, precision: Any, module: Any, device: torch.device, empty_init: bool | None
+) -> Iterator[None]:
+    """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it.
+
+    Args:
+        constructions: Gets what is recorded.
+        precision: The precision plugin.
+        module: The LightningModule, if the Trainer has got one.
+        device: This rank's device.
+        empty_init: What the user has asked ``trainer.init_module`` for.
+    """
+    is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+    with precision.tensor_init_context():
+        if empty_init or (empty_init is None and is_running):
+            with constructions.recording(device, draws=not (is_running and _awaits_checkpoint(module))):
+                yield
+        else:
+            yield
+
+
+def materials_of(constructions: Constructions, module: Any) -> Materials:
+    """Where the tensors of a module that is about to be split get their data from."""
+    return constructions.take(module, torch.device("cpu"), draws=not _awaits_checkpoint(module))
+
+
+def _awaits_checkpoint(module: Any) -> bool:
+    """Whether a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
+    requested = getattr(module.trainer.strategy.launcher, "requested", None)
+    # Where there is no last one, the Trainer goes on without.
+    return requested not in (None, "last") and not _hooks_change_checkpoints(module)
+
+
+def _hooks_change_checkpoints(module: Any) -> bool:
+    """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
+    hooks = [getattr(owner, "on_load_checkpoint", None) for owner in (module, *module.trainer.callbacks)]
+    sources = [str(getattr(hook, "__module__", "lightning.")) for hook in hooks]
+    return not all(source.startswith(("lightning.", "pytorch_lightning.", "lightning_fxpipe.")) for source in sources)
+
+
+def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:
+    """Finds what several stages hold, and makes it equal on all holders, as well as what every rank holds."""
+    copies = []
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        stages = plan.stages_of(fqn)
+        if len(stages) > 1:
+            ranks = tuple(topology.rank_of(stage) for stage in stages)
+            copies.append((ranks, tensor if topology.stage_index in stages else None))
+    shared = SharedParameters(copies, topology.timeout)
+    names = canonical_fqns(module)
+    for _, _, fqn, tensor in named_tensors(module):
+        if topology.num_stages > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
+            dist.broadcast(tensor.data, src=0)
+    return shared

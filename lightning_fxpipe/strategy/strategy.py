@@ -1,0 +1,430 @@
+"""``FxPipeStrategy``: Lightning's hooks, each a few lines that hand over to the modules above."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fxpipe._compat.lightning import (
+    batch_counter,
+    has_no_optimizer,
+    init_process_group,
+    share_sigterm,
+    stop_at_next_batch,
+)
+from lightning_fxpipe.checkpoint.saving import Saver
+from lightning_fxpipe.data.loading import in_step
+from lightning_fxpipe.data.sparing import Sparing
+from lightning_fxpipe.deferred_init.materialise import Constructions
+from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, terminate_together
+from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.distributed.topology import make_group, make_topology
+from lightning_fxpipe.errors import no_end_of_epoch
+from lightning_fxpipe.hooks.hook_code import early_hooks
+from lightning_fxpipe.launch.launching import StartMethod, check_start_method, make_launcher, resolved
+from lightning_fxpipe.metrics.states import one_replica
+from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
+from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
+from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.reporting.messages import inform
+from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks, origin
+from lightning_fxpipe.strategy.checkpoint_strategy import CheckpointStrategy
+from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
+from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
+from lightning_fxpipe.strategy.session import Session, init_context, materials_of
+from lightning_fxpipe.strategy.support import (
+    check_converted,
+    check_optimizers,
+    check_sampler,
+    check_torch,
+    check_trainer,
+    report_plan,
+)
+from lightning_fxpipe.user_code.step import Step, StepKind
+
+
+class PipelineStrategy(CheckpointStrategy):
+    """Pipeline parallelism for an unmodified LightningModule.
+
+    The call of the model inside the step is traced, cut into stages with equally many parameters, and each stage lives on a
+    device and in a process of its own. Every batch is split into microbatches that flow through the stages.
+
+    Args:
+        num_stages: Number of stages, one for each device. ``"auto"``: as many as the Trainer has devices.
+        num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
+            for each stage where the batch allows it.
+        schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
+            step once on the whole batch, and then all backward: any loss is exact. ``"1f1b"`` keeps at most ``num_stages``
+            microbatches alive on a stage; the rest of the step runs for each microbatch, too, and the loss must be a sum over
+            microbatches, which is checked. ``"auto"`` takes it where the loss allows it and a batch's activations would take
+            more than half of the memory that is left, and else ``"gpipe"``.
+        plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
+            then decides which stage holds what.
+        loss_reduction: For ``"1f1b"``: what the loss is over the samples of a batch, ``"mean"``, ``"sum"``, or ``"auto"`` to
+            find out on the first training batch.
+        loss_weight: For ``"1f1b"``: a function, or its import path, that gives the weight of a batch in a mean over something
+            else than samples, such as its number of tokens that are not padding.
+        batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
+        process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
+        timeout_seconds: Seconds after which a rank that waits for another gives up.
+        start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
+            script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
+            ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
+        gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
+            returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
+            parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
+            file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
+        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. The next one,
+            loading and the end of the run wait for it, and raise what it failed with.
+    """
+
+    strategy_name = "fxpipe"
+
+    def __init__(
+        self,
+        num_stages: PositiveInt | Literal["auto"] = "auto",
+        num_microbatches: PositiveInt | Literal["auto"] = "auto",
+        schedule: ScheduleName = "auto",
+        plan: PlanFile | PartitionPlan | None = None,
+        loss_reduction: LossReductionName = "auto",
+        loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
+        batch_dim: int = 0,
+        process_group_backend: str | None = None,
+        timeout_seconds: PositiveFloat = 1800.0,
+        start_method: StartMethod = "auto",
+        gather_after_run: bool | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        async_save: bool = False,
+    ) -> None:
+        super().__init__(Saver(partial(_saving_group, timedelta(seconds=timeout_seconds))))
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
+        self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
+        self._schedule: ScheduleName = schedule
+        self._plans = RunPlans(
+            PlanOptions(
+                given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
+                num_stages=num_stages,
+                num_microbatches=self._num_microbatches,
+                batch_dim=batch_dim,
+            )
+        )
+        self._loss = LossOptions.of(loss_reduction, loss_weight)
+        if self._loss != LossOptions() and schedule == "gpipe":
+            warnings.warn(
+                'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the '
+                "whole batch, whatever it is.",
+                stacklevel=2,
+            )
+        self._backend = process_group_backend
+        self._timeout = timedelta(seconds=timeout_seconds)
+        check_start_method(start_method)
+        self._start_method: StartMethod = start_method
+        self._gather_after_run: bool | Literal["auto"] = gather_after_run
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._async_save = async_save
+        self._session: Session | None = None
+        self._precision: PipelinePrecision | None = None
+        self._stage_optimizers: list[StageOptimizer] = []
+        self._patches = ExitStack()
+        self._constructions = Constructions()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStrategy:
+        """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
+        copied: PipelineStrategy = object.__new__(type(self))
+        memo[id(self)] = copied
+        fresh: dict[str, Any] = {"_topology": self._topology, "_session": None, "_precision": None, "_checkpoints": None}
+        fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
+        fresh |= {"_saver": Saver(partial(_saving_group, self._timeout)), "_loss": self._loss, "_stage_optimizers": []}
+        if self._topology is not None:
+            fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
+            fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast)
+        for name, value in vars(self).items():
+            vars(copied)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
+        return copied
+
+    # ------------------------------------------------------------------ environment
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # a rank loads only what its stage holds, which setup decides
+
+    @property
+    def plan(self) -> PartitionPlan:
+        """The plan in use, after setup."""
+        return self.session.plan
+
+    @property
+    def session(self) -> Session:
+        """The module in its pipeline, after setup."""
+        if self._session is None:
+            raise RuntimeError("The module is split in the strategy's setup; nothing is there before.")
+        return self._session
+
+    @property
+    def module(self) -> Any:
+        """The user's LightningModule, once the Trainer has connected it."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        count = self._num_machines * self.num_processes
+        check_torch(count)
+        starts_none = self.cluster_environment.creates_processes_externally or count == 1
+        method = None if starts_none else resolved(self._start_method)
+        self._launcher = make_launcher(self, method, gathers=self._gather_after_run is not False)
+        if method not in (None, "popen"):
+            self._gather_after_run = True  # the processes end with the run
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
+        begin_run(start, self.broadcast, self.cluster_environment.main_address)
+        if self._topology is None:
+            with noted_connections():
+                self._topology = make_topology(self.root_device, self._timeout)
+            self._sparing = Sparing(self._topology, inform)
+            self._replica = Replica(self.broadcast)
+        self._patches.close()  # where a run before this one ended without a teardown
+        if self._topology.num_stages > 1:
+            self._patches.enter_context(self.replica.answering())
+            self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
+        # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
+        self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
+        if not self.is_global_zero:
+            set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        check_sampler(dataloader)
+        dataloader = in_step(dataloader, self._sparing)
+        # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
+        return dataloader
+
+    # ------------------------------------------------------------------ setup
+
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        return init_context(self._constructions, self.precision_plugin, self.lightning_module, self.root_device, empty_init)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._checkpoints = None
+        terminate_together(partial(share_sigterm, trainer))
+        self._patches.enter_context(one_replica())
+        check_trainer(trainer, self.module)
+        # Lightning advises `sync_dist=True` where several processes log; these log the same values.
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+        with self._constructions.changing(self.module):
+            self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
+        if self._session is None or self._session.module is not self.module or not self._session.is_split:
+            self._split(trainer)
+        self.session.prepare(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        else:
+            group = self.topology.control_group
+            self._stage_optimizers = kept_through(self._stage_optimizers, self.module, self.session.dropped, group)
+        checkpoints = CheckpointHooks(
+            self.session,
+            self.topology,
+            self._stage_optimizers,
+            self._saver,
+            origin=origin(schedule=self._schedule, num_microbatches=self._num_microbatches),
+            as_folder=self._save_distributed_checkpoint,
+            in_background=self._async_save,
+        )
+        self._patches.enter_context(self._begin_saving(trainer, checkpoints))
+        # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
+        local_rank = self.local_rank if self.topology.num_stages > 1 else None
+        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+        profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
+        self.setup_precision_plugin()
+        self._detach_precision()
+        self._precision = PipelinePrecision(
+            self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm, self.session.hooks.outside
+        )
+        self.barrier("setup")
+
+    def _split(self, trainer: Trainer) -> None:
+        """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
+        materials = materials_of(self._constructions, self.module)
+        with noted_connections():
+            plan = self._plans.known(trainer, self.module)
+            if plan is None:
+                with self.replica.computing():
+                    made = self._plans.make(
+                        trainer,
+                        self.module,
+                        num_stages=self.topology.num_stages,
+                        device=self.root_device,
+                        context=partial(step_context, self.precision_plugin),
+                    )
+                # Rank 0's plan holds for all: ranks that cut differently would never find each other.
+                plan = self.broadcast(made)
+                report_plan(plan, self.module, self._num_microbatches)
+            self._session = Session(
+                self.module,
+                plan,
+                self.topology,
+                replica=self.replica,
+                num_microbatches=self._num_microbatches,
+                schedule=self._schedule,
+                loss=self._loss,
+                sparing=self._sparing,
+                materials=materials,
+            )
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to do: the session has moved this rank's stage to its device."""
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self.optimizers, self.lr_scheduler_configs = [], []
+        super().setup_optimizers(trainer)
+        trained = [] if has_no_optimizer(self.optimizers) else self.optimizers
+        coupled = check_optimizers(trained, self.topology.num_stages) if trained or not self.optimizers else []
+        self._stage_optimizers = [
+            StageOptimizer(self.module, one, self.session.dropped, is_coupled=any(one is other for other in coupled))
+            for one in trained
+        ]
+        for optimizer in self._stage_optimizers:
+            optimizer.spread_states(self.topology.control_group)
+            if trainer.checkpoint_callbacks:
+                optimizer.check_savable()
+        self.session.hooks.follow(self._stage_optimizers)
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        with self.session.hooks.suspended():
+            self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
+
+    def _detach_precision(self) -> None:
+        if self._precision is not None:
+            self._precision.detach()
+            self._precision = None
+
+    @override
+    def teardown(self) -> None:
+        # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self._end_saving()
+        self._detach_precision()
+        self._patches.close()
+        if self._session is not None:
+            self._session.end_run(self._stage_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        end_run()
+
+    # ------------------------------------------------------------------ steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._has_trained = True
+        with no_end_of_epoch(StepKind.TRAIN.value), self.session.hooks.suspended(), self.replica.computing():
+            return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Lightning asks so where there are several replicas.
+        if self.reduce_boolean_decision(self.module.trainer.received_sigterm, all=False):
+            stop_at_next_batch(self.module.trainer)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        plugin, module = self.precision_plugin, self.module
+        with self.session.around_backward():
+            loss: Tensor = plugin.pre_backward(closure_loss, module)
+            self.session.backward(
+                lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains=bool(kwargs.get("retain_graph"))
+            )
+            return plugin.post_backward(loss, module)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with self.session.around_optimizer_step(next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(StepKind.VALIDATE, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(StepKind.TEST, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(StepKind.PREDICT, args, kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        self.session.end_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        self.session.end_evaluation()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.session.end_evaluation()
+
+    def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with no_end_of_epoch(kind.value), self.session.hooks.suspended(), self.replica.computing():
+            return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
+
+    def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+        """Lightning's call of one of the module's steps, without the batch."""
+        trainer = self.module.trainer
+        function = getattr(self.module, kind.value)
+        return Step(
+            kind=kind,
+            function=partial(function, **kwargs) if kwargs else function,
+            rest=rest,
+            context=partial(step_context, self.precision_plugin, kind),
+            random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
+            scale=self._precision.scale / trainer.accumulate_grad_batches
+            if kind is StepKind.TRAIN and self._precision
+            else 1.0,
+        )
+
+
+class FxPipeStrategy(PipelineStrategy, ParallelStrategy):
+    __doc__ = PipelineStrategy.__doc__
+
+
+def _saving_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    with noted_connections():
+        return make_group(timeout)

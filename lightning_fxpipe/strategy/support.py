@@ -1,0 +1,308 @@
+"""What a pipeline cannot honour yet is refused here, before the first step, with the reason and the way out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from fsspec.utils import get_protocol
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins import BitsandbytesPrecision, Precision, TransformerEnginePrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import LBFGS, Optimizer
+
+from lightning_fxpipe._compat.lightning import takes_loader, validates_by_time
+from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metrics.calls import held_metrics
+from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.optim.coupling import couples_parameters
+from lightning_fxpipe.optim.twins import CannotTryError
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.reporting.messages import inform, warn
+
+
+def check_torch(num_processes: int, version: str = torch.__version__) -> None:
+    """Raises :class:`UnsupportedError` where several processes would run on a torch whose pipelines do not do what is needed.
+
+    2.11 has no process groups in an order of one's own, and 2.12 fails at a tensor without gradient that a stage passes on.
+    """
+    if num_processes > 1 and tuple(int(number) for number in version.split(".")[:2]) < (2, 13):
+        raise UnsupportedError(
+            "This version of torch cannot run a pipeline of several stages.",
+            observed=f"torch {version} and {num_processes} devices",
+            expected="torch 2.13 or newer; before it, one device and plans only",
+            todo="Run pip install 'torch>=2.13', or set Trainer(devices=1).",
+        )
+
+
+def check_num_stages(num_stages: int | str, num_devices: int) -> None:
+    """Raises :class:`UnsupportedError` unless there is one device for each stage."""
+    if num_stages not in ("auto", num_devices):
+        more = "more" if isinstance(num_stages, int) and num_devices > num_stages else "fewer"
+        raise UnsupportedError(
+            f"There are {more} devices than stages.",
+            observed=f"{num_stages} stages and {num_devices} devices",
+            expected="one stage for each device",
+            todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}"
+            " (a plan made for another number of stages must be made again).",
+        )
+
+
+def check_batch_dim(batch_dim: int, of_plan: int) -> None:
+    """Raises :class:`UnsupportedError` where a given plan was made for another dimension; the default goes with any."""
+    if batch_dim not in (0, of_plan):
+        raise UnsupportedError(
+            "The plan was made for batches in another dimension of their tensors.",
+            observed=f"FxPipeStrategy(batch_dim={batch_dim}), and a plan with batch_dim={of_plan}",
+            todo="Make the plan again with that batch_dim, or leave the option out.",
+        )
+
+
+def check_has_batch(batch: Any) -> Any:
+    """The batch; raises :class:`UnsupportedError` where there is none to trace the model with."""
+    if batch is None:
+        raise UnsupportedError(
+            "There is no batch to trace the model with.",
+            observed="no dataloader is defined for this run",
+            expected="a dataloader, or a plan made before",
+            todo="Pass a dataloader, or FxPipeStrategy(plan=...).",
+        )
+    return batch
+
+
+def check_sampler(loader: Any) -> None:
+    """Raises :class:`UnsupportedError` where a dataloader's sampler gives each process a share of the samples."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    for sampler in (*samplers, getattr(samplers[1], "sampler", None)):
+        count = getattr(sampler, "num_replicas", 1)
+        if isinstance(count, int) and count > 1:
+            raise UnsupportedError(
+                "A dataloader gives each process other samples, and the processes of a pipeline work on the same batch.",
+                where=type(loader).__name__,
+                observed=f"a {type(sampler).__name__} with num_replicas={count}",
+                expected="a sampler for one replica",
+                todo="Leave the sampler out, make it in train_dataloader (val_dataloader, ...), where it sees one replica, or "
+                "pass num_replicas=1 and rank=0.",
+            )
+
+
+def check_one_root(trainer: Trainer, module: LightningModule) -> None:
+    """Raises :class:`UnsupportedError` where objects of ``lightning`` and of ``pytorch_lightning`` come together."""
+    expected = root_name(trainer)
+    things = [trainer.strategy, module, getattr(trainer, "datamodule", None), *getattr(trainer, "callbacks", ())]
+    strangers = [type(thing).__name__ for thing in things if root_name(thing) not in (None, expected)]
+    if strangers:
+        other = "lightning" if expected == "pytorch_lightning" else "pytorch_lightning"
+        raise UnsupportedError(
+            "The run mixes `lightning` and `pytorch_lightning`, whose classes are not the same.",
+            observed=f"a Trainer of {expected}, and {', '.join(strangers)} of {other}",
+            todo=f"Import all of them from one of the two. The strategy of {expected} is strategy='fxpipe'"
+            + (", or lightning_fxpipe.pl.FxPipeStrategy." if expected == "pytorch_lightning" else ", or FxPipeStrategy."),
+        )
+
+
+def check_trainer(trainer: Trainer, module: LightningModule) -> None:
+    """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
+    check_one_root(trainer, module)
+    faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
+    faults += list(_step_faults(trainer, module))
+    if faults:
+        raise UnsupportedError(
+            "strategy='fxpipe' cannot run this.",
+            where=type(module).__name__,
+            observed="; ".join(observed for observed, _ in faults),
+            todo="; ".join(todo for _, todo in faults),
+        )
+
+
+def check_converted(converted: nn.Module, module: nn.Module) -> nn.Module:
+    """The module after its conversion by the precision plugin; raises :class:`UnsupportedError` if that made another one."""
+    if converted is not module:
+        raise UnsupportedError(
+            "The precision plugin replaces the LightningModule by another module.",
+            where="convert_module",
+            observed=f"a {type(converted).__name__}",
+            expected="the module itself, with other dtypes or other layers",
+            todo="Convert the module in place.",
+        )
+    return module
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> list[Optimizer]:
+    """The optimizers that a stage cannot step without the others' parameters, of which the user is told.
+
+    Raises:
+        UnsupportedError: There is none, or one of which that cannot be found out.
+    """
+    if not optimizers:
+        raise UnsupportedError(
+            "There is no optimizer.",
+            where="configure_optimizers",
+            observed="an empty list",
+            todo="Return one, or None where the step trains nothing.",
+        )
+    coupled = [optimizer for optimizer in optimizers if num_stages > 1 and _is_coupled(optimizer)]
+    for name in dict.fromkeys(type(optimizer).__name__ for optimizer in coupled):
+        warn(
+            f"{name} needs all parameters together. So every rank steps it for the whole model: in each step the other stages' "
+            "parameters and gradients are brought to each rank, and what the optimizer keeps of them stays there. An optimizer "
+            "that treats each parameter by itself, such as AdamW, needs a stage's share only."
+        )
+    return coupled
+
+
+def _is_coupled(optimizer: Optimizer) -> bool:
+    if isinstance(optimizer, LBFGS):
+        return True
+    try:
+        return couples_parameters(optimizer)
+    except CannotTryError as error:
+        raise UnsupportedError(
+            "It cannot be shown that the optimizer trains a stage as it would train it in the whole model.",
+            where="configure_optimizers",
+            observed=f"{type(optimizer).__name__} does not run on parameters of a trial: {error}",
+            expected="an optimizer that keeps what belongs to a parameter in optimizer.state[parameter], and holds no other"
+            " tensors or modules",
+            todo="Keep such tensors in optimizer.state; what averages weights can be a callback, such as EMAWeightAveraging; or"
+            " use another optimizer.",
+        ) from error
+
+
+def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None) -> None:
+    """Shows a new plan, and what the user should know about it."""
+    inform(f"\n{plan}\n")
+    report_batch_norm(module, num_microbatches)
+
+
+def report_unsaved(path: object, rank: int) -> None:
+    """Says that a checkpoint which is asked for after a failure is not written."""
+    print(f"[rank {rank}] no checkpoint saved to {path}: the run has failed", file=sys.stderr, flush=True)
+
+
+def _layers(found: Sequence[str]) -> str:
+    return (
+        f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise" if len(found) > 1 else f"{found[0]} (BatchNorm) normalises"
+    )
+
+
+def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
+    """Warns where BatchNorm would normalise over microbatches instead of the batch, which changes what is trained."""
+    found = [path for path, _ in batch_norms(module)]
+    if found and num_microbatches != 1:
+        warn(
+            f"{_layers(found)} over one microbatch, not the whole batch, as with gradient accumulation; running statistics are "
+            "of the whole batch. To normalise as one device does, set FxPipeStrategy(num_microbatches=1)."
+        )
+
+
+def report_changed_buffers(names: Sequence[str]) -> None:
+    """Warns of buffers that the model itself changes, once for each microbatch."""
+    warn(
+        f"{len(names)} buffers ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}) are changed by the model while it "
+        "runs: once for each microbatch, as with accumulation. For those of one device, set FxPipeStrategy(num_microbatches=1)."
+    )
+
+
+Fault = tuple[str, str]
+
+
+def _module_faults(module: LightningModule) -> Iterator[Fault]:
+    held = {name: metric for name, metric in held_metrics(module).items() if any(True for _ in metric.parameters())}
+    if held:
+        yield (
+            f"metrics with a model of their own ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
+            "give the metric a function that calls a model which the LightningModule does not hold, or compute it afterwards",
+        )
+
+
+_STEPS = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+
+
+def _step_faults(trainer: Trainer, module: LightningModule) -> Iterator[Fault]:
+    for name in _STEPS[trainer.state.fn or TrainerFn.FITTING]:
+        if is_overridden(name, module, of_root(LightningModule, module)) and takes_loader(getattr(module, name)):
+            yield (
+                f"{name}(dataloader_iter): each rank would take batches out of the iterator by itself",
+                f"let {name} take the batch, and the Trainer the loader",
+            )
+
+
+def _precision_faults(trainer: Trainer) -> Iterator[Fault]:
+    plugin = trainer.precision_plugin
+    kind = type(plugin)
+    if isinstance(plugin, (*in_all_roots(TransformerEnginePrecision), *in_all_roots(BitsandbytesPrecision))):
+        yield (
+            f"{kind.__name__}, which replaces layers by ones that cannot be traced",
+            "use precision='bf16-mixed', 'bf16-true', '16-mixed', '32-true' or '64-true'",
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        yield f"a gradient scaler of type {type(scaler).__name__}", "use a torch.amp.GradScaler, or a subclass of it"
+    own = of_root(Precision, plugin)
+    if kind.backward is not own.backward:
+        yield (
+            f"{kind.__name__}.backward, which would never be called: the schedule runs backward inside the step",
+            "scale the loss in the plugin's pre_backward instead",
+        )
+    if kind.clip_grad_by_norm is not own.clip_grad_by_norm and trainer.gradient_clip_val:
+        yield (
+            f"{kind.__name__}.clip_grad_by_norm, which would see the gradients of one stage only",
+            "leave clipping by norm to the strategy, or clip by value",
+        )
+
+
+def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
+    yield from _precision_faults(trainer)
+    if not isinstance(trainer.accelerator, (*in_all_roots(CPUAccelerator), *in_all_roots(CUDAAccelerator))):
+        yield f"the accelerator {type(trainer.accelerator).__name__}", "use accelerator='gpu' with CUDA devices, or 'cpu'"
+    if type(trainer.strategy.checkpoint_io) not in in_all_roots(TorchCheckpointIO):
+        yield (
+            f"the plugin {type(trainer.strategy.checkpoint_io).__name__}, which would write the parts of all ranks to one file",
+            "leave the plugin out: every rank writes its part of a checkpoint folder itself",
+        )
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
+        if getattr(trainer.strategy, "num_processes", 1) > 1 and get_protocol(str(folder)) == "memory":
+            yield (
+                f"checkpoints in {folder}, in the memory of one process",
+                "save to a path, file:// or an object store",
+            )
+    if validates_by_time(trainer):
+        yield (
+            "val_check_interval as a time, at which each rank would look on its own clock",
+            "set val_check_interval to a number of batches or a share of the epoch",
+        )
+    for callback in getattr(trainer, "callbacks", ()):
+        for kind, (reason, todo) in _REFUSED_CALLBACKS.items():
+            if isinstance(callback, in_all_roots(kind)):
+                yield f"the callback {kind.__name__}, {reason}", todo
+
+
+_REFUSED_CALLBACKS: dict[type, Fault] = {
+    StochasticWeightAveraging: (
+        "which keeps a whole copy of the model in its own part of the checkpoint",
+        "use WeightAveraging or EMAWeightAveraging, or average checkpoints afterwards",
+    ),
+    BatchSizeFinder: (
+        "which tries sizes until one rank has no memory left, and then the others cannot go on",
+        "choose the batch size by hand",
+    ),
+    ModelPruning: (
+        "which replaces parameters by others while the model is in stages",
+        "prune the model on one device before or after training",
+    ),
+}

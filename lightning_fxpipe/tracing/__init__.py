@@ -1,0 +1,24 @@
+"""From a step to a graph: which of its calls are pipelined, and what they compute.
+
+Finding the region
+    - ``prelude``: what the step does before it calls the model, in a dry run.
+    - ``region``, ``span``: a region of one call, and of several.
+    - ``discovery``: finds it by one run of the step on fake tensors.
+    - ``input_gradient``, ``parameter_use``: steps that do more with the model than to call it.
+    - ``recordable``: what can be traced, and when two of them are alike.
+
+Recording it
+    - ``trace``: the entry: a call as a graph, checked.
+    - ``record``, ``recording``, ``graph_writer``: runs the model's own Python, and writes the graph.
+    - ``fake_run``, ``examples``, ``probe``, ``looks``: fake tensors, the values they stand for, and code that looks at values.
+    - ``first_call``: what a model sets on its first call.
+    - ``torch_calls``, ``checkpointing``, ``distributions``, ``recurrent``: calls that need care.
+    - ``inner_results``: what leaves a module by another way than its result.
+    - ``step_record``: the calls that the step makes itself.
+    - ``signals``: what ends a recording before its time.
+
+What a trace depends on
+    - ``reads``, ``code_reads``, ``held_tensors``: plain values and tensors that it has from elsewhere.
+    - ``trace_log``: tells when a step is traced again, and why.
+    - ``repeat``: single calls of a graph once more, to see what is inside.
+"""

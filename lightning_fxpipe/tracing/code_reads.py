@@ -1,0 +1,126 @@
+"""Plain values that recorded code reads from elsewhere than modules: global variables, attributes of classes, the learning
+rates and callbacks of the Trainer.
+
+Nothing tells when they are read, so it is taken from the code: what the forward of an opened module names, and the methods and
+functions of the user's that it names. Too many are no harm but for a trace more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from lightning_fxpipe.tracing.reads import ReadKey, Unplain, snapshot
+from lightning_fxpipe.user_code.code_names import is_own_code, names_of
+from lightning_fxpipe.user_code.kinds import is_users
+
+_MAX_FUNCTIONS = 200
+
+
+@dataclass(frozen=True)
+class CodeKey:
+    """A global variable of a module, or an attribute of what it holds.
+
+    Attributes:
+        module: The module's name in ``sys.modules``.
+        names: Name of the variable, and of the attribute.
+    """
+
+    module: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ".".join((self.module, *self.names))
+
+    def value(self, root: nn.Module) -> Any:
+        """What it is now; None where there is none."""
+        found: Any = sys.modules.get(self.module)
+        for name in self.names:
+            found = getattr(found, name, None)
+        return found
+
+
+@dataclass(frozen=True)
+class RunKey:
+    """What the Trainer holds of one kind: ``param_groups`` of the optimizers, or ``callbacks``."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"trainer.{self.name}"
+
+    def value(self, root: nn.Module) -> Any:
+        """What it is now."""
+        trainer: Any = vars(root).get("_trainer")
+        if trainer is None:
+            return None
+        if self.name == "callbacks":
+            return [vars(callback) for callback in trainer.callbacks if is_own_code(type(callback).__module__)]
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+
+
+_RUN_NAMES = {
+    **dict.fromkeys(("optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups"), "param_groups"),
+    **dict.fromkeys(("callbacks", "early_stopping_callback", "checkpoint_callback"), "callbacks"),
+}
+
+
+def code_reads(root: nn.Module, opened: Iterable[str]) -> dict[ReadKey, Any]:
+    """What the code of opened modules may read, with the values of today.
+
+    Args:
+        root: The module.
+        opened: Paths of the modules whose forward is recorded.
+    """
+    found: dict[ReadKey, Any] = {}
+    for path in opened:
+        module = root.get_submodule(path)
+        for key, value in _named(root, path, type(module)):
+            with suppress(Unplain):
+                found.setdefault(key, snapshot(value))
+    return found
+
+
+def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[ReadKey, Any]]:
+    classes = [base for base in cls.__mro__ if is_own_code(base.__module__)]
+    in_classes = {name: value for base in reversed(classes) for name, value in vars(base).items()}
+    waiting: list[Any] = [in_classes.get("forward")]
+    seen = set[int]()
+    while waiting and len(seen) < _MAX_FUNCTIONS:
+        found = waiting.pop()
+        function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        if not isinstance(function, FunctionType) or id(function) in seen or not is_own_code(function.__module__ or ""):
+            continue
+        seen.add(id(function))
+        named, _ = names_of(function.__code__)
+        for name in sorted(named):
+            if name in _RUN_NAMES:
+                key = RunKey(_RUN_NAMES[name])
+                yield key, key.value(root)
+            if name in in_classes:
+                waiting.append(in_classes[name])
+                if not hasattr(type(in_classes[name]), "__get__"):
+                    yield (path, name), in_classes[name]
+            if name in function.__globals__:
+                value = function.__globals__[name]
+                waiting.append(value)
+                yield from _of_variable(function, name, value, named)
+
+
+def _of_variable(function: FunctionType, name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[ReadKey, Any]]:
+    module = str(function.__globals__.get("__name__", ""))
+    if not isinstance(value, (ModuleType, type)):
+        yield CodeKey(module, (name,)), value
+        return
+    prefix = CodeKey(value.__name__, ()) if isinstance(value, ModuleType) else CodeKey(module, (name,))
+    if is_own_code(value.__name__) if isinstance(value, ModuleType) else is_users(value):
+        for attribute in sorted(named & vars(value).keys()):
+            if not hasattr(type(vars(value)[attribute]), "__get__"):
+                yield CodeKey(prefix.module, (*prefix.names, attribute)), vars(value)[attribute]

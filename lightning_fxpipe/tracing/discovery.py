@@ -1,0 +1,432 @@
+"""Finds what of a step is pipelined, by running the whole step once on fake tensors.
+
+The run tells which of the step's calls use parameters and what of their results later code uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, outside_fakes, size_hint, tree_leaves
+from lightning_fxpipe.errors import FxPipeError, TraceError
+from lightning_fxpipe.pytree.structure import Template
+from lightning_fxpipe.reporting.wording import error_words
+from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.tracing.fake_run import fake_run
+from lightning_fxpipe.tracing.input_gradient import InputGradient, functions_before, input_gradient
+from lightning_fxpipe.tracing.parameter_use import (
+    ParameterMisuse,
+    check_call,
+    check_changes,
+    check_same_parameters,
+    parameters_by_name,
+)
+from lightning_fxpipe.tracing.prelude import say_nothing
+from lightning_fxpipe.tracing.record import RecorderSettings
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, RegionCall, WantedResults
+from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
+from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
+from lightning_fxpipe.tracing.span import Span, SpanRecorder, StepRegion, run_step, step_name
+from lightning_fxpipe.tracing.step_record import TensorKey
+from lightning_fxpipe.tracing.torch_calls import LOOKS
+from lightning_fxpipe.tracing.trace import is_torch_leaf
+from lightning_fxpipe.user_code.exchange import OwnAttributes
+from lightning_fxpipe.user_code.frames import raising_source, user_source
+from lightning_fxpipe.user_code.placement import device_of
+from lightning_fxpipe.user_code.step_code import locals_up_to, may_differ_between_batches
+
+_logger = logging.getLogger("lightning_fxpipe")
+_CONTAINERS = (list, tuple, dict)
+# A step that calls the model for none of so many batches is taken to have none.
+_MAX_SKIPPED = 3
+# Modules inside each other that are taken for the step's own code.
+_MAX_DEPTH = 4
+
+
+def locate_region(
+    root: nn.Module,
+    step: StepCall,
+    *,
+    batch_size: int,
+    batch_dim: int = 0,
+    device: torch.device | None = None,
+    fallback: IsRegion = trains,
+    needs_model: bool = True,
+) -> Recordable:
+    """What of a step is pipelined: the only call that uses parameters, or the span of several.
+
+    Where the step cannot run on fake tensors far enough to tell, the first call of a module that ``fallback`` accepts is taken,
+    and later ones run on the last stage.
+
+    Args:
+        root: The LightningModule.
+        step: The step, with a microbatch.
+        batch_size: Samples in that.
+        batch_dim: Dimension of the batch in its tensors.
+        device: Where the module is taken to be; by default where the batch is.
+        fallback: What is a model, where the step cannot run on fakes.
+        needs_model: Whether a step that uses a parameter without calling a module is refused: there is nothing to cut.
+
+    Raises:
+        NoModelCall: The step never calls a model with parameters.
+        UnsupportedError: Parameters are used before the region, so that gradients would have to flow out of the pipeline, or
+            the step changes them.
+    """
+    device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
+    survey = _survey(root, WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
+    because = survey.ends_because()
+    if because:
+        _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
+    if not survey.users:
+        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=fallback)
+        return replace(region, ends_because=because)
+    if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
+        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=holds_any)
+        return replace(region, wanted=survey.wanted_of_call(survey.users[0]), ends_because=because)
+    return survey.region(step, batch_size, batch_dim)
+
+
+def regions(root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, **options: Any) -> Iterator[Recordable]:
+    """What of a step may be pipelined: the best first, and then smaller regions, for where that cannot be recorded or cut.
+
+    A smaller one takes a module's forward for the step's own code: it ends where that looks at values which nobody knows
+    beforehand, and the rest of the step is ordinary Python on the last stage. Arguments and errors as :func:`locate_region`.
+    """
+    region = locate_region(root, step, batch_size=batch_size, batch_dim=batch_dim, **options)
+    whole = WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
+    transparent = frozenset({region.path} if isinstance(region, RegionCall) else ())
+    return chain([region], _smaller(root, whole, transparent, options.get("device")))
+
+
+def _smaller(
+    root: nn.Module, whole: WholeStep, transparent: frozenset[str], device: torch.device | None
+) -> Iterator[StepRegion]:
+    for _ in range(_MAX_DEPTH):
+        if transparent:
+            try:
+                survey = _survey(root, replace(whole, span=replace(whole.span, transparent=transparent)), device)
+            except FxPipeError:
+                return  # the error of the best region says more
+        else:
+            survey = _survey(root, whole, device)
+        if not survey.users:
+            return
+        if transparent:
+            yield survey.region(whole.step, whole.batch_size, whole.batch_dim)
+        called = [call.name for call in survey.calls if call.number in survey.users and call.is_module]
+        deeper = transparent.union(path for path in called if not is_torch_leaf(path, root.get_submodule(path)))
+        if deeper == transparent:
+            return
+        transparent = deeper
+
+
+def first_regions(root: nn.Module, call: Callable[..., StepCall], **options: Any) -> Iterator[Recordable]:
+    """The regions of a step at the start of a run, which may skip its first batches.
+
+    Args:
+        root: The LightningModule.
+        call: ``call(batch_idx=i)`` is the step with that index.
+        **options: For :func:`regions`.
+
+    Raises:
+        NoModelCall: The step calls no model for any of the first indices.
+    """
+    for batch_idx in range(_MAX_SKIPPED):
+        with suppress(NoModelCall):
+            return regions(root, call(batch_idx=batch_idx), **options)
+    return regions(root, call(batch_idx=_MAX_SKIPPED), **options)
+
+
+def _survey(root: nn.Module, call: WholeStep, device: torch.device | None) -> _Survey:
+    """The calls of a step; none that uses parameters where it cannot run on fake tensors up to one."""
+    step = call.step
+    with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
+        survey = run.recorder
+        assert isinstance(survey, _Survey)
+        parameters = parameters_by_name(root)
+        try:
+            survey.know_batch(Template.of(run.example).tensors)
+            survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
+            survey.note_use([_held(module) for module in root.modules()])
+            survey.completed = True
+            survey.caches = _caches(root, step, run.example, survey)
+            own = [(key[0], value) for key, value in run.reads.items() if isinstance(key, tuple)]
+            survey.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
+        except HiddenTensor as error:
+            if survey.users:
+                raise _hidden(step, error) from error
+            survey.note_end(error, error.source)
+        except (ParameterMisuse, InputGradient):
+            raise
+        except (Exception, MustStayWhole, RecordError) as error:
+            _logger.debug("%s does not run to its end without data", step_name(step), exc_info=error)
+            survey.note_end(error, raising_source(error))
+        if survey.misuse is not None:
+            raise survey.misuse
+        check_same_parameters(root, parameters)
+    return survey
+
+
+def _caches(root: nn.Module, step: StepCall, example: Any, survey: _Survey) -> set[tuple[str, str]]:
+    """Of the tensors that the step has left on modules those that a second run does not set again, by path and attribute."""
+    left = {(path, attribute) for call in survey.calls for path, attribute, _ in call.sides}
+    if not left:
+        return left
+    before = {path: OwnAttributes(module) for path, module in root.named_modules()}
+    survey.called.clear()
+    try:
+        with survey.paused(), _SecondRun(survey):
+            run_step(root, step, example, say_nothing)
+    except (Exception, RecordError):
+        return set()
+    unset = {side for side in left if side[0] in survey.called}
+    return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
+
+
+class _SecondRun(TorchFunctionMode):
+    """Shows the step's own code ones where it looks at values; a module that looks may do anything, and ends the run."""
+
+    def __init__(self, survey: _Survey) -> None:
+        super().__init__()
+        self._survey = survey
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in LOOKS and isinstance(args[0], FakeTensor) and not self._survey.num_running:
+            return look_at_ones(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
+    """What code that looks at a tensor without data sees."""
+    shape = [size_hint(size) for size in tensor.shape]
+    with outside_fakes():
+        return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module has as plain attributes, and in lists and dicts."""
+    values = [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _hidden(step: StepCall, error: HiddenTensor) -> TraceError:
+    return TraceError(
+        f"{step_name(step)} uses a tensor that the model has left somewhere during its call.",
+        where=error.source,
+        observed="a tensor that is neither a result of the call nor an attribute of a module",
+        expected="results, or attributes that the model's forward sets",
+        todo="Return the tensor from the model's forward, or keep it as an attribute of the module that computes it.",
+    )
+
+
+class _Survey(SpanRecorder):
+    """Records a whole step, all modules whole, to learn which calls use parameters and what is used after them.
+
+    Code after the region may look at values (``loss.item()``), of which there are none: it is shown ones, and no call after
+    such a look is counted to the region, because whether it is made may depend on the value.
+    """
+
+    def __init__(self, settings: RecorderSettings, span: Span, root: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__(settings, span)
+        self.users: list[int] = []
+        self.calls_model = False
+        self.misuse: ParameterMisuse | None = None
+        self.answers: dict[int, Any] = {}  # to looks at values, by the number of the call
+        self.completed = False
+        # Whether the step uses the same for every batch, as far as its code tells.
+        self.is_fixed = not may_differ_between_batches(root, function)
+        self._reachable: set[TensorKey] = set()  # what the step could use after the last of the users
+        self._is_user_last = False
+        self._uses: list[tuple[float, TensorKey]] = []  # (number of a call, what it uses)
+        self._root = root
+        self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
+        self._has_looked = False
+        self._first_look: str | None = None
+        self._end: str | None = None
+        self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
+        self.called: set[str | None] = set()  # modules
+        self.num_running = 0  # modules inside each other, the step's own one among them where it is called
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._is_nested:
+            with self._noted_misuse():
+                check_call(self._root, func, args, kwargs)
+            if func is torch.autograd.grad and self.users:
+                self._check_gradient(*args, **(kwargs or {}))
+        if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
+            self._note_look()
+            self.before_call()
+            self.note_use(args[0])
+            self._count += 1
+            with self.paused():
+                return look_at_ones(func, args[0])
+        number = self._count
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not self._is_nested and func in LOOKS and not isinstance(result, SYMBOLIC_TYPES):
+            self.answers[number] = result
+        return result
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Notes which modules are called."""
+        self.called.add(self._module_paths.get(id(module)))
+        self.num_running += 1
+        try:
+            return super().call_module(original_call, module, args, kwargs)
+        finally:
+            self.num_running -= 1
+
+    def _note_look(self) -> None:
+        self._has_looked = True
+        self._first_look = self._first_look or user_source() or "some code"
+
+    def note_end(self, error: BaseException, source: str | None) -> None:
+        """The step has not come to its end."""
+        reason = error.reason if isinstance(error, (RecordError, MustStayWhole)) else error_words(error)
+        self._end = f"{source or 'some code'} cannot be tried without data ({reason})"
+
+    def ends_because(self) -> str:
+        """Why no later calls are known that use parameters; empty where all of the step's calls are."""
+        if self._first_look is not None:
+            return f"{self._first_look} looks at values of tensors, which may decide what is called after it"
+        return self._end or ""
+
+    def _check_gradient(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:
+        """Raises :class:`InputGradient` where a step differentiates the model by what it is called with."""
+        keys = [self.key_of(tensor) for tensor in Template.of(inputs).tensors if not isinstance(tensor, nn.Parameter)]
+        if any(key is not None and key.call < self.users[0] for key in keys):
+            made = {tensor.grad_fn for key, tensor in self.tensors.items() if key.call in self.users} - {None}
+            if any(function in made for function in functions_before(Template.of(outputs).tensors)):
+                raise input_gradient()
+
+    @contextmanager
+    def _noted_misuse(self) -> Iterator[None]:
+        """Notes what the block raises: a step may catch it."""
+        try:
+            with self.paused():
+                yield
+        except ParameterMisuse as error:
+            self.misuse = self.misuse or error
+            raise
+
+    def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
+        """Calls that a graph cannot hold are made all the same: around the region they may stand."""
+        try:
+            return record()
+        except HiddenTensor:
+            raise
+        except RecordError:
+            if self.users:
+                self._note_look()
+            with self.paused():
+                result = execute()
+            for tensor in Template.of(result).tensors:
+                self.add_input(f"{INPUT_PREFIX}made_{self._count}", tensor)
+            return result
+
+    def after_call(self, number: int, num_nodes: int) -> None:
+        self._uses += [(number, leaf) for leaf in self.calls[-1].arguments if isinstance(leaf, TensorKey)]
+        new = list(self.graph.nodes)[num_nodes:]
+        for node in new:
+            if node.op != "call_module":
+                with self._noted_misuse():
+                    check_changes(self._root, node.meta.get("mutated_storages", ()))
+        if not self._has_looked and any(self._uses_parameters(node) for node in new):
+            self.users.append(number)
+            self._is_user_last, self._reachable = True, set()
+            self.calls_model |= any(node.op == "call_module" for node in new)
+
+    def _uses_parameters(self, node: fx.Node) -> bool:
+        if node.op == "call_module":
+            return holds_any(self._root.get_submodule(str(node.target)))
+        return node.op == "get_attr" and str(node.target) in self._parameters
+
+    def note_use(self, value: Any) -> None:
+        """The tensors in ``value`` are used by code that needs their values, wherever it stands."""
+        keys = [self.key_of(tensor) for tensor in Template.of(value).tensors]
+        self._uses += [(math.inf, key) for key in keys if key is not None]
+
+    def leaves_something_behind(self) -> bool:
+        """Whether a call that uses parameters leaves more than its result, and than what is set once and for all."""
+        left = {(path, attribute) for call in self.calls if call.number in self.users for path, attribute, _ in call.sides}
+        return not left <= self.caches
+
+    def before_call(self) -> None:
+        """After the last call that uses parameters, and before the next: the results have got their names."""
+        if self._is_user_last:
+            self._is_user_last = False
+            with self.paused():
+                values = [*locals_up_to(run_step.__code__), *map(_held, self._root.modules())]
+                self._reachable = {key for value in values for key in self._keys_in(value)}
+
+    def _keys_in(self, value: Any) -> list[TensorKey]:
+        if isinstance(value, nn.Module) or not isinstance(value, (Tensor, *_CONTAINERS)) and not hasattr(value, "__dict__"):
+            return []
+        try:
+            tensors = Template.of(value).tensors
+        except Exception:  # an object that cannot be taken apart
+            _logger.debug("Tensors in a %s are not looked for", type(value).__name__, exc_info=True)
+            return []
+        return [key for key in map(self.key_of, tensors) if key is not None]
+
+    def _used_after(self, number: int) -> set[TensorKey] | None:
+        """What code after a call uses. Where it may do something else for another batch, also what it could use then; None
+        where that is not known, because the step did not go on."""
+        used = {key for other, key in self._uses if other > number}
+        if self.is_fixed and not self._has_looked:
+            return used if self.completed else None
+        return used | self._reachable if self.completed and not self._is_user_last else None
+
+    def wanted_of_call(self, number: int) -> WantedResults | None:
+        """The results of a call that later code uses; None where that is not known."""
+        (call,) = (call for call in self.calls if call.number == number)
+        used = self._used_after(number)
+        if used is None:
+            return None
+        positions = tuple(i for i, key in enumerate(call.keys) if key in used or key.call != number)
+        return WantedResults(positions=positions, total=len(call.keys)) if positions else None
+
+    def region(self, step: StepCall, batch_size: int, batch_dim: int) -> StepRegion:
+        """From the first to the last call that uses parameters."""
+        first, last = self.users[0], self.users[-1]
+        wanted, transparent = self.used_after(first, last), self._span.transparent
+        span = Span(first=first, last=last, wanted=wanted, answers=self.answers, transparent=transparent)
+        because = self.ends_because()
+        return StepRegion(step=step, span=span, batch_size=batch_size, batch_dim=batch_dim, ends_because=because)
+
+    def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
+        """The tensors made within the span that later code uses; all of them where that is not known."""
+        calls = [call for call in self.calls if first <= call.number <= last]
+        sides = {call.number: [side for side in call.sides if side[:2] not in self.caches] for call in calls}
+        made = [key for call in calls for key in (*call.keys, *(key for *_, key in sides[call.number])) if key.call >= first]
+        used = self._used_after(last)
+        if used is None:
+            return tuple(dict.fromkeys(made))
+        # Nobody else would set them.
+        used |= {key for call in calls for path, _, key in sides[call.number] if path == call.name}
+        return tuple(dict.fromkeys(key for key in made if key in used))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStep(StepRegion):
+    """A step that is surveyed from its first call to its end."""
+
+    root: nn.Module
+    span: Span = Span(first=0, last=-1, wanted=())
+
+    def make_recorder(self, settings: RecorderSettings) -> _Survey:
+        """A recorder for it."""
+        return _Survey(settings, self.span, self.root, self.step.function)

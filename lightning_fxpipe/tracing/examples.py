@@ -1,0 +1,190 @@
+"""Values that recorded tensors have in the call that the trace was made from.
+
+Fakes have no data, yet some of what a model asks has an answer already: a tensor that follows from the region's inputs alone
+can be computed, without the model's weights, from the inputs of the traced call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lightning_fxpipe._compat.torch import outside_fakes, storage_key
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, size_symbols
+from lightning_fxpipe.reporting.wording import error_words, node_words
+from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.tracing.torch_calls import CallContext
+
+_DRAWS = ("rand", "drawn", "dropout", "bernoulli", "normal", "multinomial")
+_NUM_DRAWS = 8
+
+
+class NoExample(Exception):
+    """The value cannot be known from the example."""
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers."""
+    name = getattr(node.target, "__name__", str(node.target)).lower()
+    return any(word in name for word in _DRAWS)
+
+
+def cone(node: fx.Node) -> list[fx.Node]:
+    """The node and all that it follows from, in no particular order."""
+    found, waiting = {node}, [node]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                waiting.append(operand)
+    return list(found)
+
+
+class Examples:
+    """Computes values from the inputs of the traced call.
+
+    Args:
+        inputs: Real tensors, by the graph's placeholders.
+        sizes: Values of the symbols.
+        constants: Real tensors that the graph refers to by name.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int], constants: Mapping[str, Tensor]) -> None:
+        self._inputs, self._sizes, self._constants = inputs, sizes, constants
+        self._values: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a node that follows from inputs and constants only.
+
+        Raises:
+            NoExample: It follows from weights or random numbers, goes through a module, or was changed in place.
+        """
+        if any(draws(other) for other in cone(node)):
+            raise NoExample(f"{node_words(node)} is drawn at random")
+        return self._computed(node, self._values)
+
+    def constant(self, node: fx.Node) -> Any:
+        """The value that a node has in every call: it follows from numbers, and at most from the kind of other tensors.
+
+        What is changed in place has its last value.
+
+        Raises:
+            NoExample: It follows from the inputs, weights or random numbers, or from the number of samples.
+        """
+        nodes = _read_for(node)
+        for other in nodes:
+            if draws(other) or other.op == "placeholder" or size_symbols((other.args, other.kwargs)):
+                raise NoExample(f"{other.name} is no constant")
+        known: dict[fx.Node, Any] = {}
+        with outside_fakes(), torch.no_grad():
+            for other in node.graph.nodes:
+                if other in nodes:
+                    blanks = {
+                        operand: _without_memory(operand, other) for operand in other.all_input_nodes if operand not in nodes
+                    }
+                    known[other] = self._run(other, known | blanks)
+        return known[node]
+
+    def outcomes(self, node: fx.Node) -> set[bool]:
+        """The truth values of a node, which may depend on random numbers; several draws.
+
+        Raises:
+            NoExample: As :meth:`value`, but for random numbers.
+        """
+        times = _NUM_DRAWS if any(draws(other) for other in cone(node)) else 1
+        values = [self._computed(node, {} if times > 1 else self._values) for _ in range(times)]
+        with outside_fakes():
+            return {bool(value) for value in values}
+
+    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        nodes = cone(node)
+        storages = {storage_key(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
+        for other in node.graph.nodes:
+            if storages & other.meta.get("mutated_storages", set()):
+                raise NoExample(f"{node_words(other)} changes something in place")
+        order = {other: index for index, other in enumerate(node.graph.nodes)}
+        with outside_fakes(), torch.no_grad(), isolated_rng():
+            torch.seed()  # so that several draws differ
+            for other in sorted(nodes, key=order.__getitem__):
+                if other not in known:
+                    known[other] = self._run(other, known)
+        return known[node]
+
+    def _run(self, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+        if "draw" in node.meta:
+            return None  # nothing is drawn ahead here
+        if node.op == "placeholder" and str(node.target) not in self._inputs:
+            raise NoExample(f"{node_words(node)} was computed before")
+        if node.op == "placeholder":
+            return self._inputs[str(node.target)].detach().clone()
+        if node.op == "get_attr" and str(node.target) in self._constants:
+            return self._constants[str(node.target)]
+        if node.op not in ("call_function", "call_method"):
+            raise NoExample(f"{node_words(node)} is a weight or a module's result")
+        args, kwargs = self._real((node.args, node.kwargs), known)
+        context: CallContext | None = node.meta.get("context")
+        try:
+            if context is not None and context.autocast_enabled:
+                with context.active():
+                    return _call(node, args, kwargs)
+            return _call(node, args, kwargs)
+        except Exception as error:
+            raise NoExample(f"{node_words(node)} fails: {error_words(error)}") from error
+
+    def _real(self, value: Any, known: Mapping[fx.Node, Any]) -> Any:
+        if isinstance(value, fx.Node):
+            return known[value]
+        if isinstance(value, SymbolicSize):
+            result = value.expression.subs(dict(self._sizes))
+            if result.free_symbols:
+                raise NoExample("a size depends on data")
+            return as_number(result)
+        if isinstance(value, (tuple, list)):
+            return type(value)([self._real(item, known) for item in value])
+        if isinstance(value, Mapping):
+            return {key: self._real(item, known) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*(self._real(item, known) for item in (value.start, value.stop, value.step)))
+        return value
+
+
+# What they take of their first operand, or of the others, is shape, dtype and device.
+_OF_A_KIND = frozenset("new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like".split())  # noqa: SIM905
+_WITHOUT_SHAPE = frozenset("new_zeros new_ones new_full new_empty to type_as".split())  # noqa: SIM905
+_TO_A_KIND = frozenset("to type_as view_as reshape_as expand_as".split())  # noqa: SIM905
+
+
+def _read_for(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose values a node's value follows from, with all changes that are made to them in place."""
+    found, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        name = getattr(current.target, "__name__", str(current.target))
+        first = [arg for arg in current.args[:1] if isinstance(arg, fx.Node)]
+        read = [] if name in _OF_A_KIND else first if name in _TO_A_KIND else current.all_input_nodes
+        storage = storage_key(current.meta["val"]) if isinstance(current.meta.get("val"), Tensor) else None
+        changers = [other for other in node.graph.nodes if storage in other.meta.get("mutated_storages", ())]
+        new = {*read, *changers} - found
+        found |= new
+        waiting.extend(new)
+    return found
+
+
+def _without_memory(node: fx.Node, user: fx.Node) -> Tensor:
+    """A tensor of the kind of a node's, for a call that looks at nothing else."""
+    value = node.meta["val"]
+    name = getattr(user.target, "__name__", str(user.target))
+    if any(not isinstance(size, int) for size in value.shape):
+        if name in _WITHOUT_SHAPE:
+            return torch.empty((), dtype=value.dtype, device=value.device)
+        raise NoExample(f"{node.name} has the size of the batch")
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -1,0 +1,145 @@
+"""A module while its tensors are fakes and a recorder watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld, size_hint, symbolic_expression, tracing_friendly_torch
+from lightning_fxpipe.pytree.shapes import batch_dim_of
+from lightning_fxpipe.reporting.wording import without_symbols
+from lightning_fxpipe.tracing.reads import ReadKey, noted_reads
+from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, context_of, taken_apart
+from lightning_fxpipe.tracing.recording import recording
+from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, RecordError
+from lightning_fxpipe.user_code.exchange import exchanged_tensors
+from lightning_fxpipe.user_code.iterators import StepIterators
+from lightning_fxpipe.user_code.memos import no_fakes_remembered
+from lightning_fxpipe.user_code.objects import lasting_objects
+from lightning_fxpipe.user_code.placement import Placement, device_of
+from lightning_fxpipe.user_code.silence import silenced
+
+
+def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
+    sizes = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
+    return {symbolic_expression(size): size_hint(size) for size in sizes}
+
+
+def _batch_dims(tensor: Tensor, call: Recordable) -> tuple[int, ...]:
+    dim = batch_dim_of(tensor.shape, call.batch_size, call.batch_dim)
+    return (dim,) if call.batch_size > 1 and dim is not None else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRun:
+    """The module while its tensors are fakes and a recorder watches.
+
+    Attributes:
+        world: The fakes' world.
+        recorder: The recorder, active.
+        placement: Where the fakes of the module's tensors are.
+        example: The region's example with fakes for its tensors.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+        input_shapes: Shapes of the fakes.
+        batch_symbols: Sizes of their dimensions that are the batch.
+        sizes: What the symbols in them are in the example.
+        reads: Plain values that the recorded code has read from modules so far.
+    """
+
+    world: FakeWorld
+    recorder: Recorder
+    placement: Placement
+    example: Any
+    lasting: Mapping[int, Any]
+    input_shapes: tuple[tuple[Any, ...], ...]
+    batch_symbols: frozenset[Any]
+    sizes: Mapping[Any, int]
+    reads: Mapping[ReadKey, Any]
+
+
+@contextmanager
+def fake_run(
+    root: nn.Module,
+    call: Recordable,
+    is_whole: Callable[[str, nn.Module], bool],
+    device: torch.device | None,
+    learned: Learned | None = None,
+    answers_looks: bool = True,
+) -> Iterator[FakeRun]:
+    """Exchanges all tensors of the module for fakes, and records what the block runs."""
+    world = FakeWorld()
+    lasting = lasting_objects(root)
+    template = taken_apart(root, call, lasting)
+    context = context_of(call)
+    placement = Placement(root, device or device_of(template.tensors))
+    fqns: dict[int, str] = {}
+
+    def fake_of(tensor: Tensor, fqn: str) -> Tensor:
+        # A step may have kept what a metric gave it for a microbatch, and the batch's rest is traced now.
+        fake = tensor if isinstance(tensor, FakeTensor) else world.static(tensor, placement.device_of(tensor))
+        fqns[id(fake)] = fqn
+        return fake
+
+    group_of = {place: number for number, group in enumerate(call.varying) for place in group}
+
+    def fake_input(position: int, tensor: Tensor) -> Tensor:
+        groups = {dim: group_of[position, dim] for dim in range(tensor.dim()) if (position, dim) in group_of}
+        detached = tensor.detach().requires_grad_(tensor.requires_grad)
+        return world.input(detached, _batch_dims(tensor, call), groups)
+
+    with (
+        no_fakes_remembered(root),
+        exchanged_tensors(root, fake_of),
+        placement.named(),
+        torch.inference_mode(False),
+        context.active(),
+    ):
+        settings = RecorderSettings(
+            modules=dict(root.named_modules()),
+            tensor_fqns=fqns,
+            is_whole=is_whole,
+            device_type=placement.device.type,
+            lasting=lasting,
+            answers_looks=answers_looks,
+            learned=learned or Learned(),
+        )
+        recorder = call.make_recorder(settings)
+        fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
+        for index, fake in enumerate(fakes):
+            recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
+        names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
+        sizes = _symbol_values(fakes)
+        recorder.use_examples(dict(zip(names, template.tensors, strict=True)), sizes)
+        with (
+            silenced(),
+            tracing_friendly_torch(),
+            world.active(),
+            noted_reads(root, lambda: recorder.is_recording) as reads,
+            StepIterators().one_run(),
+            recording(recorder),
+        ):
+            try:
+                yield FakeRun(
+                    world=world,
+                    recorder=recorder,
+                    placement=placement,
+                    example=template.fill(fakes),
+                    lasting=lasting,
+                    input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),
+                    batch_symbols=frozenset(
+                        symbolic_expression(fake.shape[dim])
+                        for fake, tensor in zip(fakes, template.tensors, strict=True)
+                        for dim in _batch_dims(tensor, call)
+                    ),
+                    sizes=sizes,
+                    reads=reads,
+                )
+            except (RecordError, MustStayWhole) as stop:
+                stop.reason = without_symbols(stop.reason, sizes)
+                raise

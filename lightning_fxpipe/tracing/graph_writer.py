@@ -1,0 +1,198 @@
+"""Which tensor is which node of a graph that is being written, and how values become arguments of nodes.
+
+Tensors map to nodes by identity. Sizes stay symbolic (``pytree.sizes``), objects are made anew from the tensors
+inside them (``user_code.objects``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, depends_on_data, tree_leaves
+from lightning_fxpipe.pytree.sizes import as_size
+from lightning_fxpipe.pytree.structure import NotFillable, Template
+from lightning_fxpipe.tracing.examples import draws
+from lightning_fxpipe.tracing.signals import HiddenTensor, RecordError
+from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.objects import PLAIN_TYPES, refill, tensor_of
+
+CONSTANT_PREFIX = "_fxpipe_constant_"
+
+
+class GraphWriter:
+    """A graph and the tensors that its nodes stand for.
+
+    Args:
+        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+        region_path: Path of the module whose forward is written down.
+    """
+
+    def __init__(self, tensor_fqns: Mapping[int, str], lasting: Mapping[int, Any], region_path: str) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, Tensor] = {}
+        self._tensor_fqns = tensor_fqns
+        self._lasting = lasting
+        self._nodes: dict[int, fx.Node] = {}
+        self._constant_names: dict[int, str] = {}
+        self._alive: list[Any] = []  # a freed tensor's id would be given to another
+        self._module_stack = [region_path]
+        self._last_input: fx.Node | None = None
+        self._paused = False
+
+    def add_input(self, name: str, tensor: Tensor) -> fx.Node:
+        """Makes a tensor one of the graph's inputs."""
+        if self._last_input is not None:
+            place: Any = self.graph.inserting_after(self._last_input)
+        else:
+            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        with place:
+            node = self._last_input = self.graph.placeholder(name)
+        node.meta["module_path"] = ""
+        self._bind_tensor(tensor, node)
+        return node
+
+    def argument(self, value: Any) -> Any:
+        """``value`` as an fx argument: tensors replaced by nodes, containers rebuilt, sizes left symbolic."""
+        if isinstance(value, Tensor):
+            return self._tensor_argument(value)
+        if isinstance(value, SYMBOLIC_TYPES):
+            return as_size(value)
+        if isinstance(value, np.generic):  # some are numbers of Python's, too, but a graph's code cannot name them
+            return value.item()
+        if value is None or value is Ellipsis or isinstance(value, PLAIN_TYPES):
+            return value
+        if isinstance(value, torch.Size):
+            return tuple(self.argument(size) for size in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            if not any(isinstance(leaf, (Tensor, *SYMBOLIC_TYPES)) for leaf in tree_leaves(value)):
+                return value
+            node = self.graph.call_function(type(value), tuple(self.argument(item) for item in value))
+            node.meta.update(module_path=self._current_path, source=user_source())
+            return node
+        if isinstance(value, (tuple, list)):
+            return type(value)([self.argument(item) for item in value])
+        if isinstance(value, slice):
+            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
+        if type(value) is dict or type(value).__name__ == "OrderedDict":
+            return {key: self.argument(item) for key, item in value.items()}
+        if isinstance(value, torch.Generator):
+            return value
+        template = self._template_of([value])
+        return self._refilled(template, range(len(template.tensors)), 1)[1][0]
+
+    def _refilled(self, template: Template, sent: Sequence[int], count: int) -> tuple[fx.Node, list[fx.Node]]:
+        """Nodes of a list of ``count`` objects made anew, and of each of them."""
+        if any(isinstance(held, nn.Module) and any(True for _ in held.parameters()) for held in template.structure.references):
+            raise RecordError("a module with parameters is an argument of another one")
+        tensors = [self.argument(template.tensors[index]) for index in sent]
+        sizes = [self.argument(size) for size in template.sizes]
+        node = self.graph.call_function(refill(template.structure, sent), (tensors, sizes))
+        items = [self.graph.call_function(operator.getitem, (node, index)) for index in range(count)]
+        for made in (node, *items):
+            made.meta.update(module_path=self._current_path, source=user_source())
+        return node, items
+
+    def _tensor_argument(self, tensor: Tensor) -> fx.Node:
+        node = self._nodes.get(id(tensor))
+        if node is not None:
+            return node
+        fqn = self._tensor_fqns.get(id(tensor))
+        if fqn is None:
+            fqn = self._name_unknown(tensor)
+        # One node for each use: a parameter that two stages use is then simply two nodes.
+        node = self.graph.get_attr(fqn)
+        node.meta.update(val=tensor, module_path=self._current_path)
+        return node
+
+    def _name_unknown(self, tensor: Tensor) -> str:
+        """Gives a constant a name: a tensor that no node has made and that has none.
+
+        Raises:
+            HiddenTensor: It is no constant.
+        """
+        if isinstance(tensor, FakeTensor):
+            raise HiddenTensor("a tensor computed out of the recorder's sight is used, such as a cached value")
+        name = self._constant_name(tensor)
+        self.constants[name] = tensor
+        return name
+
+    def _constant_name(self, tensor: Tensor) -> str:
+        self._alive.append(tensor)
+        return self._constant_names.setdefault(id(tensor), f"{CONSTANT_PREFIX}{len(self._constant_names)}")
+
+    def _bind_tensor(self, tensor: Tensor, node: fx.Node) -> None:
+        self._nodes[id(tensor)] = node
+        self._alive.append(tensor)
+        # An alias, because a later in-place call may change the tensor's own shape and requires_grad.
+        with self.paused():
+            node.meta["val"] = tensor.detach().requires_grad_(tensor.requires_grad)
+
+    def _bind_output(self, value: Any, node: fx.Node) -> None:
+        """Gives every tensor inside a call's result a node."""
+        if isinstance(value, Tensor):
+            self._bind_tensor(value, node)
+            return
+        items: list[tuple[Callable[..., Any], Any, Any]] = []  # (getter, key, item)
+        if isinstance(value, (tuple, list)):
+            items = [(operator.getitem, index, item) for index, item in enumerate(value)]
+        elif isinstance(value, Mapping):
+            items = [(operator.getitem, key, item) for key, item in value.items()]
+        elif is_dataclass(value):
+            items = [(getattr, field.name, getattr(value, field.name)) for field in fields(value)]
+        elif value is not None and not isinstance(value, (*PLAIN_TYPES, *SYMBOLIC_TYPES)):
+            self._bind_inside(node, self._template_of(value), node)
+        for getter, key, item in items:
+            if self._template_of(item).tensors:
+                child = self.graph.call_function(getter, (node, key))
+                child.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"), part_of=node)
+                self._bind_output(item, child)
+
+    def _bind_inside(self, holder: fx.Node, template: Template, call: fx.Node) -> None:
+        """Gives the tensors that a call left in an object nodes, where they have none."""
+        for index, tensor in enumerate(template.tensors):
+            if isinstance(tensor, FakeTensor) and id(tensor) not in self._nodes and id(tensor) not in self._tensor_fqns:
+                child = self.graph.call_function(tensor_of(index, len(template.tensors)), (holder,))
+                child.meta.update(module_path=call.meta["module_path"], source=call.meta.get("source"), part_of=call)
+                self._bind_tensor(tensor, child)
+
+    def _template_of(self, value: Any) -> Template:
+        try:
+            return Template.of(value, shared=self._lasting)
+        except NotFillable as error:
+            raise RecordError(str(error)) from error
+
+    @property
+    def _current_path(self) -> str:
+        return self._module_stack[-1]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Records nothing during the block."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
+            continue
+        if node.meta.get("mutated_storages"):
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):
+            continue
+        if not draws(node):
+            graph.erase_node(node)

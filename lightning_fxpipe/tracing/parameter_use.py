@@ -1,0 +1,157 @@
+"""What a step may not do with the model's parameters by itself: change them, or look at their gradients.
+
+A rank has one stage's parameters, and the step runs beyond the model's call on the last stage only. A step that clamps weights
+or moves a teacher would do so for some parameters, and with ``1f1b`` between two microbatches. Hooks see the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.modes import unwatched_torch
+from lightning_fxpipe._compat.torch import FakeTensor, storage_key, written_arguments
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.tracing.torch_calls import is_query
+from lightning_fxpipe.user_code.frames import user_source
+
+# As functions that __torch_function__ gets.
+_PROPERTIES: Any = vars(Tensor.__base__)
+_GET_GRADIENT, _SET_GRADIENT = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
+_SET_DATA = _PROPERTIES["data"].__set__
+_SET_REQUIRES = _PROPERTIES["requires_grad"].__set__
+# What gives a tensor's memory to code that torch does not see.
+_GIVING_MEMORY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+# In place by their names, and yet not: they change no values.
+_KEEPING = frozenset({Tensor.requires_grad_, Tensor.share_memory_, Tensor.detach_})
+
+_TODO = (
+    "Do it in a hook, which runs once for the batch and sees the whole model: on_train_batch_end, on_before_zero_grad or "
+    "on_after_backward."
+)
+
+
+class ParameterMisuse(UnsupportedError):
+    """A step does with parameters what only a hook can do."""
+
+
+def check_call(
+    root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Called for each call of torch that a step makes.
+
+    Raises:
+        ParameterMisuse: It looks at a parameter's gradient or sets it, changes a parameter, or uses one of another stage.
+    """
+    if func in (_GET_GRADIENT, _SET_GRADIENT) and isinstance(args[0], nn.Parameter):
+        raise _misuse("The step looks at the gradient of a parameter.", root, args[0], "gradients are used after the step")
+    if func == _SET_DATA and isinstance(args[0], nn.Parameter):
+        raise _changes(root, args[0])
+    if func in (_SET_REQUIRES, Tensor.requires_grad_) and isinstance(args[0], nn.Parameter):
+        wished = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+        if bool(wished) != args[0].requires_grad:
+            raise _misuse("The step freezes or thaws a parameter.", root, args[0], "parameters that train in the whole step")
+    _check_written(root, func, args, kwargs or {})
+    if is_query(func):
+        return
+    for argument in args:
+        for leaf in argument if isinstance(argument, (list, tuple)) else (argument,):
+            if isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor):
+                raise _misuse(
+                    "The step uses a parameter, outside of the model's call, that another rank holds.",
+                    root,
+                    leaf,
+                    "the parameters of this rank's stage",
+                )
+
+
+def _check_written(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises where a call writes into a parameter's memory, under whatever name, or gives it away."""
+    written: list[Any] = [kwargs["out"]] if "out" in kwargs else []
+    written += written_arguments(func, args, kwargs)
+    if _is_in_place(func) or func in _GIVING_MEMORY:
+        written += [*args[:1], *(kwargs[name] for name in ("input", "tensor") if name in kwargs)]
+    # A list is that of a `_foreach_` function.
+    leaves = (leaf for one in written for leaf in (one if isinstance(one, (list, tuple)) else (one,)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    if tensors:
+        check_changes(root, map(storage_key, tensors))
+
+
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch changes its first argument, as its name says."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        # `__iadd__` and the like, which `__add__` is beside, but not `__invert__` or `__int__`.
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}"))
+    return name.endswith("_") and func not in _KEEPING
+
+
+def parameters_by_name(root: nn.Module, *, memory: bool = True) -> dict[str, tuple[int, int]]:
+    """The identities of a module's parameters, and of their memory where that is not the step's own affair."""
+    with unwatched_torch():
+        named = root.named_parameters()
+        return {fqn: (id(parameter), _memory_of(fqn, parameter) if memory else 0) for fqn, parameter in named}
+
+
+def _memory_of(fqn: str, parameter: Tensor) -> int:
+    return storage_key(parameter) if parameter.layout is torch.strided and not _is_the_steps(fqn, parameter) else 0
+
+
+def check_same_parameters(root: nn.Module, before: Mapping[str, tuple[int, int]], *, memory: bool = True) -> None:
+    """Called after a step.
+
+    Args:
+        root: The module.
+        before: What :func:`parameters_by_name` has said before it.
+        memory: Whether with their memory.
+
+    Raises:
+        ParameterMisuse: It has put a parameter in another's place, or other memory under one, which no call of torch shows.
+    """
+    after = parameters_by_name(root, memory=memory)
+    for fqn in sorted(before.keys() | after.keys()):
+        was, is_now = before.get(fqn), after.get(fqn)
+        if was != is_now:
+            is_same = was is not None and is_now is not None and was[0] == is_now[0]
+            raise ParameterMisuse(
+                "The step changes a parameter." if is_same else "The step makes, replaces or removes a parameter.",
+                observed=f"{fqn} has other memory" if is_same else fqn,
+                expected="the parameters from before the step",
+                todo=_TODO,
+            )
+
+
+def check_changes(root: nn.Module, storages: Iterable[int]) -> None:
+    """Called for each call that a step makes by itself, with the memory that it changes.
+
+    Raises:
+        ParameterMisuse: It changes another parameter.
+    """
+    changed = set(storages)
+    with unwatched_torch():  # who watches for looks at other stages' parameters means the step's
+        found = [
+            parameter
+            for fqn, parameter in (root.named_parameters() if changed else ())
+            if storage_key(parameter) in changed and not _is_the_steps(fqn, parameter)
+        ]
+    if found:
+        raise _changes(root, found[0])
+
+
+def _is_the_steps(fqn: str, parameter: Tensor) -> bool:
+    """Whether the step may change a parameter: a frozen one of the LightningModule itself, such as a running centre."""
+    return "." not in fqn and not parameter.requires_grad
+
+
+def _changes(root: nn.Module, parameter: Tensor) -> ParameterMisuse:
+    return _misuse("The step changes a parameter.", root, parameter, "parameters that the optimizer, modules or hooks change")
+
+
+def _misuse(what: str, root: nn.Module, tensor: Tensor, expected: str) -> ParameterMisuse:
+    names = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
+    name = names.get(id(tensor), f"a part of a parameter, of shape {tuple(tensor.shape)}")
+    return ParameterMisuse(what, where=user_source(), observed=name, expected=expected, todo=_TODO)

@@ -1,0 +1,187 @@
+"""What the model is called with, and what that depends on.
+
+Shapes and constants of the model's arguments usually follow from those of the batch, so that a trace found for one batch
+serves all batches like it. The *prelude*, the step's code before the model's call, may bring in more: an attribute that a
+callback changes (``x[:, : self.length]``), a number that Python draws (a crop), a value of the batch (``lengths.max()``).
+Such attributes are noted while the prelude is rehearsed, and looked up before each batch. For the rest there is only one way:
+to rehearse the prelude for every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
+from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
+from lightning_fxpipe.metrics.calls import held_metrics, metrics_as_one_call
+from lightning_fxpipe.pytree.structure import NotFillable, Template
+from lightning_fxpipe.rng import python_rng
+from lightning_fxpipe.tracing.reads import ReadKey, noted_reads
+from lightning_fxpipe.tracing.torch_calls import LOOKS
+from lightning_fxpipe.user_code.objects import is_value, lasting_objects
+from lightning_fxpipe.user_code.placement import Placement
+from lightning_fxpipe.user_code.silence import silenced
+from lightning_fxpipe.user_code.snapshot import Snapshot
+from lightning_fxpipe.user_code.step_code import reads_run_state, uses_arguments_after_batch
+from lightning_fxpipe.user_code.undo import undone
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreludeFacts:
+    """What the model's arguments depend on, besides the batch's shapes and constants.
+
+    Attributes:
+        reads: Plain values that modules and the Trainer have.
+        is_fixed: Whether on these only.
+        looks_at_values: Whether on values of tensors.
+    """
+
+    reads: tuple[ReadKey, ...]
+    is_fixed: bool
+    looks_at_values: bool
+
+
+@dataclass
+class Rehearsal:
+    """A step that runs once more than the user knows of.
+
+    Attributes:
+        args, kwargs: Copies of the step's arguments, which it may change.
+        state: What the step can change, as it was before.
+        facts: What it has shown, when it is over.
+        has_changed_any: Whether it has changed anything that is put back; noted where that was asked for.
+        has_spoken: Whether it has printed anything, or used a logger.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Snapshot | None = None
+    facts: PreludeFacts | None = None
+    has_changed_any: bool = False
+    has_spoken: bool = False
+
+
+@contextmanager
+def rehearsed(
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device | None = None,
+    *,
+    notes_changes: bool = False,
+) -> Iterator[Rehearsal]:
+    """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
+
+    What the step changes is put back afterwards, see ``user_code.undo``; what it logs is dropped. With ``device`` the
+    module, wherever it is, is as if it were there. With ``notes_changes`` it is noted whether there is anything to put back.
+    """
+    # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
+    copies: dict[int, Tensor] = {}
+    args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
+    rehearsal = Rehearsal(args, kwargs)
+    muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
+    generators = python_rng()
+    left_at: TracebackType | None = None
+
+    def note_logger() -> None:
+        rehearsal.has_spoken = True
+
+    with (
+        silenced() as said,
+        undone(root, function) as before,
+        _changes_noted(rehearsal, before, root) if notes_changes else nullcontext(),
+        patched_attributes(*muted),
+        silenced_loggers(root, note_logger),
+        metrics_as_one_call(held_metrics(root).values(), count=False),
+        noted_reads(root, lambda: True) as reads,
+        Placement(root, device).pretended() if device is not None else nullcontext(),
+        _Looks() as looks,
+    ):
+        rehearsal.state = before
+        said_before = said.tell()
+        try:
+            yield rehearsal
+        except BaseException as error:
+            left_at = error.__traceback__
+            raise
+        finally:
+            rehearsal.has_spoken |= said.tell() > said_before
+            has_drawn = python_rng() != generators or before.is_drawn_from()
+            depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
+            is_fixed = not (looks.happened or has_drawn or depends)
+            rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
+
+
+@contextmanager
+def _changes_noted(rehearsal: Rehearsal, before: Snapshot, root: nn.Module) -> Iterator[None]:
+    """Around all that is patched for a dry run, which is no change of the step's."""
+    versions = [(buffer, version_of(buffer)) for buffer in root.buffers() if not buffer.is_inference()]
+    yield
+    rehearsal.has_changed_any = (
+        any(version_of(buffer) != version for buffer, version in versions)
+        or next(before.written_tensors(), None) is not None
+        or next(before.differences(), None) is not None
+    )
+
+
+def _copied(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:
+    """A copy of a tensor, or of an object such as a graph with its tensors, which a step may write to, too."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.clone()
+        return copies[id(tensor)]
+
+    if isinstance(leaf, Tensor):
+        return copied(leaf)
+    if is_value(leaf):
+        return leaf
+    try:
+        template = Template.of(leaf, shared=lasting_objects(root))
+    except NotFillable:
+        return leaf
+    return template.fill([copied(tensor) for tensor in template.tensors])
+
+
+class _Looks(TorchFunctionMode):
+    """Notes whether code looks at the values of a tensor."""
+
+    happened = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.happened |= func in LOOKS or _selects(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+_SELECTING = frozenset(
+    getattr(owner, name)
+    for name in ("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "argwhere")
+    for owner in (torch, Tensor)
+)
+
+
+def _selects(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the shape of a call's result depends on values."""
+    if func is Tensor.__getitem__:
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+    if func in (torch.repeat_interleave, Tensor.repeat_interleave):
+        return "output_size" not in kwargs and not any(isinstance(part, int) for part in (*args, kwargs.get("repeats")))
+    if func is nn.functional.one_hot:
+        return bool((args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0)
+    return func in _SELECTING or (func is torch.where and len(args) + len(kwargs) == 1)
+
+
+def say_nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of ``self.log`` where a step runs once more than the user knows of."""

@@ -1,0 +1,158 @@
+"""Plain values that the recorded Python reads from modules: ``self.temperature``, ``self.global_step``, ``self.config.scale``.
+
+In a graph they are constants. So a trace remembers which it has read and with what value, and is used only while they are the
+same; otherwise a callback that anneals a temperature would anneal nothing. Modules that stay whole read theirs anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+
+from lightning_fxpipe._compat.lightning import watched_trainer_counters
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.metrics.calls import METRICS
+
+
+class OtherKey(Protocol):
+    """Something that is no attribute of a module."""
+
+    def value(self, root: nn.Module) -> Any:
+        """What it is now."""
+
+
+# (path of the module, name of the attribute); the Trainer's counters have None as path.
+ReadKey = tuple[str | None, str] | OtherKey
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
+_NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning")
+_DEPTHS = (6, 3, 1)
+_MAX_ENTRIES = 256
+_MAX_ARRAY_BYTES = 2**20
+
+
+class Unplain(Exception):
+    """A value is nothing that can be compared."""
+
+
+@contextmanager
+def noted_reads(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[dict[ReadKey, Any]]:
+    """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``."""
+    # Metrics are read by whoever asks for their hash, such as `named_modules`; what they have counted is no setting.
+    modules = [(path, module) for path, module in root.named_modules() if not isinstance(module, METRICS)]
+    paths = {id(module): path for path, module in reversed(modules)}
+    reads: dict[ReadKey, Any] = {}
+    is_nested = False
+
+    def note(key: ReadKey, value: Any) -> None:
+        with suppress(Unplain):
+            reads.setdefault(key, snapshot(value))
+
+    def read(module: nn.Module, name: str) -> Any:
+        nonlocal is_nested
+        if is_nested or name in _TORCHS_OWN or name.startswith("__") or not is_recording():
+            return object.__getattribute__(module, name)
+        is_nested = True  # a property reads others, which are no reads of the user's
+        try:
+            value = object.__getattribute__(module, name)
+        finally:
+            is_nested = False
+        path = paths.get(id(module))
+        if path is not None:
+            note((path, name), value)
+        return value
+
+    def read_counter(name: str, value: Any) -> None:
+        if not is_nested and is_recording():
+            note((None, name), value)
+
+    with watched_trainer_counters(root, read_counter), patched_attributes((nn.Module, "__getattribute__", read)):
+        yield reads
+
+
+def current_reads(root: nn.Module, keys: Any) -> dict[ReadKey, Any]:
+    """What the same reads give now."""
+    found: dict[ReadKey, Any] = {}
+    for key in keys:
+        try:
+            found[key] = snapshot(_value_of(root, key))
+        except Unplain:
+            found[key] = None
+    return found
+
+
+def _value_of(root: nn.Module, key: ReadKey) -> Any:
+    if not isinstance(key, tuple):
+        return key.value(root)
+    path, name = key
+    owner: Any = root.trainer if path is None else root.get_submodule(path)
+    return getattr(owner, name, None)
+
+
+def changed_reads(root: nn.Module, reads: Mapping[ReadKey, Any]) -> list[str]:
+    """Names of those that have another value now."""
+    now = current_reads(root, reads)
+    return [_name(key) for key, value in reads.items() if now[key] != value]
+
+
+def _name(key: ReadKey) -> str:
+    if not isinstance(key, tuple):
+        return str(key)
+    path, name = key
+    return f"trainer.{name}" if path is None else f"{path}.{name}".lstrip(".")
+
+
+def snapshot(value: Any) -> Any:
+    """A value that can be compared and hashed: of containers and plain objects, what is in them, as deep as it is not too much.
+
+    Raises:
+        Unplain: It is none, or too large.
+    """
+    for depth in _DEPTHS[:-1]:
+        with suppress(Unplain):
+            return _snapshot(value, depth)
+    return _snapshot(value, _DEPTHS[-1])
+
+
+def _snapshot(value: Any, max_depth: int) -> Any:
+    left = [_MAX_ENTRIES]
+
+    def taken(value: Any, depth: int) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Unplain
+        if isinstance(value, _PLAIN):
+            return value if value == value else "nan"
+        if isinstance(value, (np.ndarray, np.generic)):
+            return _of_array(np.asarray(value))
+        if depth == max_depth:
+            return None
+        if isinstance(value, (list, tuple)):
+            return tuple(taken(item, depth + 1) for item in value)
+        if isinstance(value, dict):
+            return tuple((str(key), taken(item, depth + 1)) for key, item in value.items())
+        # What modules hold is read from them, and compared by itself.
+        return taken(vars(value), depth + 1) if _is_settings(value) and not isinstance(value, nn.Module) else None
+
+    if isinstance(value, (*_PLAIN, list, tuple, dict, np.ndarray, np.generic)):
+        return taken(value, 0)
+    if _is_settings(value):
+        return taken(vars(value), 0)
+    raise Unplain
+
+
+def _of_array(value: np.ndarray) -> Any:
+    if value.dtype.hasobject or value.nbytes > _MAX_ARRAY_BYTES:
+        raise Unplain
+    return value.dtype.str, value.shape, value.tobytes()
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether an object is one that holds settings: of a user's or library's own class, with attributes."""
+    home = type(value).__module__.split(".")[0]
+    return hasattr(value, "__dict__") and home not in _NO_SETTINGS

@@ -1,0 +1,499 @@
+"""Records a module call as a ``torch.fx.Graph`` by running the module's own Python on fake tensors.
+
+``torch.fx.Tracer`` hands the model proxies, and ordinary code (``if``, ``isinstance``, ``dict(...)``, a loop over a shape)
+breaks on them; ``torch.export`` bakes train or eval mode and loses module paths. Here the model sees real tensor objects, fake
+only in having no data, and every torch call it makes passes through a ``TorchFunctionMode`` that appends a node. Tensors map to
+nodes by identity.
+
+A module that the caller wants whole becomes one ``call_module`` node: its Python still runs (on fakes, to learn the shapes of
+its outputs), but nothing inside is recorded, so its hooks, dropout and control flow stay its own.
+
+Sizes stay symbolic: a ``SymInt`` argument is kept in the node as it is, and becomes arithmetic on a tensor's size only when a
+stage is built (``stages.build``), on whichever tensor that stage has. So no integer ever crosses a cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_fxpipe._compat.torch import (
+    NEEDS_VALUES,
+    SYMBOLIC_TYPES,
+    FakeTensor,
+    depends_on_data,
+    has_hooks,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
+from lightning_fxpipe.microbatch.draws import Draw, LikeTensor, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
+from lightning_fxpipe.pytree.sizes import as_size
+from lightning_fxpipe.pytree.structure import graft
+from lightning_fxpipe.reporting.wording import error_words
+from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.tracing.checkpointing import Checkpoint
+from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
+from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.inner_results import InnerCalls
+from lightning_fxpipe.tracing.looks import Looks
+from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
+from lightning_fxpipe.tracing.recurrent import shaped
+from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, OpenedSets, RecordAgain, RecordError
+from lightning_fxpipe.tracing.torch_calls import (
+    LOOKS,
+    NORMALISATIONS,
+    CallContext,
+    is_query,
+    running_statistics,
+    target_of,
+    watch_mutation,
+)
+from lightning_fxpipe.user_code.calls import classes_with_own_call
+from lightning_fxpipe.user_code.exchange import OwnAttributes
+from lightning_fxpipe.user_code.frames import raising_source, user_source
+from lightning_fxpipe.user_code.kinds import is_users
+from lightning_fxpipe.user_code.objects import PLAIN_TYPES, is_plain, is_value, same_answer
+from lightning_fxpipe.user_code.snapshot import Snapshot
+
+DRAW_PREFIX = "region_draw_"
+_UNREACHED = "region_unreached"  # in the place of what cannot be reached yet
+# Functions whose tensor arguments stand for numbers.
+_FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderSettings:
+    """What a recorder must know of the module.
+
+    Attributes:
+        modules: Each module once, by its path.
+        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
+        is_whole: Whether a module, given its path and itself, stays whole.
+        device_type: Device whose autocast state is part of a node's context.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+        answers_looks: Whether a module inside the region's that looks at values of the inputs may be opened.
+        learned: What earlier recordings have shown.
+    """
+
+    modules: Mapping[str, nn.Module]
+    tensor_fqns: Mapping[int, str]
+    is_whole: Callable[[str, nn.Module], bool]
+    device_type: str
+    lasting: Mapping[int, Any]
+    answers_looks: bool = True
+    learned: Learned = field(default_factory=Learned)
+
+
+class Recorder(GraphWriter, TorchFunctionMode):
+    """The mode that writes the graph.
+
+    Args:
+        settings: What it must know of the module.
+        region_path: Path of the module whose forward is recorded.
+    """
+
+    def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
+        TorchFunctionMode.__init__(self)
+        GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
+        self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
+        self.lessons: list[RecordAgain] = []  # what has to be known to record it, and was not
+        self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
+        self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
+        self.looks = Looks()
+        self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
+        self._settings = settings
+        self._module_paths = {id(module): path for path, module in settings.modules.items()}
+        self._is_whole = settings.is_whole
+        self._device_type = settings.device_type
+        self._whole_path: str | None = None
+        self._inner_calls = InnerCalls()
+        self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
+        self._examples: Examples | None = None
+        self._module_call = nn.Module.__call__
+        self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
+        self._watches: list[Snapshot] = []  # of what opened code may change, which is running
+        self._checkpoints: tuple[Checkpoint, ...] = ()  # that run now, the outermost first
+        self._ambient = CallContext.current(self._device_type)
+
+    def use_examples(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int]) -> None:
+        """Gives the real inputs and the values of the symbols, for questions about values."""
+        self._examples = Examples(inputs, sizes, self.constants)
+
+    # ------------------------------------------------------------------ torch calls
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused and self._seen is not None:
+            self._seen.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if self._paused or is_query(func):
+            if self._whole_path is not None and can_be_drawn_ahead(func):
+                self.drawing.add(self._whole_path)
+            return shaped(func, args)(*args, **kwargs)
+        return self._record_function(func, args, kwargs)
+
+    def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in LOOKS and self._follows_from_inputs(args[0]):
+            return self._look(func, args[0])
+        if func is Tensor.__bool__ and isinstance(args[0], FakeTensor):
+            return self._decide(args[0])
+        if func is Tensor.__getitem__:
+            args = (args[0], self._with_numbers(args[1]))
+        elif func in _FACTORIES:
+            args = tuple(tree_map(self._bound, args))
+        if func is torch.autograd.grad:
+            raise RecordError("torch.autograd.grad differentiates what several stages compute")
+        operation, target, extra = target_of(func)
+        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with self.paused(), watch_mutation(touched) as mutated:
+            result = self._result_of_function(func, args, kwargs)
+        if func in NORMALISATIONS:
+            statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
+            mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))
+        leaves = tree_leaves(result)
+        if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
+            if any(isinstance(leaf, SYMBOLIC_TYPES) and depends_on_data(leaf) for leaf in leaves):
+                raise RecordError(f"{target} takes a number out of a tensor")
+            known = (*PLAIN_TYPES, *SYMBOLIC_TYPES)
+            if touched and (not leaves or not all(isinstance(leaf, known) for leaf in leaves)):
+                raise RecordError(f"{target} has an effect that a graph cannot hold")
+            return result
+        ahead: tuple[fx.Node, ...] = ()
+        if can_be_drawn_ahead(func) and isinstance(result, Tensor) and "out" not in kwargs:
+            operation, target = "call_function", drawn_now_or_ahead(func)
+            ahead = (self._add_draw(func, args, kwargs, result),)
+        node_args = (*ahead, *(self.argument(arg) for arg in args), *extra)
+        node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
+        self._append(operation, target, node_args, node_kwargs, self._current_path, mutated, result)
+        for tensor in self._alive if mutated else ():
+            # Written into without a result of its own, as by `t[i] = x`: the same node, which now has a gradient.
+            node = self._nodes.get(id(tensor))
+            if node is not None and tensor.requires_grad and storage_key(tensor) in mutated:
+                node.meta["val"].requires_grad_(True)
+        return result
+
+    def _add_draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> fx.Node:
+        """An input for a tensor that may be drawn before the region runs, see ``microbatch.draws``."""
+        with self.paused():
+            numbers = torch.empty(shape_drawn_ahead(func, args, kwargs), dtype=result.dtype, device=result.device)
+            node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", numbers)
+        node.meta["draw"] = Draw(function=func, args=_without_data(args), kwargs=_without_data(kwargs))
+        return node
+
+    def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function on fakes or, where its kernel needs values, on made-up data."""
+        try:
+            return shaped(func, args)(*args, **kwargs)
+        except NEEDS_VALUES as error:
+            template = self._template_of((args, kwargs))
+            call = partial(_without_module, func)
+            try:
+                result, *_ = Probe(call=call, module=nn.Module(), template=template, example=self._example).result()
+            except ProbeFailed as failure:
+                raise RecordError(f"{getattr(func, '__name__', func)} needs values: {failure}") from error
+            return result
+
+    def _append(
+        self,
+        operation: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        path: str,
+        mutated: set[int],
+        result: Any,
+    ) -> fx.Node:
+        node = self.graph.create_node(operation, target, args, kwargs)
+        node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated, checkpoints=self._checkpoints)
+        context = CallContext.current(self._device_type)
+        if context != self._ambient:
+            # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
+            node.meta["context"] = context
+        self._bind_output(result, node)
+        return node
+
+    # ------------------------------------------------------------------ module calls
+
+    def classes_with_own_call(self) -> set[type[nn.Module]]:
+        """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
+        return classes_with_own_call(self._settings.modules.values())
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module: recorded as one node, or inside a node for each of its calls."""
+        path = self._module_paths.get(id(module))
+        if self._paused or path is None or self._in_own_call[-1:] == [module]:
+            return self._call_inside(original_call, path, module, args, kwargs)
+        if self._is_whole(path, module):
+            return self._record_whole_module(original_call, path, module, args, kwargs)
+        self._module_stack.append(path)
+        self._in_own_call.append(module if original_call is not self._module_call else None)
+        before, attributes, state = python_rng(), OwnAttributes(module), Snapshot({"self": module}, enters_modules=False)
+        try:
+            with self.watching(state):
+                result = original_call(module, *args, **kwargs)
+            if before != python_rng():
+                raise RecordError("its Python draws random numbers")
+            left = attributes.assigned_tensors() if self._may_leave_tensors() else {}
+            self.note_changes(path, state.changed_names(left))
+            self.sides.update({(path, name): tensor for name, tensor in left.items()})
+            return result
+        except RecordError as error:
+            raise MustStayWhole(path, error.reason, error.source) from error
+        except Exception as error:
+            raise MustStayWhole(path, error_words(error), raising_source(error)) from error
+        finally:
+            self._module_stack.pop()
+            self._in_own_call.pop()
+
+    def _call_inside(
+        self, original_call: Callable[..., Any], path: str | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """A call that leaves no node; of a module inside a whole one, usually."""
+        if path is None or self._inner_calls.whole_path not in self._settings.learned.probed_inside:
+            result = original_call(module, *args, **kwargs)
+        else:
+            before = self._template_of((args, kwargs))
+            probe = Probe(call=original_call, module=module, template=before, example=self._example)
+            result = self._inner_calls.tried(partial(original_call, module, *args, **kwargs), probe)
+        if path is not None:
+            self._inner_calls.note(path, result)
+        return result
+
+    def note_changes(self, path: str, names: Collection[str]) -> None:
+        """An opened module has changed what has these names."""
+        if names:
+            self.changed_by_opened[path] = sorted(names)[0]
+            if not self._settings.learned.watches_state:
+                self.lessons.append(OpenedSets())
+
+    def _may_leave_tensors(self) -> bool:
+        """Whether the opened module that runs may set tensors on itself: where somebody sets them in every run."""
+        return False
+
+    def _record_whole_module(
+        self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        # Containers and objects among the arguments; the module may look at a part of them, and may change them.
+        objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
+        before = self._template_of(objects)
+        own = [*module.parameters(), *module.buffers()]
+        touched = [*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), *before.tensors]
+        # What it draws is its own affair; what opened code draws would decide what is recorded.
+        self._whole_path = path
+        # The watch itself looks at all tensors, so it stands outside.
+        with (
+            watch_mutation([*touched, *own]) as mutated,
+            self._seen_tensors(bool(objects)) as seen,
+            isolated_rng(),
+            self._own_effects(module),
+            self._inner_calls.of(path),
+        ):
+            result, sides = self._result_without_data(original_call, path, module, args, kwargs)
+        self._whole_path = None
+        mutated |= running_statistics(module)
+        after = self._template_of(objects) if objects else before
+        changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]
+        made_anew: dict[int, fx.Node] = {}
+        holder = None
+        if changed or not all(map(is_plain, objects)):
+            seen.update(id(tensor) for tensor in self._template_of(result).tensors)
+            sent = [index for index, tensor in enumerate(before.tensors) if id(tensor) in seen]
+            holder, items = self._refilled(before, sent, len(objects))
+            made_anew = {id(value): item for value, item in zip(objects, items, strict=True)}
+        node_args = tuple(made_anew[id(arg)] if id(arg) in made_anew else self.argument(arg) for arg in args)
+        node_kwargs = {
+            key: made_anew[id(value)] if id(value) in made_anew else self.argument(value) for key, value in kwargs.items()
+        }
+        places = self._settings.learned.inner_results.get(path, ())
+        taken = [self._inner_calls.tensor(place) for place in places]
+        returned = (result, (*sides.values(), *taken)) if sides or taken else result
+        node = self._append("call_module", path, node_args, node_kwargs, path, mutated, returned)
+        node.meta["inner_results"] = places
+        if sides:
+            node.meta["sides"] = tuple(sides)
+            self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
+        node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
+        if changed and holder is not None:
+            self._bind_inside(holder, after, node)
+        return result
+
+    def _result_without_data(
+        self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, dict[tuple[str, str], Tensor]]:
+        """Runs a whole module on fakes or, where it looks at values, on made-up data.
+
+        Returns what it returns and the tensors that it leaves on itself and its submodules, by relative path and attribute.
+        """
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[tuple[str, str], Tensor]]:
+            before = {inner: OwnAttributes(child) for inner, child in module.named_modules()}
+            result = original_call(module, *args, **kwargs)
+            return result, {(inner, name): t for inner, own in before.items() for name, t in own.assigned_tensors().items()}
+
+        before = self._template_of((args, kwargs))
+        try:
+            return call(module, *args, **kwargs)
+        except Exception as error:
+            try:
+                graft((args, kwargs), before.fill(before.tensors))  # what it did to them before it failed
+                if self._seen is not None:
+                    self._seen.update(map(id, before.tensors))
+                self._inner_calls.starts_again()
+                probe = Probe(call=call, module=module, template=before, example=self._example)
+                with self._inner_calls.on_made_up_data():
+                    (result, sides), changed_args, changed_kwargs = probe.result()
+                graft((args, kwargs), (changed_args, changed_kwargs))
+                for (inner, name), tensor in sides.items():
+                    setattr(module.get_submodule(inner), name, tensor)
+                return result, sides
+            except ProbeFailed as failure:
+                raise RecordError(f"{path} cannot run without data ({error_words(error)}), nor {failure}") from error
+
+    def _name_unknown(self, tensor: Tensor) -> str:
+        way = self._inner_calls.way_to(tensor, self._settings.learned)
+        if way is None:
+            return super()._name_unknown(tensor)
+        self.lessons.append(way)  # and see what else there is to know
+        return _UNREACHED
+
+    def _example(self, tensor: Tensor) -> Tensor | None:
+        """The tensor's value in the traced call, where it follows from the inputs."""
+        node = self._nodes.get(id(tensor))
+        try:
+            return self._examples.value(node) if node is not None and self._examples is not None else None
+        except NoExample:
+            return None
+
+    def _follows_from_inputs(self, tensor: Any) -> bool:
+        node = self._nodes.get(id(tensor)) if isinstance(tensor, FakeTensor) else None
+        return node is not None and any(other.op == "placeholder" and "draw" not in other.meta for other in cone(node))
+
+    def _look(self, func: Callable[..., Any], tensor: Tensor) -> Any:
+        """Answers code that looks at a value as in the traced call; a call with another answer gets a trace of its own."""
+        if len(self._module_stack) > 1 and not self._settings.answers_looks:
+            raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
+        try:
+            if self._examples is None:
+                raise NoExample("there is no example")
+            with self.paused():
+                return self.looks.answer(func, self._tensor_argument(tensor), self._examples)
+        except NoExample as error:
+            if func is Tensor.__bool__:
+                return self._decide(tensor)
+            raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
+
+    def _with_numbers(self, value: Any) -> Any:
+        """An index with a number in place of each tensor that bounds a slice."""
+        if isinstance(value, tuple):
+            return tuple(self._with_numbers(item) for item in value)
+        if isinstance(value, slice):
+            return slice(*(self._bound(bound) for bound in (value.start, value.stop, value.step)))
+        return value
+
+    def _bound(self, value: Any) -> Any:
+        return self._look(Tensor.__index__, value) if self._follows_from_inputs(value) else value
+
+    def constant(self, tensor: Tensor) -> Tensor:
+        """The value that a tensor has in every call.
+
+        Raises:
+            NoExample: It follows from the inputs, weights or random numbers, or is not known.
+        """
+        node = self._nodes.get(id(tensor))
+        if node is None or self._examples is None:
+            raise NoExample("it is no result of a recorded call")
+        value: Tensor = self._examples.constant(node)
+        return value
+
+    def _decide(self, tensor: Tensor) -> bool:
+        """Answers ``if tensor:`` in opened code as the traced call does, and has it checked in every later call."""
+        node = self._tensor_argument(tensor)
+        try:
+            if self._examples is None:
+                raise NoExample("there is no example")
+            with self.paused():
+                outcomes = self._examples.outcomes(node)
+        except NoExample as error:
+            raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
+        if len(outcomes) > 1:
+            raise RecordError("its Python takes a path at random")
+        (expected,) = outcomes
+        check = self.graph.call_function(same_answer(expected, user_source()), (node,))
+        check.meta.update(module_path=self._current_path, source=user_source(), checks=True)
+        return expected
+
+    @contextmanager
+    def under_checkpoint(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Marks the nodes made during the block as recorded under a checkpoint."""
+        before = self._checkpoints
+        if not self._paused:
+            self._checkpoints = (*before, Checkpoint(options))
+        try:
+            yield
+        finally:
+            self._checkpoints = before
+
+    # ------------------------------------------------------------------ state
+
+    @contextmanager
+    def watching(self, *states: Snapshot) -> Iterator[None]:
+        """The block is opened code, of which ``states`` show what it changes."""
+        self._watches += states
+        try:
+            yield
+        finally:
+            del self._watches[len(self._watches) - len(states) :]
+
+    @contextmanager
+    def _own_effects(self, module: nn.Module) -> Iterator[None]:
+        """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
+        with ExitStack() as stack:
+            if any(is_users(type(child)) or has_hooks(child) for child in module.modules()):
+                for state in self._watches:
+                    stack.enter_context(state.passing_over())
+            yield
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what runs now becomes part of the graph."""
+        return not self._paused
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether calls leave no nodes now."""
+        return self._paused
+
+    @contextmanager
+    def _seen_tensors(self, asked: bool) -> Iterator[set[int]]:
+        """Records nothing during the block; collects the ids of the tensors that calls are made with, if asked."""
+        before, seen = self._seen, set[int]()
+        self._seen = seen if asked else before
+        try:
+            with self.paused():
+                yield seen
+        finally:
+            self._seen = before
+
+
+def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def _without_data(value: Any) -> Any:
+    """Arguments of a draw: sizes stay symbolic, of tensors the shape, dtype and device are kept."""
+
+    def described(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return LikeTensor(shape=tuple(as_size(size) for size in leaf.shape), dtype=leaf.dtype, device=leaf.device)
+        return as_size(leaf) if isinstance(leaf, SYMBOLIC_TYPES) else leaf
+
+    return tree_map(described, tuple(value) if isinstance(value, torch.Size) else value)

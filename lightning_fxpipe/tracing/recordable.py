@@ -1,0 +1,255 @@
+"""What can be traced, and when two of them are alike: one call of a module here, several calls of a step in
+``tracing.span``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.pytree.shapes import DimGroups
+from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
+from lightning_fxpipe.tracing.prelude import PreludeFacts
+from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe.tracing.step_record import StepRecord
+from lightning_fxpipe.tracing.torch_calls import CallContext
+from lightning_fxpipe.user_code.objects import lasting_objects
+from lightning_fxpipe.user_code.placement import device_of
+
+INPUT_PREFIX = "region_input_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedResults:
+    """Which of the tensors in a result are used.
+
+    Attributes:
+        positions: Their places among the tensors in it.
+        total: How many tensors it has.
+    """
+
+    positions: tuple[int, ...]
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionCall:
+    """The call that is pipelined, as seen in one run of the user's step.
+
+    Attributes:
+        path: Path of the called module inside the root.
+        args, kwargs: Its arguments, with real tensors.
+        batch_size: Samples in them.
+        batch_dim: Dimension of a tensor that has them; see ``batch_dim_of`` of ``pytree.shapes``.
+        prelude_paths: Modules with parameters that the step called before, without training them.
+        context: Modes that the step makes it under; None stands for those of the moment.
+        varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
+        wanted: Which of the tensors in the result the step uses; None where that is not known.
+        prelude: What the arguments depend on besides the batch's shapes and constants; see ``tracing.prelude``.
+        ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
+        is_one_of_many: Whether parameters that it does not use belong to other calls, which are planned by themselves.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batch_size: int
+    batch_dim: int = 0
+    prelude_paths: tuple[str, ...] = ()
+    context: CallContext | None = None
+    varying: DimGroups = ()
+    wanted: WantedResults | None = None
+    prelude: PreludeFacts | None = None
+    ends_because: str = ""
+    is_one_of_many: bool = False
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return self.path or "the module"
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+        return "args", "kwargs"
+
+    @property
+    def opened_path(self) -> str | None:
+        """Module that is always opened, because its own forward is what is recorded."""
+        return self.path
+
+    def example(self) -> Any:
+        """What it gets, as a tree of tensors and constants."""
+        return self.args, dict(self.kwargs)
+
+    def source(self, root: nn.Module) -> str:
+        """``file:line`` of the recorded code."""
+        code = getattr(inspect.unwrap(type(root.get_submodule(self.path)).forward), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+
+    def make_recorder(self, settings: RecorderSettings) -> Recorder:
+        """A recorder for it."""
+        return Recorder(settings, region_path=self.path)
+
+    def run(self, root: nn.Module, recorder: Recorder, example: Any) -> Any:
+        """Makes the call on fakes of :meth:`example`, under the recorder; returns what later code may use."""
+        args, kwargs = example
+        lasting = lasting_objects(root)
+        known = set(map(id, Template.of(example, shared=lasting).tensors))
+        result = root.get_submodule(self.path).forward(*args, **kwargs)
+        # What the forward puts into its arguments would be missing in them when the stages run.
+        if any(id(tensor) not in known for tensor in Template.of(example, shared=lasting).tensors):
+            raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
+        return result
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
+        known = self.wanted is not None and self.wanted.total == num_results
+        return self.wanted.positions if known and self.wanted is not None else tuple(range(num_results))
+
+    def record_of(self, recorder: Recorder) -> StepRecord | None:
+        """What is needed to repeat the step's other calls: nothing, with a single one."""
+        return None
+
+
+class Recordable(Protocol):
+    """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step
+    (``StepRegion`` of ``tracing.span``)."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in the example."""
+        ...
+
+    @property
+    def batch_dim(self) -> int:
+        """Dimension of a tensor that has them."""
+        ...
+
+    @property
+    def prelude_paths(self) -> tuple[str, ...]:
+        """Modules with parameters that the step called before."""
+        ...
+
+    @property
+    def context(self) -> CallContext | None:
+        """Modes that it is made under; None stands for those of the moment."""
+        ...
+
+    @property
+    def varying(self) -> DimGroups:
+        """Dimensions of the example's tensors, besides the batch, whose sizes the trace should not depend on."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        ...
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of the example are called in messages."""
+        ...
+
+    @property
+    def opened_path(self) -> str | None:
+        """Module whose own forward is recorded, if there is one."""
+        ...
+
+    @property
+    def ends_because(self) -> str:
+        """Why the step's later calls of the model, if there are any, are not pipelined."""
+        ...
+
+    def example(self) -> Any:
+        """What it gets, as a tree of tensors and constants."""
+        ...
+
+    def source(self, root: nn.Module) -> str:
+        """``file:line`` of the recorded code."""
+        ...
+
+    def make_recorder(self, settings: RecorderSettings) -> Recorder:
+        """A recorder for it."""
+        ...
+
+    def run(self, root: nn.Module, recorder: Any, example: Any) -> Any:
+        """Runs it on fakes of the example, under the recorder; returns what later code may use."""
+        ...
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
+        ...
+
+    def record_of(self, recorder: Any) -> StepRecord | None:
+        """What is needed to repeat the step's other calls."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """All that must be equal for a trace to be used again, but for the sizes of the tensors."""
+
+    label: str
+    path: str | None  # of the module whose forward was recorded; None where a step's own code was
+    structure: Structure  # of the example, constants included
+    tensors: tuple[tuple[int, torch.dtype, torch.device, bool], ...]  # (rank, dtype, device, requires_grad)
+    training: tuple[bool, ...]
+    trainable: tuple[bool, ...]
+    context: CallContext
+
+
+def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int, ...], ...]]:
+    """The signature of a call and the shapes of its tensors.
+
+    Raises:
+        TraceError: An argument has tensors that cannot be exchanged.
+    """
+    template = taken_apart(root, call, lasting_objects(root))
+    region = root.get_submodule(call.opened_path or "")
+    signature = Signature(
+        label=call.label,
+        path=call.opened_path,
+        structure=template.structure,
+        tensors=tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in template.tensors),
+        training=tuple(module.training for module in region.modules()),
+        trainable=tuple(parameter.requires_grad for parameter in region.parameters()),
+        context=context_of(call),
+    )
+    return signature, tuple(tuple(tensor.shape) for tensor in template.tensors)
+
+
+def taken_apart(root: nn.Module, call: Recordable, lasting: Mapping[int, Any]) -> Template:
+    """What the call gets, as tensors and the rest.
+
+    Args:
+        root: The module that paths are relative to.
+        call: The call.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+
+    Raises:
+        TraceError: An argument has tensors that cannot be exchanged.
+    """
+    try:
+        return Template.of(call.example(), shared=lasting)
+    except NotFillable as error:
+        raise TraceError(
+            f"The call of {call.label} has an argument that cannot be recorded.",
+            observed=str(error),
+            expected="tensors in containers or objects",
+            todo="Pass the tensors as arguments of their own.",
+        ) from error
+
+
+def context_of(call: Recordable) -> CallContext:
+    """The modes that the call is made under."""
+    if call.context is not None:
+        return call.context
+    return CallContext.current(device_of(Template.of(call.example()).tensors).type)

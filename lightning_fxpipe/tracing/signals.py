@@ -1,0 +1,151 @@
+"""What ends a recording, or the run of a batch, before its time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.user_code.frames import user_source
+
+if TYPE_CHECKING:
+    from lightning_fxpipe.user_code.snapshot import Difference
+
+# Path of a module inside a whole one, which of its calls, and which of the tensors in that call's result.
+InnerPlace = tuple[str, int, int]
+
+
+class RecordError(BaseException):
+    """A call cannot become a node. A ``BaseException``, so that a model's own ``except Exception`` does not hide it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.source = user_source()
+
+
+class HiddenTensor(RecordError):
+    """A tensor is used that no recorded call has made."""
+
+
+class MustStayWhole(BaseException):
+    """The Python of an opened module cannot be recorded; the trace starts again with the module whole."""
+
+    def __init__(self, path: str, reason: str, source: str | None) -> None:
+        super().__init__(path)
+        self.path, self.reason, self.source = path, reason, source
+
+
+class CannotCut(Exception):
+    """A region has too few places for cuts, and nothing in it is closed: neither another look at it nor a part of it has more.
+
+    Args:
+        reason: The error that says so.
+    """
+
+    def __init__(self, reason: FxPipeError) -> None:
+        super().__init__(reason.what)
+        self.reason = reason
+
+
+class CannotFollow(Exception):
+    """A step that trains nothing cannot be cut as the plan says. Raised on every rank.
+
+    Args:
+        reason: The error that says why.
+    """
+
+    def __init__(self, reason: FxPipeError) -> None:
+        super().__init__(reason.what)
+        self.reason = reason
+
+
+class StepFailed(CannotFollow):
+    """The same, found on the last stage's rank alone, after the others have done their part of the batch."""
+
+
+@dataclass
+class Learned:
+    """What earlier recordings of the same call have shown.
+
+    Attributes:
+        kept_whole: Modules whose Python cannot be recorded, with the reason.
+        inner_results: What else than their results whole modules return, by path: results of modules inside them.
+        probed_inside: Whole modules in which only the modules inside that look at values run on made-up data.
+        watches_state: Whether it matters who sets what while the model runs.
+        given: Paths of what the model has been given since.
+    """
+
+    kept_whole: dict[str, str] = field(default_factory=dict)
+    inner_results: dict[str, tuple[InnerPlace, ...]] = field(default_factory=dict)
+    probed_inside: set[str] = field(default_factory=set)
+    watches_state: bool = False
+    given: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+class RecordAgain(BaseException):
+    """The trace starts again, and knows more."""
+
+    def teach(self, learned: Learned) -> None:
+        """Adds what is known now."""
+        raise NotImplementedError
+
+
+class InnerResult(RecordAgain):
+    """A tensor is used that a module inside a whole one has returned: the whole one is to return it, too.
+
+    Args:
+        path: The whole module.
+        place: The result.
+    """
+
+    def __init__(self, path: str, place: InnerPlace) -> None:
+        super().__init__(path, place)
+        self.path, self.place = path, place
+
+    def teach(self, learned: Learned) -> None:
+        """Adds the place to those that the module returns."""
+        known = learned.inner_results.get(self.path, ())
+        learned.inner_results[self.path] = tuple(dict.fromkeys((*known, self.place)))
+
+
+class ProbeInside(RecordAgain):
+    """Whole modules that look at values let a tensor out: only what looks at values inside them is to be probed."""
+
+    def __init__(self, paths: frozenset[str]) -> None:
+        super().__init__(*sorted(paths))
+        self.paths = paths
+
+    def teach(self, learned: Learned) -> None:
+        """Adds the modules."""
+        learned.probed_inside |= self.paths
+
+
+class OpenedSets(RecordAgain):
+    """An opened module has set something: it matters what else is set, and by whom."""
+
+    def teach(self, learned: Learned) -> None:
+        """Has the model's state watched."""
+        learned.watches_state = True
+
+
+class Lessons(RecordAgain):
+    """Several of them."""
+
+    def __init__(self, lessons: Sequence[RecordAgain]) -> None:
+        super().__init__(*lessons)
+        self.lessons = lessons
+
+    def teach(self, learned: Learned) -> None:
+        """Adds each."""
+        for lesson in self.lessons:
+            lesson.teach(learned)
+
+
+class FirstCallSets(BaseException):
+    """The trace starts again, after the model has been given these values; ``otherwise``, where that has no end."""
+
+    def __init__(self, values: tuple[Difference, ...], otherwise: MustStayWhole) -> None:
+        super().__init__()
+        self.values, self.otherwise = values, otherwise

@@ -1,0 +1,314 @@
+"""A region of several calls: a step that calls an encoder and then a decoder, two towers, a teacher, a parameter of its own.
+
+The whole step runs once on fake tensors with its calls numbered (*torch functions and modules that the step calls itself; what
+runs inside a module has no number*). The region spans from the first to the last call that uses a parameter. Everything
+between is part of the graph; whatever of it the code after needs is an output.
+
+Inputs of the graph are the batch's tensors and what the code before the region computed, known by the number of the call that
+made it. Numbers are the same in every run of the step, fake or real, as long as it takes the same path.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
+from lightning_fxpipe._compat.torch import patched_attributes, tree_flatten
+from lightning_fxpipe.metrics.calls import held_metrics, metrics_as_one_call
+from lightning_fxpipe.pytree.shapes import DimGroups
+from lightning_fxpipe.pytree.sizes import as_size
+from lightning_fxpipe.pytree.structure import Template
+from lightning_fxpipe.rng import python_rng
+from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.prelude import say_nothing
+from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX
+from lightning_fxpipe.tracing.region import StepCall
+from lightning_fxpipe.tracing.step_record import RecordedCall, StepRecord, TensorKey
+from lightning_fxpipe.tracing.torch_calls import CallContext, is_query
+from lightning_fxpipe.user_code.calls import call_name
+from lightning_fxpipe.user_code.frames import user_source
+
+_BATCH = -1  # stands for the batch in a TensorKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Which of a step's calls are the region.
+
+    Attributes:
+        first, last: Numbers of the first and last call.
+        wanted: The tensors that later code uses, in the order in which they are made.
+        answers: What code before the region has seen when it looked at values, by the number of the call.
+        transparent: Paths of modules whose forward counts as the step's own code: it is its calls that have numbers.
+    """
+
+    first: int
+    last: int
+    wanted: tuple[TensorKey, ...]
+    answers: Mapping[int, Any] = field(default_factory=dict)
+    transparent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRegion:
+    """Several calls of a step, pipelined together; see ``RegionCall`` of ``tracing.recordable`` for the members."""
+
+    step: StepCall
+    span: Span
+    batch_size: int
+    batch_dim: int = 0
+
+    prelude_paths: tuple[str, ...] = ()
+    opened_path: str | None = None
+    context: CallContext | None = None
+    varying: DimGroups = ()
+    ends_because: str = ""
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages."""
+        return f"several calls of {step_name(self.step)}"
+
+    @property
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+        return "batch", "args[2:]"
+
+    def example(self) -> Any:
+        """The batch, and what follows the batch's index among the step's arguments."""
+        return _example(self.step)
+
+    def source(self, root: nn.Module) -> str:
+        """``file:line`` of the step."""
+        code = getattr(inspect.unwrap(_function(self.step)), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+
+    def make_recorder(self, settings: RecorderSettings) -> SpanRecorder:
+        """A recorder for it."""
+        return SpanRecorder(settings, self.span)
+
+    def run(self, root: nn.Module, recorder: SpanRecorder, example: Any) -> Any:
+        """Runs the step on fakes up to the region's last call; returns the wanted tensors."""
+        recorder.know_batch(Template.of(example).tensors)
+        with suppress(_SpanEnds):
+            run_step(root, self.step, example, say_nothing)
+        return [recorder.tensors[key] for key in self.span.wanted]
+
+    def chosen(self, num_results: int) -> tuple[int, ...]:
+        """All of them: :meth:`run` returns what is wanted."""
+        return tuple(range(num_results))
+
+    def record_of(self, recorder: SpanRecorder) -> StepRecord:
+        """The calls of the step within the region."""
+        return StepRecord(
+            first=self.span.first,
+            last=self.span.last,
+            calls=tuple(recorder.calls),
+            inputs=tuple(recorder.inputs),
+            outputs=self.span.wanted,
+            answers=self.span.answers,
+            transparent=self.span.transparent,
+        )
+
+
+class _SpanEnds(BaseException):
+    """Leaves the step after the region's last call; not an ``Exception``, so that the step's own handlers let it pass."""
+
+
+class SpanRecorder(Recorder):
+    """Records the calls of a step from the span's first to its last; others run on fakes and leave no node.
+
+    Attributes:
+        calls: The step's own calls within the span.
+        inputs: Where each input of the graph comes from.
+        tensors: The tensors that the step's calls have made so far, and those of the batch.
+    """
+
+    def __init__(self, settings: RecorderSettings, span: Span) -> None:
+        super().__init__(settings)
+        self.calls: list[RecordedCall] = []
+        self.inputs: list[TensorKey] = []
+        self.tensors: dict[TensorKey, Tensor] = {}
+        self._span = span
+        self._count = 0
+        self._keys: dict[int, TensorKey] = {}
+
+    def know_batch(self, tensors: tuple[Tensor, ...]) -> None:
+        """Tells the batch's tensors, which are inputs of the graph already; each stage takes those that it uses."""
+        for position, tensor in enumerate(tensors):
+            self._remember(tensor, TensorKey(_BATCH, position))
+            self.inputs.append(TensorKey(_BATCH, position))
+
+    # ------------------------------------------------------------------ the step's own calls
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def record() -> Any:
+            return super(SpanRecorder, self).__torch_function__(func, types, args, kwargs)
+
+        if self._is_nested or is_query(func):
+            return record()
+        return self._number(call_name(func), func, record, args, kwargs or {}, is_module=False)
+
+    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module; gives the call a number if the step makes it."""
+        path = self._module_paths.get(id(module))
+
+        def record() -> Any:
+            return super(SpanRecorder, self).call_module(original_call, module, args, kwargs)
+
+        if not self._is_nested and path in self._span.transparent:
+            return original_call(module, *args, **kwargs)
+        if self._is_nested or path is None:
+            return record()
+        return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
+
+    def _may_leave_tensors(self) -> bool:
+        return len(self._module_stack) == 2  # a module that the step calls itself: the last stage sets them, see `replay`
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
+        return not self._paused and self._count > self._span.first
+
+    @property
+    def _is_nested(self) -> bool:
+        """Whether a call is made by a module, or by us."""
+        return self._paused or len(self._module_stack) > 1
+
+    def _number(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        record: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_module: bool,
+    ) -> Any:
+        self.before_call()
+        number = self._count
+        self._count += 1
+        if number < self._span.first:
+            with self.paused():
+                result = self._span.answers[number] if number in self._span.answers else function(*args, **kwargs)
+            self._remember_result(number, result)
+            return result
+        if number == self._span.first:
+            self.generators_before = python_rng()
+        arguments, structure = tree_flatten((args, kwargs))
+        described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
+        source = user_source()
+        num_nodes, sides = len(self.graph.nodes), dict(self.sides)
+        result = self.record(record, partial(function, *args, **kwargs))
+        keys = self._remember_result(number, result)
+        new_sides = [(side, tensor) for side, tensor in self.sides.items() if sides.get(side) is not tensor]
+        in_graph = len(self.graph.nodes) > num_nodes
+        self.calls.append(
+            RecordedCall(
+                number=number,
+                name=name,
+                arguments=described,
+                structure=structure,
+                result=self._template_of(result) if in_graph else None,
+                keys=keys if in_graph else (),
+                sides=tuple(
+                    (path, attribute, self._remember(tensor, TensorKey(number, len(keys) + position, f"{path}.{attribute}")))
+                    for position, ((path, attribute), tensor) in enumerate(new_sides)
+                ),
+                is_module=is_module,
+                source=source,
+            )
+        )
+        self.after_call(number, num_nodes)
+        return result
+
+    def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
+        """Makes a call of the span with ``record``; ``execute`` would make it unrecorded."""
+        return record()
+
+    def before_call(self) -> None:
+        """Called before each call of the step."""
+
+    def after_call(self, number: int, num_nodes: int) -> None:
+        """Called after each call of the span; ``num_nodes`` is the graph's length before it."""
+        if number == self._span.last:
+            raise _SpanEnds
+
+    # ------------------------------------------------------------------ which tensor is which
+
+    def describe(self, leaf: Any) -> Any:
+        """An argument as a constant, a size, or the identity of a tensor."""
+        if isinstance(leaf, Tensor):
+            known = self._keys.get(id(leaf))
+            return known or TensorKey(_BATCH, 0, self._tensor_fqns.get(id(leaf)) or self._constant_name(leaf))
+        return as_size(leaf) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
+
+    def key_of(self, tensor: Tensor) -> TensorKey | None:
+        """Identity of a tensor that a call of the step made."""
+        return self._keys.get(id(tensor))
+
+    def _remember_result(self, number: int, result: Any) -> tuple[TensorKey, ...]:
+        tensors = Template.of(result).tensors
+        return tuple(self._remember(tensor, TensorKey(number, position)) for position, tensor in enumerate(tensors))
+
+    def _remember(self, tensor: Tensor, key: TensorKey) -> TensorKey:
+        """The first identity of a tensor is its own; an in-place call returns one that is known."""
+        if id(tensor) not in self._keys:
+            self._keys[id(tensor)] = key
+            self._alive.append(tensor)
+        key = self._keys[id(tensor)]
+        self.tensors[key] = tensor
+        return key
+
+    def _tensor_argument(self, tensor: Tensor) -> fx.Node:
+        key = self._keys.get(id(tensor))
+        if id(tensor) not in self._nodes and key is not None and key.call < self._span.first:
+            return self._add_span_input(tensor, key)
+        return super()._tensor_argument(tensor)
+
+    def _name_unknown(self, tensor: Tensor) -> str:
+        if self._is_nested or id(tensor) in self._keys:
+            return super()._name_unknown(tensor)
+        # What the step's own code has by another way than from its calls, it would not have in a run in stages.
+        return GraphWriter._name_unknown(self, tensor)
+
+    def _add_span_input(self, tensor: Tensor, key: TensorKey) -> fx.Node:
+        node = self.add_input(f"{INPUT_PREFIX}{len(self.inputs)}", tensor)
+        self.inputs.append(key)
+        return node
+
+
+def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., None]) -> Any:
+    """Runs a step on the fakes of its example. What it would log goes to ``log``; its metrics count nothing."""
+    batch, further = example
+    muted = log_replaced(root, log, "log", "log_dict")
+    with patched_attributes(*muted), silenced_loggers(root), metrics_as_one_call(held_metrics(root).values(), count=False):
+        return step.function(batch, *step.args[1:2], *further, **step.kwargs)
+
+
+def _example(step: StepCall) -> Any:
+    # The batch's index is another one every time, and no part of what makes two calls alike.
+    return step.args[0] if step.args else None, step.args[2:]
+
+
+def _function(step: StepCall) -> Callable[..., Any]:
+    function = step.function
+    while hasattr(function, "func"):
+        function = function.func
+    return function
+
+
+def step_name(step: StepCall) -> str:
+    """Name of the step's function, for messages."""
+    return getattr(_function(step), "__name__", "the step")

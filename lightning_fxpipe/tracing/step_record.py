@@ -1,0 +1,72 @@
+"""The calls that a step makes itself, as they were recorded: what is needed to walk through the step's Python again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_fxpipe._compat.torch import TreeSpec
+from lightning_fxpipe.pytree.structure import Template
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKey:
+    """Identity of a tensor within one run of a step: where it comes from, and its position there.
+
+    ``call`` is the number of the call that made it; -1 for the batch. A parameter, buffer or constant has its name instead.
+    """
+
+    call: int
+    position: int
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedCall:
+    """A call that the step makes itself, within the region.
+
+    Attributes:
+        number: Its number among the step's calls.
+        name: Name of the function, or path of the module.
+        arguments: Its arguments, flattened: a :class:`TensorKey` for a tensor, a :class:`SymbolicSize`, or the constant.
+        structure: Structure of the arguments.
+        result: What it returned, with holes for the tensors; None where the call must be made anew because it is no part of
+            the graph.
+        keys: Identity of each tensor in the result.
+        sides: Tensors that the call left on modules as attributes: path of the module, attribute, identity.
+        is_module: Whether it is the call of a module.
+        source: ``file:line`` of the call.
+    """
+
+    number: int
+    name: str
+    arguments: tuple[Any, ...]
+    structure: TreeSpec
+    result: Template | None
+    keys: tuple[TensorKey, ...]
+    sides: tuple[tuple[str, str, TensorKey], ...]
+    is_module: bool
+    source: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """The calls of a region that spans several of a step's calls.
+
+    Attributes:
+        first, last: Numbers of the region's first and last call.
+        calls: The calls between, in order.
+        inputs: Where each of the graph's inputs comes from.
+        outputs: Which tensors the graph's outputs are.
+        answers: What code before the region has seen when it looked at values, by the number of the call.
+        transparent: Paths of modules whose forward counts as the step's own code.
+    """
+
+    first: int
+    last: int
+    calls: tuple[RecordedCall, ...]
+    inputs: tuple[TensorKey, ...]
+    outputs: tuple[TensorKey, ...]
+    answers: Mapping[int, Any] = field(default_factory=dict)
+    transparent: frozenset[str] = frozenset()

@@ -1,0 +1,111 @@
+"""What the recorder must know of a torch call: whether it makes a node, what it changes in place, under which modes it runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import FakeTensor, storage_key, version_of
+from lightning_fxpipe.tracing.signals import RecordError
+
+# Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
+_QUERY_ATTRIBUTES = frozenset(
+    """shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_quantized is_nested is_leaf grad_fn
+    is_mps is_xpu itemsize nbytes names _version grad output_nr is_mkldnn retains_grad is_xla _backward_hooks""".split()  # noqa: SIM905
+)
+_QUERY_METHODS = """size dim ndimension numel nelement stride is_floating_point is_contiguous __len__ element_size get_device
+    __repr__ __format__ is_complex storage_offset data_ptr __hash__ is_signed untyped_storage is_same_size""".split()  # noqa: SIM905
+_QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
+    torch.is_floating_point,
+    torch.numel,
+    torch.is_tensor,
+    torch.is_complex,
+}
+
+# Ways in which code looks at a tensor's values, and the same outside of torch's dispatch.
+LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
+    Tensor.item: Tensor.item,
+    Tensor.tolist: Tensor.tolist,
+    Tensor.numpy: Tensor.numpy,
+    Tensor.__array__: Tensor.numpy,
+    Tensor.__bool__: bool,
+    Tensor.__float__: float,
+    Tensor.__int__: int,
+    Tensor.__index__: int,
+}
+
+# torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
+NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
+
+
+# Methods that bear another's name, as `Tensor.__pow__` does, which calls itself `pow`.
+_RENAMED_METHODS: dict[Any, str] = {
+    value: name for name, value in vars(torch.Tensor).items() if inspect.isfunction(value) and value.__name__ != name
+}
+
+
+class CallContext(NamedTuple):
+    """The modes that a call was recorded under."""
+
+    grad_enabled: bool
+    device_type: str
+    autocast_enabled: bool
+    autocast_dtype: torch.dtype | None
+
+    @classmethod
+    def current(cls, device_type: str) -> CallContext:
+        """The modes of this moment."""
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        return cls(torch.is_grad_enabled(), device_type, autocast, dtype)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Runs the block under these modes."""
+        with (
+            torch.set_grad_enabled(self.grad_enabled),
+            torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),
+        ):
+            yield
+
+
+@contextmanager
+def watch_mutation(tensors: list[Tensor]) -> Iterator[Any]:
+    """Yields a set that holds, after the block, the storages that the block changed in place."""
+    before = [(tensor, version_of(tensor)) for tensor in tensors if isinstance(tensor, FakeTensor)]
+    mutated: set[int] = set()
+    yield mutated
+    mutated.update(storage_key(tensor) for tensor, version in before if version_of(tensor) != version)
+
+
+def running_statistics(module: nn.Module) -> set[int]:
+    """Storages that the module's normalisation layers change; see :data:`NORMALISATIONS`."""
+    layers = [child for child in module.modules() if child.training]
+    tensors = [getattr(layer, name, None) for layer in layers for name in ("running_mean", "running_var")]
+    return {storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+
+
+def is_query(func: Callable[..., Any]) -> bool:
+    """Whether a torch function only asks about a tensor; it leaves no node and has no number in a step."""
+    if getattr(func, "__name__", "") == "__get__":
+        return func.__self__.__name__ in _QUERY_ATTRIBUTES  # type: ignore[attr-defined]
+    return func in _QUERIES
+
+
+def target_of(func: Callable[..., Any]) -> tuple[str, Any, tuple[Any, ...]]:
+    """fx operation, target and extra arguments of a torch function."""
+    name = getattr(func, "__name__", None)
+    if name == "__get__":
+        return "call_function", getattr, (func.__self__.__name__,)  # type: ignore[attr-defined]
+    if name == "__set__":
+        raise RecordError(f"assigning to Tensor.{func.__self__.__name__} cannot be recorded")  # type: ignore[attr-defined]
+    if name is not None and getattr(torch.Tensor, name, None) is func:
+        return "call_method", name, ()
+    if func in _RENAMED_METHODS:
+        return "call_method", _RENAMED_METHODS[func], ()
+    return "call_function", func, ()

@@ -1,0 +1,383 @@
+"""The pipelined call of a module as a graph: runs the recorder, opens only the modules it is told to, checks what it may be
+used for.
+
+A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all sizes of the batch
+and of the dimensions that vary which satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import zip_longest
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat.torch import (
+    FakeWorld,
+    depends_on_data,
+    has_hooks,
+)
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.metrics.calls import no_metrics_inside
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
+from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
+from lightning_fxpipe.reporting.wording import error_words, without_symbols
+from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.tracing.code_reads import code_reads
+from lightning_fxpipe.tracing.fake_run import fake_run
+from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
+from lightning_fxpipe.tracing.graph_writer import erase_unused
+from lightning_fxpipe.tracing.held_tensors import HeldTensors
+from lightning_fxpipe.tracing.looks import Look, looks_hold
+from lightning_fxpipe.tracing.reads import ReadKey, changed_reads
+from lightning_fxpipe.tracing.record import Recorder
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
+from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, Lessons, MustStayWhole, RecordAgain, RecordError
+from lightning_fxpipe.tracing.step_record import StepRecord
+from lightning_fxpipe.user_code.frames import raising_source, user_source
+from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
+from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedRegion:
+    """The recorded graph and what is needed to cut it and to use it.
+
+    ``graph`` has placeholders for the tensors among the region's inputs, ``get_attr`` nodes for parameters, buffers and
+    constants (one for each use), calls, and an output with the list of the tensors in the region's result. Each node's ``meta``
+    has ``val`` (fake result), ``module_path``, ``source`` (``file:line`` in the user's code), ``mutated_storages`` and, where
+    it differs from the region's own, ``context``.
+    """
+
+    graph: fx.Graph
+    root: nn.Module = field(repr=False)
+    signature: Signature = field(repr=False)
+    batch_size: int
+    batch_dim: int
+    batch_symbols: frozenset[Any]  # that stand for the number of samples; usually one
+    input_shapes: tuple[tuple[Any, ...], ...]  # of the tensors in the region's example: ints and sympy symbols
+    output_structure: Structure = field(repr=False)
+    output_sizes: tuple[Any, ...]  # sizes in the result that are no part of a tensor
+    wanted: tuple[int, ...]  # which of the tensors in the result are outputs of the graph
+    held: HeldTensors = field(repr=False)
+    world: FakeWorld = field(repr=False)
+    device: torch.device  # that the module runs on
+    opened: tuple[str, ...]
+    kept_whole: Mapping[str, str]
+    record: StepRecord | None = field(default=None, repr=False)
+    drawing: frozenset[str] = frozenset()
+    reads: Mapping[ReadKey, Any] = field(default_factory=dict, repr=False)
+    looks: tuple[Look, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def input_nodes(self) -> tuple[fx.Node, ...]:
+        """Placeholders of the input tensors."""
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder" and "draw" not in node.meta)
+
+    @cached_property
+    def draw_nodes(self) -> tuple[fx.Node, ...]:
+        """Placeholders of the random tensors that may be drawn before the region runs; None where they are not."""
+        return tuple(node for node in self.graph.nodes if "draw" in node.meta)
+
+    @cached_property
+    def output_node(self) -> fx.Node:
+        """The node with the list of the tensors in the result."""
+        return self.graph.output_node()
+
+    def bind_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[Any, int] | None:
+        """Values of the symbols for inputs of these shapes, or None where the graph does not cover them."""
+        sizes: dict[Any, int] = {}
+        for symbolic, actual in zip(self.input_shapes, shapes, strict=True):
+            if len(symbolic) != len(actual):
+                return None
+            for expression, size in zip(symbolic, actual, strict=True):
+                if isinstance(expression, int):
+                    if expression != size:
+                        return None
+                elif sizes.setdefault(expression, size) != size:
+                    return None
+        if not self.admits(sizes):
+            return None
+        if any(size < 2 for size in sizes.values()):
+            return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
+        return sizes
+
+    def admits(self, sizes: Mapping[Any, int]) -> bool:
+        """Whether the guards hold at these values of the symbols."""
+        # A symbol that the trace found to be a constant, or equal to another, must be so again.
+        replaced = [sympy.Eq(symbol, value) for symbol, value in self.world.replacements().items()]
+        return all(_holds(condition, sizes) for condition in (*self.world.guards(), *replaced))
+
+    @cached_property
+    def _lasting(self) -> Mapping[int, Any]:
+        return lasting_objects(self.root)
+
+    def input_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
+        """The tensors in the arguments of a call, in the order of the graph's inputs; None where other things differ."""
+        template = Template.of((args, dict(kwargs)), shared=self._lasting)
+        return template.tensors if template.structure == self.signature.structure else None
+
+    def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
+        """What the module returns, of the type that it returns, from the graph's outputs and the values of the symbols."""
+        values: list[Any] = [
+            Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
+            for index in range(self.output_structure.num_tensors)
+        ]
+        for index, output in zip(self.wanted, outputs, strict=True):
+            values[index] = output
+        numbers = [size.value(sizes or {}) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
+        return self.output_structure.fill(values, numbers)
+
+    def covers(self, call: Recordable) -> bool:
+        """Whether the graph computes this call."""
+        is_same = self.computes(call) and not changed_reads(self.root, self.reads) and self.held.refresh()
+        return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
+
+    def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether the code would see the same values where it has looked at them, for inputs that :meth:`computes` accepts."""
+        if not self.looks:
+            return True
+        sizes = self.bind_sizes(tuple(tuple(tensor.shape) for tensor in inputs))
+        named = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(inputs)}
+        return sizes is not None and looks_hold(self.looks, named, sizes, self.held.constants)
+
+    def computes(self, call: Recordable) -> bool:
+        """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
+        signature, shapes = sign(self.root, call)
+        return signature == self.signature and self.bind_sizes(shapes) is not None
+
+
+def is_torch_leaf(path: str, module: nn.Module) -> bool:
+    """The finest granularity, ``torch.fx.Tracer``'s own: torch.nn modules stay whole, but for Sequential."""
+    return module.__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+
+
+def trace_region(
+    root: nn.Module,
+    call: Recordable,
+    *,
+    opened: Collection[str] | None = (),
+    device: torch.device | None = None,
+    wanted: Collection[int] | None = None,
+    check: bool = True,
+    answers_looks: bool = True,
+) -> TracedRegion:
+    """Records the call of one module.
+
+    The module's parameters are exchanged for fakes while it runs, and whatever its Python sets on itself is undone; but for
+    what it sets on its first call once and for all (``tracing.first_call``): the module is given that, with values.
+
+    Args:
+        root: Module that paths and FQNs are relative to.
+        call: The call, with real example tensors.
+        opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
+            everything down to torch.nn's own modules.
+        device: Device that the module is taken to be on; by default that of the call's tensors.
+        wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
+            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
+            the call.
+        check: Whether to record twice and compare; without, the graph is good for planning only.
+        answers_looks: Whether modules that look at values of the inputs may be opened; otherwise they stay whole.
+
+    Raises:
+        TraceError: The Python of the called module itself cannot be recorded.
+    """
+    signature, _ = sign(root, call)
+    first_calls = FirstCalls(root)
+    try:
+        return _trace(root, call, signature, opened, device, wanted, first_calls, check=check, answers_looks=answers_looks)
+    except BaseException:
+        first_calls.take_back()
+        raise
+
+
+def _trace(
+    root: nn.Module,
+    call: Recordable,
+    signature: Signature,
+    opened: Collection[str] | None,
+    device: torch.device | None,
+    wanted: Collection[int] | None,
+    first_calls: FirstCalls,
+    *,
+    check: bool,
+    answers_looks: bool,
+) -> TracedRegion:
+    learned = Learned(given=first_calls.paths)
+    record = partial(_record, root, call, signature, device=device, wanted=wanted, answers_looks=answers_looks, learned=learned)
+
+    def keep_whole(stop: MustStayWhole) -> None:
+        first_calls.take_back()
+        if stop.path in ("", call.opened_path) or stop.path in learned.kept_whole:
+            raise _untraceable(root, call, stop.reason, stop.source) from stop
+        learned.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
+
+    while True:
+        try:
+            traced, drew = record(opened)
+            again = record(opened)[0] if check else traced
+        except FirstCallSets as sets:
+            first_calls.give(sets.values)
+            if first_calls.is_endless:
+                keep_whole(sets.otherwise)
+        except RecordAgain as knowing_more:
+            knowing_more.teach(learned)
+        except MustStayWhole as stop:
+            keep_whole(stop)
+        except RecordError as error:
+            raise _untraceable(root, call, error.reason, error.source) from error
+        else:
+            _check_deterministic(root, call, traced.graph, again.graph, drew)
+            drawing = traced.drawing - set(learned.kept_whole)
+            if opened is None or not drawing:
+                return traced
+            opened = {*opened, *drawing}
+
+
+def _record(
+    root: nn.Module,
+    call: Recordable,
+    signature: Signature,
+    opened: Collection[str] | None,
+    *,
+    device: torch.device | None,
+    wanted: Collection[int] | None,
+    answers_looks: bool,
+    learned: Learned,
+) -> tuple[TracedRegion, bool]:
+    """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
+    actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
+
+    def is_whole(path: str, module: nn.Module) -> bool:
+        wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened
+        if not wanted_whole and path not in learned.kept_whole and has_hooks(module):
+            learned.kept_whole[path] = "hooks run around its forward"
+        whole = (wanted_whole or path in learned.kept_whole) and path != ""
+        if not whole:
+            actually_opened[path] = None
+        return whole
+
+    with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device, learned, answers_looks) as run:
+        recorder = run.recorder
+        with recorder.paused():
+            # Modules that the region calls are looked after by the recorder; what a step sets, it sets in every run.
+            roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
+            own = Snapshot(roots, enters_modules=False)
+            everything = user_state(root) if learned.watches_state else None
+        watches = [own] if everything is None else [own, everything]
+
+        def settle() -> None:
+            """Decides about what the recorded code has set."""
+            with recorder.paused():
+                known = {name for owner, name in recorder.sides if owner == call.opened_path}
+                recorder.note_changes(call.opened_path or "", own.changed_names(known))
+                if everything is not None:
+                    settle_changes(recorder.changed_by_opened, everything, recorder.sides, learned.given, recorder.constant)
+
+        with _lessons_first(recorder):
+            try:
+                with recorder.watching(*watches):
+                    result = call.run(root, recorder, run.example)
+                drew = python_rng() != recorder.generators_before
+            except Exception as error:
+                settle()
+                reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
+                raise _untraceable(root, call, reason, source) from error
+            settle()
+            output = _taken_apart(result, run.lasting)
+            chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
+            recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
+    erase_unused(recorder.graph)
+    traced = TracedRegion(
+        graph=recorder.graph,
+        root=root,
+        signature=signature,
+        batch_size=call.batch_size,
+        batch_dim=call.batch_dim,
+        batch_symbols=run.batch_symbols,
+        input_shapes=run.input_shapes,
+        output_structure=output.structure,
+        output_sizes=tuple(as_size(size) for size in output.sizes),
+        wanted=chosen,
+        held=HeldTensors(root, recorder.graph, recorder.constants),
+        world=run.world,
+        device=run.placement.device,
+        opened=tuple(path for path in actually_opened if path != call.opened_path),
+        kept_whole=dict(learned.kept_whole),
+        record=call.record_of(recorder),
+        reads={**code_reads(root, actually_opened), **run.reads},
+        looks=tuple(recorder.looks.all),
+        # What they draw is that of one device only if the recorder sees it.
+        drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
+    )
+    return traced, drew
+
+
+@contextmanager
+def _lessons_first(recorder: Recorder) -> Iterator[None]:
+    """Where a recording has shown what it should have known, its end and its errors mean nothing: it is made again."""
+    try:
+        yield
+    except (Exception, RecordError, MustStayWhole) as error:
+        if recorder.lessons:
+            raise Lessons(recorder.lessons) from error
+        raise
+    if recorder.lessons:
+        raise Lessons(recorder.lessons)
+
+
+def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
+    try:
+        output = Template.of(result, shared=lasting)
+    except NotFillable as error:
+        raise RecordError(str(error)) from error
+    if any(depends_on_data(size) for size in output.sizes):
+        raise RecordError("the result has a number in it that depends on data")
+    return output
+
+
+def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, second: fx.Graph, drew: bool) -> None:
+    """A graph that depends on random numbers, as with layer drop, would freeze one of the outcomes."""
+
+    def described(graph: fx.Graph) -> list[tuple[str, str, str]]:
+        return [(n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes]
+
+    differing = [a for a, b in zip_longest(described(first), described(second)) if a != b]
+    if not differing and not drew:
+        return
+    raise TraceError(
+        f"The code of {_name(root, call)} may take another path each time it runs.",
+        where=f"{call.label}, {call.source(root)}",
+        observed=f"{differing[0]} one time only"
+        if differing
+        else "its Python draws random numbers while the graph is recorded",
+        expected="the same operations each time",
+        todo="Move the random choice (layer drop, stochastic depth) into the submodules that it concerns.",
+    )
+
+
+def _name(root: nn.Module, call: Recordable) -> str:
+    return call.label if call.opened_path is None else type(root.get_submodule(call.opened_path)).__name__
+
+
+def _holds(condition: sympy.Basic, sizes: Mapping[Any, int]) -> bool:
+    value = condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    # What is left of symbols depends on data: nothing that the inputs' shapes could contradict.
+    return bool(value.free_symbols) or bool(value)
+
+
+def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | None) -> TraceError:
+    return TraceError(
+        f"The forward of {_name(root, call)} cannot be recorded as a graph.",
+        where=f"{call.label}, {source or 'source unknown'}",
+        observed=reason,
+        expected="code that runs on one device, and at this level does not look at tensor values",
+        todo="If one device gives the same error, mend that. Else move the code into a submodule: modules below this one that "
+        "cannot be recorded are kept whole.",
+    )

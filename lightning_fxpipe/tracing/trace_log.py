@@ -1,0 +1,137 @@
+"""Tells when a step is traced again: what is new about it, how long it took, and what keeps changing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fxpipe.pytree.containers import leaves_with_path
+from lightning_fxpipe.pytree.shapes import Shapes
+from lightning_fxpipe.tracing.recordable import Recordable, Signature
+
+_logger = logging.getLogger("lightning_fxpipe")
+
+MANY_TRACES = 8
+_KEPT = 64
+
+_OTHER = {
+    "label": "what is called",
+    "path": "what is called",
+    "structure": "the structure of the inputs",
+    "training": "train or eval mode of a module",
+    "trainable": "which parameters require gradients",
+    "context": "grad mode or autocast",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """One trace that was made.
+
+    Attributes:
+        step: Name of the step.
+        seconds: How long it took.
+        signature, shapes: Of the recorded calls.
+        names: Names of the input tensors.
+        constants: Plain values among the inputs, by name.
+    """
+
+    step: str
+    seconds: float
+    signature: Signature
+    shapes: Shapes
+    names: tuple[str, ...]
+    constants: Mapping[str, Any]
+
+
+class TraceLog:
+    """Gets every trace that is made.
+
+    One trace more is nothing to speak of: every epoch's last batch is smaller. What comes again and again costs time.
+
+    Args:
+        info: Prints a line.
+        warn: Warns.
+        detail: Writes a line that only who looks for it sees.
+        told: ``told(what)`` is a context that says what is going on where it takes long.
+    """
+
+    def __init__(
+        self,
+        info: Callable[[str], None],
+        warn: Callable[[str], None],
+        detail: Callable[[str], None] = _logger.debug,
+        told: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._detail = detail
+        self.inform, self.warn = info, warn
+        self.told = told
+        self._changes: dict[str, Counter[str]] = {}
+        self.traces: deque[Traced] = deque(maxlen=_KEPT)
+
+    def add(self, made: Traced, varying: frozenset[tuple[int, int]]) -> None:
+        """Takes note of a trace; ``varying`` are the dimensions besides the batch that may have any size in it."""
+        before = [traced for traced in self.traces if traced.step == made.step]
+        self.traces.append(made)
+        counter = self._changes.setdefault(made.step, Counter())
+        if not before:
+            counter["the first of all"] += 1
+            return
+        alike = [traced for traced in before if traced.signature == made.signature]
+        changes = _changes((alike or before)[-1], made, varying)
+        repeats = any(counter[what] for what in changes)
+        message = f"{made.step} was traced again, in {made.seconds:.1f} s: {'; '.join(changes.values())}."
+        (self.inform if repeats else self._detail)(message)
+        counter.update(changes.keys())
+        if len(before) + 1 == MANY_TRACES:
+            (what, times), *_ = counter.most_common(1)
+            self.warn(
+                f"{made.step} has been traced {MANY_TRACES} times, {times} times because of {what}. The last one took "
+                f"{made.seconds:.1f} s. If batches go on like this, every one pays for a trace: let it take few different "
+                "values, for instance by padding to a multiple of 64, or pass a tensor instead of a number."
+            )
+
+
+def input_names(call: Recordable) -> tuple[str, ...]:
+    """Names of the tensors that the call gets, in the order of its signature, as far as containers name them."""
+    parts = zip(call.example_names, call.example(), strict=True)
+    return tuple(name + path for name, part in parts for path, leaf in leaves_with_path(part) if isinstance(leaf, Tensor))
+
+
+def input_constants(call: Recordable) -> dict[str, Any]:
+    """The plain values that the call gets, by name."""
+    parts = zip(call.example_names, call.example(), strict=True)
+    leaves = ((name + path, leaf) for name, part in parts for path, leaf in leaves_with_path(part))
+    return {name: leaf for name, leaf in leaves if isinstance(leaf, (bool, int, float, str, type(None)))}
+
+
+def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) -> dict[str, str]:
+    """What differs between two traces, each with a sentence about it."""
+    found: dict[str, str] = {}
+    for field in fields(Signature):
+        if field.name in _OTHER and getattr(before.signature, field.name) != getattr(made.signature, field.name):
+            found[_OTHER[field.name]] = f"{_OTHER[field.name]} changed"
+    others = {name: value for name, value in made.constants.items() if before.constants.get(name, value) != value}
+    if others:
+        found.pop(_OTHER["structure"], None)
+        found |= {name: f"{name} is {value!r} after {before.constants[name]!r}" for name, value in others.items()}
+    if len(before.shapes) != len(made.shapes):
+        return found or {"the inputs": "the inputs are others"}
+    names = made.names if len(made.names) == len(made.shapes) else [f"tensor {index}" for index in range(len(made.shapes))]
+    for name, old, new in zip(names, before.signature.tensors, made.signature.tensors, strict=True):
+        if old != new:
+            found[name] = f"{name} is of another kind"
+    for tensor, (old_shape, new_shape) in enumerate(zip(before.shapes, made.shapes, strict=True)):
+        for dim, (old_size, new_size) in enumerate(zip(old_shape, new_shape, strict=False)):
+            if old_size != new_size:
+                what = f"dimension {dim} of {names[tensor]}"
+                scope = "from now on any size" if (tensor, dim) in varying else "for this size only"
+                found[what] = f"{what} is {new_size} after {old_size}" + (f", {scope}" if dim else "")
+    other = "relations between sizes, or numbers that its code takes from elsewhere, such as by .item()"
+    return found or {other: "its sizes stand in another relation, or it uses other numbers"}

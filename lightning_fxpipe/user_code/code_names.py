@@ -1,0 +1,58 @@
+"""Which global variables code names, and whose code is looked at for that."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType
+
+from lightning_fxpipe.user_code.bytecode import operations
+
+# No state of user code is in what these make: the machinery of a run, data, and what writes or shows it.
+_OTHERS_OWN = frozenset(
+    {
+        *(
+            "torch",
+            "lightning",
+            "pytorch_lightning",
+            "lightning_fabric",
+            "lightning_utilities",
+            "lightning_fxpipe",
+            "torchmetrics",
+        ),
+        *("numpy", "scipy", "sympy", "triton", "pandas", "polars", "pyarrow", "datasets", "h5py", "zarr", "PIL", "cv2"),
+        *("sklearn", "matplotlib", "wandb", "mlflow", "tensorboard", "tokenizers", "tqdm", "rich"),
+    }
+)
+_PYTHONS_OWN = sys.stdlib_module_names - {"__main__"}
+
+
+@lru_cache(maxsize=1024)
+def is_followed(module: str) -> bool:
+    """Whether objects of a module, by its name, are those of user code or of a library of models."""
+    top = module.partition(".")[0]
+    return bool(top) and top not in _OTHERS_OWN and top not in _PYTHONS_OWN
+
+
+@lru_cache(maxsize=1024)
+def is_own_code(module: str) -> bool:
+    """Whether the code of a module is the user's own, and not that of an installed library."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return is_followed(module) and not {"site-packages", "dist-packages"} & {*Path(file).parts}
+
+
+@lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that code, and functions defined in it, may take from the globals, and those that it assigns there.
+
+    Names of attributes are among the first: they are looked up in modules, and others do no harm.
+    """
+    named = set(code.co_names)
+    stored = {str(each.argument) for each in operations(code) if each.name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inside, changed = names_of(constant)
+            named |= inside
+            stored |= changed
+    return frozenset(named), frozenset(stored)

@@ -1,0 +1,72 @@
+"""Exchanges all tensors of a module for others while it runs, and leaves it afterwards exactly as it was.
+
+A model that counts its calls, caches a mask or fills a list while it runs on stand-ins must not keep any of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor, nn
+
+from lightning_fxpipe.user_code.contents import MODULE, changed_in_module
+from lightning_fxpipe.user_code.snapshot import user_state
+
+
+@contextmanager
+def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tensor]) -> Iterator[None]:
+    """During the block every parameter, buffer and tensor that is a plain attribute is another tensor.
+
+    Args:
+        root: The module.
+        replacement: Makes the other tensor, once for each tensor, from it and the first of its FQNs.
+    """
+    made: dict[int, Tensor] = {}
+    before = user_state(root)
+    weights: list[Callable[[], None]] = []
+
+    def exchange(tensor: Tensor, fqn: str) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = replacement(tensor, fqn)
+        return made[id(tensor)]
+
+    try:
+        for module, name, fqn, tensor in list(named_tensors(root)):
+            # Through setattr, not the dict: recurrent modules keep a second list of their weights.
+            setattr(module, name, exchange(tensor, fqn))
+            weights.append(partial(setattr, module, name, tensor))
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    vars(module)[name] = exchange(value, f"{path}.{name}" if path else name)
+        yield
+    finally:
+        # Attributes first: a recurrent module that made itself a new list of weights gets its own back, then the weights.
+        before.restore()
+        for restore in weights:
+            restore()
+
+
+def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Every parameter and buffer as (module, name in it, FQN, tensor), under each of its names."""
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            yield module, name, f"{path}.{name}" if path else name, tensor
+
+
+class OwnAttributes:
+    """A module's attributes at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = MODULE.take(module)
+
+    def assigned_tensors(self) -> dict[str, Tensor]:
+        """Tensors that the module has got as plain attributes since, by name."""
+        keys = changed_in_module(self._before, MODULE.take(self._module))
+        return {key: value for key in keys if isinstance(value := vars(self._module).get(key), Tensor)}

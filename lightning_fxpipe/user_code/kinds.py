@@ -1,0 +1,96 @@
+"""Which contents an object has, by its class, and what is left alone."""
+
+from __future__ import annotations
+
+import array
+import random
+from collections import UserDict, UserList, deque
+from functools import lru_cache, partial
+from types import FunctionType, GetSetDescriptorType, MappingProxyType, MethodType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_fxpipe.user_code.code_contents import CACHED, CLASS, FUNCTION, GLOBALS, METHOD, PARTIAL, Globals
+from lightning_fxpipe.user_code.code_names import is_followed
+from lightning_fxpipe.user_code.contents import (
+    ATTRIBUTES,
+    BUFFER,
+    DEQUE,
+    FROZEN,
+    GENERATOR,
+    LIST,
+    LOADER,
+    MAPPING,
+    MODULE,
+    NUMPY,
+    SET,
+    SLOTS,
+    TUPLE,
+    VIEW,
+    Kind,
+    slots,
+)
+from lightning_fxpipe.user_code.iterators import ITERATOR, Rewindable
+
+
+@lru_cache(maxsize=4096)
+def kinds_of(cls: type) -> tuple[Kind, ...]:
+    """The kinds of contents that instances of a class have; none for what cannot change or is left alone."""
+    for base, kind in _CONTAINERS:
+        if issubclass(cls, base):
+            return (kind, *_object_kinds(cls)) if cls is not base and is_users(cls) else (kind,)
+    for base, kinds in _OTHERS:
+        if issubclass(cls, base):
+            return kinds
+    if issubclass(cls, nn.Module):
+        return (MODULE,)
+    return _object_kinds(cls) if is_users(cls) else ()
+
+
+def is_users(cls: type) -> bool:
+    """Whether a class is one of user code or of a library of models, and no part of torch, Lightning or Python itself."""
+    if cls in _PLAIN_HOLDERS:
+        return True
+    if not is_followed(str(cls.__module__)) or issubclass(cls, BaseException):
+        return False
+    # A Trainer, strategy or loop of the user's own holds the whole run.
+    return not any(base.__module__.startswith(_RUNS) for base in cls.__mro__)
+
+
+_PLAIN_HOLDERS = (SimpleNamespace, UserDict, UserList)
+_RUNS = tuple(
+    f"{top}.{part}"
+    for top in ("lightning.pytorch", "pytorch_lightning")
+    for part in ("trainer", "strategies", "loops", "accelerators", "loggers", "profilers", "plugins")
+)
+
+
+def _object_kinds(cls: type) -> tuple[Kind, ...]:
+    has_slots = bool(slots(cls))
+    has_dict = any(isinstance(vars(base).get("__dict__"), GetSetDescriptorType) for base in cls.__mro__)
+    return (*((SLOTS,) if has_slots else ()), *((ATTRIBUTES,) if has_dict else ()))
+
+
+_CONTAINERS: tuple[tuple[type, Kind], ...] = (
+    *((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE)),
+    (DataLoader, LOADER),
+)
+_OTHERS: tuple[tuple[Any, tuple[Kind, ...]], ...] = (
+    (Tensor, ()),
+    (frozenset, (FROZEN,)),
+    (MappingProxyType, (VIEW,)),
+    (np.ndarray, (NUMPY,)),
+    ((bytearray, array.array), (BUFFER,)),
+    ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), (GENERATOR,)),
+    (partial, (PARTIAL,)),
+    (MethodType, (METHOD,)),
+    (FunctionType, (FUNCTION,)),
+    (type(lru_cache(len)), (CACHED,)),
+    (type, (CLASS,)),
+    (Globals, (GLOBALS,)),
+    (Rewindable, (ITERATOR,)),
+)

@@ -1,0 +1,119 @@
+"""Nothing of a dry run is heard: what user code prints, logs and warns of while it runs once more than the user knows of.
+
+It prints, logs and warns again when it really runs, with values in place of symbols. Only the thread of the dry run is
+silenced; progress bars are drawn by others.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import torch
+
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.errors import FxPipeError
+
+_KEPT_LINES = 10
+# Of the machinery itself: what somebody has turned on to watch a dry run.
+_HEARD_LOGGERS = ("lightning_fxpipe", "torch")
+
+
+@contextmanager
+def silenced() -> Iterator[io.StringIO]:
+    """Around user code that runs once more than the user knows of. Yields what gets all that it prints and logs.
+
+    An error of that code leaves the block with what was printed before it, as a note.
+    """
+    if isinstance(sys.stdout, _Silenced) and sys.stdout.is_of_this_thread:
+        yield sys.stdout.printed
+        return
+    printed = io.StringIO()
+    out, err = _Silenced(sys.stdout, printed), _Silenced(sys.stderr, printed)
+    warns_always = torch.is_warn_always_enabled()
+    try:
+        with (
+            patched_attributes((sys, "stdout", out), (sys, "stderr", err)),
+            patched_attributes((logging.Logger, "handle", _quiet_handle(logging.Logger.handle, printed))),
+            _no_warnings(),
+        ):
+            torch.set_warn_always(True)  # what torch says once only, it must not say here
+            yield printed
+    except Exception as error:
+        lines = printed.getvalue().splitlines()[-_KEPT_LINES:]
+        if lines and not isinstance(error, FxPipeError):
+            error.add_note("\n".join(["Printed before, while the step was tried out (s0, s1, ... stand for sizes):", *lines]))
+        raise
+    finally:
+        torch.set_warn_always(warns_always)
+
+
+class _Silenced:
+    """In place of ``sys.stdout``: keeps to itself what one thread writes; all else is that of the stream.
+
+    Args:
+        stream: The stream.
+        printed: Gets what is written.
+    """
+
+    def __init__(self, stream: TextIO, printed: io.StringIO) -> None:
+        self.not_silenced = stream
+        self.printed = printed
+        self._thread = threading.get_ident()
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether the thread that asks is silenced."""
+        return threading.get_ident() == self._thread
+
+    def write(self, text: str) -> int:
+        """Writes, or does not."""
+        return (self.printed if self.is_of_this_thread else self.not_silenced).write(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        """Writes, or does not."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flushes the stream."""
+        if not self.is_of_this_thread:
+            self.not_silenced.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.not_silenced, name)
+
+
+def _quiet_handle(handle: Callable[[logging.Logger, logging.LogRecord], None], printed: io.StringIO) -> Any:
+    thread = threading.get_ident()
+
+    def quiet(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if threading.get_ident() != thread or logger.name.split(".")[0] in _HEARD_LOGGERS:
+            handle(logger, record)
+        else:
+            printed.write(f"{record.msg}\n")
+
+    return quiet
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """No warning is shown, none becomes an error, and none counts as shown.
+
+    ``warnings.catch_warnings`` would let all be shown again that were shown once: it makes Python forget which.
+    """
+    entry = ("ignore", re.compile("(?:dry run)?"), Warning, None, 0)
+    filters: list[Any] = warnings.filters  # type: ignore[assignment]
+    filters.insert(0, entry)
+    try:
+        yield
+    finally:
+        # What user code sets up meanwhile stays.
+        filters[:] = [other for other in filters if other is not entry]

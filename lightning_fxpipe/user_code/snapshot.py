@@ -1,0 +1,380 @@
+"""Remembers what user code may change, puts it back, and says what has changed.
+
+A dry run of a step must leave nothing behind: no count, no list entry, no tensor without data, wherever it is. So everything
+that is reached from the module is remembered: what its attributes hold, at any depth, what its classes hold, and the global
+variables that its code names (``user_code.contents`` says how, and what is left alone). Objects keep their identity;
+only what is in them is put back. Values of tensors are not looked at here, see ``user_code.writes``.
+
+What is remembered is bounded, because data may hang on a module: of a container with more than ``MAX_WALKED`` entries the
+entries are remembered, and not what is in them; with more than ``contents.MAX_ENTRIES`` it is left alone, and so are arrays of
+more than ``contents.MAX_ARRAY_BYTES``. After ``MAX_OBJECTS`` objects, those nearest to the module first, no more are looked
+at. The functions of installed libraries are not searched for global variables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import version_of
+from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of, globals_of
+from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, LIST, MODULE, Kind, changed_in_module, with_changes
+from lightning_fxpipe.user_code.iterators import ITERATOR, Mark, Rewindable, is_iterator
+from lightning_fxpipe.user_code.kinds import is_users, kinds_of
+
+MAX_OBJECTS = 50_000
+MAX_WALKED = 10_000
+
+_UNCHANGING = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, type(Ellipsis), slice, range, type(NotImplemented), type(len)}
+)
+
+# From the name of a root over (kind, key) to an object.
+Path = tuple[Any, ...]
+# The last step of a path where what is in an object has changed as a whole; with it goes the name of the kind.
+CONTENTS = "contents"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that has changed.
+
+    Attributes:
+        path: The name of a root, then (kind, key) for each step to what has changed; to a list that has grown or shrunk.
+        start: For such a list, the index of the first new entry; else None.
+        value: What it is now, or the new entries; ``ABSENT`` where it is gone.
+    """
+
+    path: Path
+    start: int | None
+    value: Any
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was in an object; the object is kept, so that its ``id`` stays its own."""
+
+    owner: Any
+    kind: Kind
+    contents: Any
+    parent: int  # index of the record in whose contents it was found first; -1 for a root
+    key: Any  # there; the name of a root
+
+
+class Snapshot:
+    """What can be reached from some objects, at one moment.
+
+    Args:
+        roots: The objects, by name. Instances are looked into whatever they are.
+        shallow: Objects of which only the attributes themselves are remembered, by name.
+        enters_modules: Whether modules that are reached are looked into; if not, the roots only.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, Any], *, shallow: Mapping[str, Any] | None = None, enters_modules: bool = True
+    ) -> None:
+        self._records: list[_Record] = []
+        self._seen: set[int] = set()
+        self._seen_types: set[int] = set()
+        self._alive: list[Any] = []  # whose ids are in these
+        self._first: dict[int, int] = {}  # by id of an object, its first record
+        self._enters_modules = enters_modules
+        self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
+        self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
+        self._marks: list[Mark] = []
+        for name, value in (shallow or {}).items():
+            self._seen.add(id(value))
+            self._records.append(_Record(value, ATTRIBUTES, ATTRIBUTES.take(value), -1, name))
+        self._waiting: list[tuple[Any, int, Any]] = [(value, -1, name) for name, value in roots.items()]
+        self._walk()
+        self._waiting.clear()
+
+    def restore(self) -> None:
+        """Makes all objects what they were."""
+        for record in self._records:
+            now = record.kind.take(record.owner)
+            if now is ABSENT or not record.kind.is_same(now, record.contents):
+                record.kind.put(record.owner, record.contents)
+
+    def differences(self) -> Iterator[Difference]:
+        """What is different now, where it can still be reached as before."""
+        for index, record in enumerate(self._records):
+            now = record.kind.take(record.owner)
+            if now is not ABSENT and record.kind.is_same(now, record.contents):
+                continue
+            if self._is_reached(index):
+                yield from _differing(record, now, self._path(index))
+
+    @contextmanager
+    def passing_over(self) -> Iterator[None]:
+        """What the block changes is no difference, and :meth:`restore` does not put it back; but for entries of lists and the
+        like in which something was different before."""
+        before = [record.kind.take(record.owner) for record in self._records]
+        try:
+            yield
+        finally:
+            for record, earlier in zip(self._records, before, strict=True):
+                now = ABSENT if earlier is ABSENT else record.kind.take(record.owner)
+                if now is ABSENT or record.kind.is_same(now, earlier):
+                    continue
+                is_as_taken = record.kind.is_same(earlier, record.contents)
+                record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
+
+    def make_iterators_rewindable(self) -> bool:
+        """Exchanges iterators that cannot go back for such as can; returns whether there were any."""
+        made: dict[int, Rewindable] = {}
+        for iterator, parent, name in self._iterators:
+            record = self._records[parent]
+            record.kind.set(record.owner, name, made.setdefault(id(iterator), Rewindable(iterator)))
+        return bool(made)
+
+    def keep_items(self) -> None:
+        """Lets :meth:`restore` put back what is drawn from iterators."""
+        self._marks = [record.owner.mark(self) for record in self._records if record.kind is ITERATOR]
+
+    def is_drawn_from(self) -> bool:
+        """Whether an iterator is at another place now."""
+        return any(record.kind is ITERATOR and record.owner.position != record.contents for record in self._records)
+
+    def place_of(self, tensor: Tensor) -> Path | None:
+        """Where a tensor was reached, which is neither a parameter nor a buffer; None where it was not."""
+        places = ((*self._path(parent), key) for found, _, parent, key in self._tensors if found is tensor)
+        return next(places, None)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that were reached, but for parameters and buffers."""
+        return [tensor for tensor, *_ in self._tensors]
+
+    def written_tensors(self) -> Iterator[Difference]:
+        """Tensors that have been changed in place, as far as their version tells, and are still where they were."""
+        for tensor, version, parent, key in self._tensors:
+            if version_of(tensor) != version and self._is_at(tensor, parent, key) and self._is_reached(parent):
+                yield Difference((*self._path(parent), key), None, tensor)
+
+    def changed_names(self, known: Collection[str] = ()) -> list[str]:
+        """Names of what has changed, as code would write it up to the first attribute: ``self.stats``.
+
+        Args:
+            known: Attributes of the first root that may change.
+        """
+        names = {name_of(difference.path): None for difference in self.differences()}
+        return [name for name in names if name not in {f"self.{attribute}" for attribute in known}]
+
+    def owner_of(self, path: Path) -> Any:
+        """The object in which a place is."""
+        return at_path({str(record.key): record.owner for record in self._records if record.parent < 0}, path[:-1])
+
+    def path_of(self, value: Any) -> Path | None:
+        """Where an object was reached; None where it was not, or where it has changed and :meth:`differences` does not tell."""
+        index = first = self._first.get(id(value), len(self._records))
+        while index < len(self._records) and (record := self._records[index]).owner is value:
+            now = record.kind.take(value)
+            if (now is ABSENT or not record.kind.is_same(now, record.contents)) and not self._is_reached(index):
+                return None
+            index += 1
+        return None if index == first else self._path(first)
+
+    # ------------------------------------------------------------------ reaching
+
+    def _walk(self) -> None:
+        position = 0
+        while position < len(self._waiting) and len(self._records) < MAX_OBJECTS:
+            value, parent, key = self._waiting[position]
+            position += 1
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._alive.append(value)
+                self._reach(value, parent, key)
+
+    def _reach(self, value: Any, parent: int, key: Any) -> None:
+        cls: Any = type(value)
+        if parent >= 0 and not self._enters_modules and isinstance(value, nn.Module):
+            return
+        if issubclass(cls, type):
+            if is_users(value):
+                index = self._remember(value, CLASS, parent, key)
+                self._waiting += [(f, index, ("code", position)) for position, f in enumerate(functions_of(value))]
+            return
+        if isinstance(value, Tensor):
+            if not value.is_inference():
+                self._tensors.append((value, version_of(value), parent, key))
+            return
+        kinds = kinds_of(cls)
+        if not kinds and parent < 0 and hasattr(value, "__dict__"):
+            kinds = (ATTRIBUTES,)
+        indices = [index for kind in kinds if (index := self._remember(value, kind, parent, key)) >= 0]
+        if not indices:
+            return
+        if isinstance(value, FunctionType):
+            self._waiting += [(found, indices[0], ("globals", found.module)) for found in globals_of(value)]
+            if (wrapped := getattr(value, "__wrapped__", None)) is not None:
+                self._waiting.append((wrapped, indices[0], ("code", 0)))
+        elif id(cls) not in self._seen_types:
+            self._seen_types.add(id(cls))
+            bases = enumerate(cls.__mro__)
+            self._waiting += [(base, indices[0], ("mro", position)) for position, base in bases if is_users(base)]
+
+    def _remember(self, value: Any, kind: Kind, parent: int, key: Any) -> int:
+        """The number of the record; -1 where there is none."""
+        contents = kind.take(value)
+        if contents is ABSENT:
+            return -1
+        index = len(self._records)
+        self._first.setdefault(id(value), index)
+        self._records.append(_Record(value, kind, contents, parent, key))
+        if kind is MODULE or not hasattr(contents, "__len__") or len(contents) <= MAX_WALKED:
+            for name, entry in kind.entries(contents):
+                if is_iterator(entry):
+                    self._iterators.append((entry, index, name))
+                elif type(entry) not in _UNCHANGING and id(entry) not in self._seen:
+                    self._waiting.append((entry, index, (kind.name, name)))
+        return index
+
+    # ------------------------------------------------------------------ paths
+
+    def _path(self, index: int) -> Path:
+        steps: list[Any] = []
+        while index >= 0:
+            record = self._records[index]
+            steps.append(record.key)
+            index = record.parent
+        return tuple(reversed(steps))
+
+    def _is_reached(self, index: int) -> bool:
+        """Whether each object on the way is still where it was."""
+        while (record := self._records[index]).parent >= 0:
+            if not self._is_at(record.owner, record.parent, record.key):
+                return False
+            index = record.parent
+        return True
+
+    def _is_at(self, value: Any, parent: int, key: Any) -> bool:
+        try:
+            found = look(self._records[parent].owner, key)
+            return found.values is value.values if isinstance(value, Globals) else found is value
+        except (KeyError, IndexError, AttributeError):
+            return False
+
+
+def look(owner: Any, step: tuple[str, Any]) -> Any:
+    """Takes one step of a path, from an object to another.
+
+    Raises:
+        KeyError, IndexError, AttributeError: There is nothing.
+    """
+    kind, key = step
+    if kind == "mro":
+        return type(owner).__mro__[key]
+    if kind == "code":
+        return functions_of(owner)[key] if isinstance(owner, type) else owner.__wrapped__
+    if kind == "globals":
+        return Globals(key, vars(sys.modules[key]), frozenset())
+    if kind == "member":
+        return next((entry for entry in owner if entry is key or entry == key), None)
+    return kind_of_step(owner, kind).look(owner, key)
+
+
+def kind_of_step(owner: Any, name: str) -> Kind:
+    """How an object is handled in a step of a path.
+
+    Raises:
+        KeyError: It has no such contents: another object is there now.
+    """
+    cls: Any = type(owner)
+    kinds = (CLASS,) if isinstance(owner, type) else kinds_of(cls) or (ATTRIBUTES,)
+    return {kind.name: kind for kind in kinds}[name]
+
+
+def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) -> Snapshot:
+    """What a module's code may change: the module and what hangs on it, and what it reaches through its Trainer.
+
+    Args:
+        root: The module.
+        *functions: Code that runs beside its methods.
+        enters_modules: Whether its submodules are looked into.
+    """
+    roots, shallow = roots_of(root, *functions)
+    found = Snapshot(roots, shallow=shallow, enters_modules=enters_modules)
+    if found.make_iterators_rewindable():
+        found = Snapshot(roots, shallow=shallow, enters_modules=enters_modules)
+    found.keep_items()
+    return found
+
+
+def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The objects that a module's code begins from, by name, and those of which it changes attributes only.
+
+    Of a Trainer these are its callbacks, its datamodule, and what says how fast the optimizers learn.
+    """
+    roots: dict[str, Any] = {"self": root}
+    trainer: Any = vars(root).get("_trainer")
+    if trainer is not None:
+        callbacks: list[Any] = getattr(trainer, "callbacks", [])
+        roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if _is_known(each)}
+        roots["trainer.datamodule"] = getattr(trainer, "datamodule", None)
+        roots |= {f"optimizers[{i}].param_groups": each.param_groups for i, each in enumerate(trainer.optimizers)}
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        roots |= {f"lr_schedulers[{i}]": each for i, each in enumerate(schedulers)}
+    roots |= {f"step {i}": function for i, function in enumerate(functions)}
+    return roots, {} if trainer is None else {"trainer": trainer}
+
+
+def _is_known(value: Any) -> bool:
+    cls: Any = type(value)
+    return bool(kinds_of(cls))
+
+
+def at_path(roots: Mapping[str, Any], path: Path) -> Any:
+    """The object that a path leads to.
+
+    Raises:
+        KeyError, IndexError, AttributeError: There is nothing.
+    """
+    owner = roots[path[0]]
+    for step in path[1:]:
+        owner = look(owner, step)
+    return owner
+
+
+def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
+    kind, before = record.kind, record.contents
+    if now is ABSENT:  # it has become too large to look at
+        yield Difference((*path, (CONTENTS, kind.name)), None, record.owner)
+    elif kind is MODULE:
+        for key in changed_in_module(before, now):
+            found = now[0].get(key, ABSENT) if isinstance(key, str) else now[1].get(key[0], {}).get(key[1], ABSENT)
+            yield Difference((*path, (kind.name, key)), None, found)
+    elif kind is LIST:
+        common = min(len(before), len(now))
+        for index in range(common):
+            if now[index] is not before[index]:
+                yield Difference((*path, (kind.name, index)), None, now[index])
+        if len(now) != len(before):
+            yield Difference(path, common, now[common:])
+    elif isinstance(before, dict):
+        keys = [key for key in {**before, **now} if before.get(key, ABSENT) is not now.get(key, ABSENT)]
+        for key in keys:
+            yield Difference((*path, (kind.name, key)), None, now.get(key, ABSENT))
+        if not keys:  # another order
+            yield Difference((*path, (CONTENTS, kind.name)), None, now)
+    else:
+        yield Difference((*path, (CONTENTS, kind.name)), None, now)
+
+
+def name_of(path: Path) -> str:
+    """A path as its code would write it, up to the first name after a root, a class or a module: ``self.stats``."""
+    name = path[0]
+    for kind, key in path[1:]:
+        if kind in ("attribute", "slot", "global", "class", "function"):
+            return f"{name}.{key if isinstance(key, str) else key[-1]}"
+        if kind == "globals":
+            name = str(key)
+        elif kind == "mro":
+            name = f"type({path[0]})"
+    return str(name)

@@ -1,0 +1,155 @@
+"""What a step's code says of itself before it runs: whether it may do something else for one batch than for another.
+
+A step that logs an image with every hundredth batch uses a result of its model then, and not otherwise. Nothing but its code
+tells that while the first batch runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from lightning_fxpipe.user_code.bytecode import operations
+from lightning_fxpipe.user_code.code_contents import functions_of
+from lightning_fxpipe.user_code.code_names import is_followed
+from lightning_fxpipe.user_code.frames import is_framework, is_machinery
+
+# What user code asks to tell one batch from another.
+_CHANGING = frozenset({"trainer", "global_step", "current_epoch", "random", "time", "optimizers", "lr_schedulers"})
+# What the model may be called with that no attribute of a module tells.
+_RUN_STATE = frozenset({"optimizers", "lr_schedulers", "lr_scheduler_configs", "param_groups", "time"})
+_MAX_METHODS = 50
+
+
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """The code of a step; None where it is not Python's."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+
+
+def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackType | None = None) -> bool:
+    """Whether a step uses ``batch_idx`` or ``dataloader_idx``, up to where it was left, if it was."""
+    code = code_of(function)
+    if code is None:
+        return False
+    end: float = math.inf
+    while left_at is not None:
+        if left_at.tb_frame.f_code is code:
+            end = left_at.tb_lasti
+        left_at = left_at.tb_next
+    names = code.co_varnames[2 : code.co_argcount]
+    if code.co_flags & inspect.CO_VARARGS:
+        names += (code.co_varnames[code.co_argcount + code.co_kwonlyargcount],)
+    return any(operation.argument in names and operation.offset < end for operation in operations(code))
+
+
+def reads_run_state(root: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a step, or a method that it calls, asks optimizers or schedulers, whose numbers change from batch to batch."""
+    code = code_of(function)
+    return code is not None and any(_RUN_STATE & {*current.co_names} for current in _codes(type(root), code))
+
+
+def assigned_anywhere(cls: type) -> frozenset[str]:
+    """Names of the attributes that code of a class of the user's may assign, to whatever object."""
+    names = set[str]()
+    for base in cls.__mro__:
+        if is_followed(base.__module__):
+            for function in functions_of(base):
+                code = code_of(function)
+                names |= _stored(code) if code is not None else set()
+    return frozenset(names)
+
+
+def _stored(code: CodeType) -> set[str]:
+    names = {str(each.argument) for each in operations(code) if each.name == "STORE_ATTR"}
+    for constant in code.co_consts:
+        if isinstance(constant, str) and constant.isidentifier():  # as for `register_buffer` and `setattr`
+            names.add(constant)
+        elif isinstance(constant, CodeType):
+            names |= _stored(constant)
+    return names
+
+
+def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether a step, or a method that it calls, uses the batch's index, the Trainer, or its counters."""
+    code = code_of(function)
+    if code is None or uses_arguments_after_batch(function):
+        return True
+    return any(_CHANGING & {*current.co_names} for current in _codes(type(root), code))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttributeNames:
+    """Names of the attributes that a step, or a method of the class that it calls, assigns.
+
+    Attributes:
+        stored: All of them.
+        stored_only: Those that it does not read.
+    """
+
+    stored: frozenset[str]
+    stored_only: frozenset[str]
+
+
+def attributes_of_step(kind: type[nn.Module], code: CodeType | None) -> AttributeNames:
+    """The attributes that a step assigns."""
+    stored, loaded = set[str](), set[str]()
+    own = None if code is None or not code.co_varnames else code.co_varnames[0]  # "self"
+    for current in () if code is None else _codes(kind, code):
+        owner = None  # of the attribute that the next instruction may be about
+        for operation in operations(current):
+            name, kind_of = operation.argument, operation.name
+            # `self.x += 1` copies `self`, loads, adds, swaps and stores.
+            if kind_of == "STORE_ATTR" and (owner == own or (owner == "SWAP" and name in loaded)):
+                stored.add(name)
+            elif kind_of == "LOAD_ATTR" and owner == own:
+                loaded.add(name)
+            if kind_of in ("LOAD_FAST", "LOAD_DEREF"):
+                owner = name
+            elif kind_of != "COPY":
+                owner = kind_of
+    return AttributeNames(stored=frozenset(stored), stored_only=frozenset(stored - loaded))
+
+
+def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
+    """The code, and that of the methods of the class that it names, but for those of torch and Lightning."""
+    seen, waiting = {code}, [code]
+    while waiting and len(seen) < _MAX_METHODS:
+        current = waiting.pop()
+        yield current
+        called = {code_of(getattr(kind, name, None) or _nothing) for name in current.co_names}
+        new = {c for c in called if c is not None and not _is_machinery_file(c)} - seen
+        new |= {constant for constant in current.co_consts if isinstance(constant, CodeType)} - seen  # comprehensions
+        seen |= new
+        waiting += new
+
+
+def _is_machinery_file(code: CodeType) -> bool:
+    """Whether code is that of torch, Lightning or this package."""
+    module = inspect.getmodule(code)
+    name = module.__name__ if module is not None else ""
+    return is_framework(name)
+
+
+def locals_up_to(code: CodeType | None) -> Iterator[Any]:
+    """The values of the local variables of user code that runs now, up to and with the function with this code."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not is_machinery(frame.f_globals.get("__name__", "")):
+            yield from frame.f_locals.values()
+        if frame.f_code is code or frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,68 @@
+"""Undoes what a run of user code leaves behind, where it is one run more than the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
+from lightning_fxpipe.user_code.writes import undone_writes
+
+
+@contextmanager
+def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Snapshot]:
+    """After the block the module and all that its code reaches are what they were, and so are the random generators; yields
+    what they were.
+
+    What is logged, printed or written to files is the caller's to prevent.
+
+    Args:
+        root: The module.
+        *functions: Code that runs beside its methods.
+    """
+    before = user_state(root, *functions)
+    gradients = [(parameter, parameter.grad) for parameter in root.parameters() if not parameter.is_meta]
+    held = [gradient for _, gradient in gradients if gradient is not None]
+    tensors = (*before.tensors(), *root.parameters(), *root.buffers(), *held)
+    try:
+        with isolated_rng(), undone_writes(tensors):
+            yield before
+    finally:
+        before.restore()
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+
+class Remembered:
+    """What a module and all that its code reaches are now, with the values of buffers, and the random generators.
+
+    Args:
+        root: The module.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._state, self._rng = user_state(root), rng_state()
+        tensors = (
+            tensor for tensor in (*self._state.tensors(), *root.buffers()) if not tensor.is_meta and _is_writable(tensor)
+        )
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def restore(self) -> None:
+        """Makes all of it what it was."""
+        self._state.restore()
+        set_rng_state(self._rng)
+        for tensor, value in self._values:
+            tensor.data.copy_(value)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether torch can write into a tensor, as it does not where several elements are one place in memory."""
+    return tensor.layout is not torch.strided or all(
+        stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )

@@ -1,0 +1,65 @@
+"""Puts back the values of tensors that code changes in place: each is copied before the first write to it.
+
+So nothing is copied of what stays as it is, however large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import TorchDispatchMode, storage_key, written_arguments
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@contextmanager
+def undone_writes(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """After the block the tensors have the values that they had before, whatever was written into them or views of them."""
+    writes = _Writes(list(tensors))
+    try:
+        with writes:
+            yield
+    finally:
+        writes.undo()
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Copies the memory of tensors before it is written to."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = tensors
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in written_arguments(func, args, kwargs or {}):
+            if _has_memory(tensor):
+                key = storage_key(tensor)
+                if key in self._known and key not in self._before:
+                    storage: Any = tensor.untyped_storage()
+                    self._before[key] = storage, storage.clone()
+        return func(*args, **(kwargs or {}))
+
+    @cached_property
+    def _known(self) -> frozenset[int]:
+        return frozenset(storage_key(tensor) for tensor in self._tensors if _has_memory(tensor))
+
+    def undo(self) -> None:
+        """Writes the copies back; not through tensors, so that a graph that has saved one does not take this for a change."""
+        for storage, before in self._before.values():
+            if storage.nbytes() != before.nbytes():
+                storage.resize_(before.nbytes())
+            storage.copy_(before)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of the usual kind; those without data, and those of libraries' own classes, have not."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta

@@ -1,0 +1,659 @@
+"""A canary for each private name of Lightning that the package uses; see `test_compat` for those of torch."""
+
+from __future__ import annotations
+
+import ast
+import os
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torchmetrics import MeanMetric
+
+import lightning_fxpipe.strategy.strategy
+from lightning_fxpipe import rng
+from lightning_fxpipe._compat import lightning as _compat_lightning
+from lightning_fxpipe._compat import torch as _compat
+from tests.lit import LitModel, make_trainer
+from tests.test_rng import draw
+
+# ------------------------------------------------------------------ Lightning: processes
+
+
+@pytest.fixture
+def lonely_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[LightningEnvironment]:
+    """The environment of one process alone; the process group that a test makes is gone afterwards."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    # Lightning sets these itself, past monkeypatch, so they are set here to be taken away in the end.
+    environment = LightningEnvironment()
+    monkeypatch.setenv("MASTER_PORT", str(environment.main_port))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield environment
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_init_dist_connection_chooses_gloo_for_cpus(lonely_environment: LightningEnvironment) -> None:
+    assert not dist.is_initialized()
+    _compat_lightning.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+    assert (dist.get_backend(), dist.get_world_size()) == ("gloo", 1)
+    # The second run of a Trainer comes here again.
+    _compat_lightning.init_process_group(lonely_environment, None, torch.device("cpu"), timedelta(seconds=20))
+
+
+def test_rank_zero_only_of_every_lightning_package_learns_the_rank() -> None:
+    from lightning.fabric.utilities.rank_zero import rank_zero_only as of_fabric
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only as of_pytorch
+    from lightning_utilities.core.rank_zero import rank_zero_only as of_utilities
+
+    decorated = [decorator(lambda: "ran") for decorator in (of_fabric, of_pytorch, of_utilities)]
+    try:
+        _compat_lightning.set_rank_zero_only(1)
+        assert [function() for function in decorated] == [None, None, None]
+    finally:
+        _compat_lightning.set_rank_zero_only(0)
+    assert [function() for function in decorated] == ["ran", "ran", "ran"]
+
+
+def test_processes_are_started_with_the_script_and_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr("subprocess.Popen", lambda command, env, cwd: started.append((command, env)))
+    for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "0")  # restored afterwards
+        monkeypatch.delenv(name)
+    threads = torch.get_num_threads()
+    try:
+        assert len(_compat_lightning.start_processes(LightningEnvironment(), 3, 1)) == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert [environment["LOCAL_RANK"] for _, environment in started] == ["1", "2"]
+
+
+def test_process_groups_can_be_aborted() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        _compat.abort_process_groups()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def test_share_sigterm_replaces_what_the_trainer_does_and_stops_it_at_its_next_batch() -> None:
+    told: list[int] = []
+
+    class Asks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            stop = _compat_lightning.share_sigterm(trainer, lambda: told.append(trainer.global_step))
+            trainer._signal_connector._sigterm_notifier_fn(15, None)
+            trainer._signal_connector._sigterm_notifier_fn(15, None)
+            stop()
+
+    with pytest.raises(SystemExit):
+        make_trainer(max_epochs=2, callbacks=[Asks()]).fit(Counted(), loader())
+    assert told == [1]
+
+
+def test_private_methods_that_the_strategy_overrides_are_lightnings() -> None:
+    """An override that nothing calls any more would be silent: no launcher, so no processes."""
+    tree = ast.parse(Path(lightning_fxpipe.strategy.strategy.__file__).read_text(encoding="utf-8"))
+    overridden = [
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("_")
+        and any(ast.unparse(decorator) == "override" for decorator in node.decorator_list)
+    ]
+    assert "_configure_launcher" in overridden
+    assert [name for name in overridden if not callable(getattr(Strategy, name, None))] == []
+    strategy = make_trainer(strategy="fxpipe", devices=1).strategy
+    assert strategy._launcher is strategy.launcher is not None
+
+
+# ------------------------------------------------------------------ Lightning: the first batch
+
+
+class Counted(L.LightningModule):
+    """Keeps the batches that its steps get; its own hook changes them before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[Tensor] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Tensor:
+        return batch[0] + 100
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(batch)
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.seen.append(batch)
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Peek(L.Callback):
+    """Asks for the first batch where the strategy does: in setup, before the loop has made its iterators."""
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.batch: Any = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.active:
+            self.batch = _compat_lightning.first_batch(trainer)
+
+
+def loader(*, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(10.0).unsqueeze(1)), batch_size=4, shuffle=shuffle, **options)
+
+
+def run_and_peek(method: str, data: Any, *, active: bool = True) -> tuple[Any, list[Tensor]]:
+    L.seed_everything(5, verbose=False)
+    module, peek = Counted(), Peek(active)
+    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[peek])
+    getattr(trainer, method)(module, data)
+    return peek.batch, module.seen
+
+
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_data_source_of_each_loop_gives_the_batch_that_its_step_gets(method: str) -> None:
+    batch, seen = run_and_peek(method, loader())
+    assert batch is not seen[0]
+    torch.testing.assert_close(batch, seen[0], rtol=0, atol=0)
+    torch.testing.assert_close(batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
+
+
+def test_the_batches_of_a_run_are_the_same_with_and_without_a_look_at_the_first() -> None:
+    with_look = run_and_peek("fit", loader(shuffle=True))[1]
+    without = run_and_peek("fit", loader(shuffle=True), active=False)[1]
+    assert len(with_look) == 6
+    torch.testing.assert_close(with_look, without, rtol=0, atol=0)
+
+
+def test_several_evaluation_loaders_run_one_after_another() -> None:
+    class Two(Counted):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    peek = Peek(active=True)
+    make_trainer(callbacks=[peek]).validate(Two(), [loader(), DataLoader(TensorDataset(torch.ones(2, 1)))])
+    torch.testing.assert_close(peek.batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
+
+
+def test_no_dataloader_is_no_batch() -> None:
+    trainer = make_trainer()
+    trainer.state.fn = TrainerFn.FITTING
+    trainer.fit_loop._data_source.instance = Counted()
+    assert _compat_lightning.first_batch(trainer) is None
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_counter_counts_training_batches_over_epochs_whatever_is_accumulated(count: int) -> None:
+    class Counting(L.Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            self.found.append(_compat_lightning.batch_counter(trainer, "training_step"))
+
+    counting = Counting()
+    make_trainer(max_epochs=2, accumulate_grad_batches=count, callbacks=[counting]).fit(Counted(), loader())
+    assert counting.found == list(range(counting.found[0], counting.found[0] + 6))
+
+
+def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
+    """It is part of the key of the stages' random numbers: a resumed run must not draw the first epoch's again."""
+
+    class Counting(L.Callback):
+        def __init__(self) -> None:
+            self.found: list[int] = []
+
+        def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            self.found.append(_compat_lightning.batch_counter(trainer, "training_step"))
+
+    whole, second = Counting(), Counting()
+    make_trainer(max_epochs=2, callbacks=[whole]).fit(Counted(), loader())
+    first = make_trainer(max_epochs=1)
+    first.fit(Counted(), loader())
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    make_trainer(max_epochs=2, callbacks=[second]).fit(Counted(), loader(), ckpt_path=tmp_path / "half.ckpt")
+    assert second.found == whole.found[3:]
+
+
+def test_a_signal_to_stop_ends_training_at_the_next_batch() -> None:
+    class Stops(L.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            _compat_lightning.stop_at_next_batch(trainer)
+
+    trainer = make_trainer(max_epochs=1, callbacks=[Stops()])
+    with pytest.raises(SystemExit):
+        trainer.fit(Counted(), loader())
+    assert trainer.fit_loop.epoch_loop.total_batch_idx == 0
+
+
+def test_lightnings_own_class_is_found_behind_the_users() -> None:
+    assert _compat_lightning.lightning_class(LitModel("mlp")) is L.LightningModule
+    assert _compat_lightning.lightning_class(nn.Linear(1, 1)) is None
+
+
+def test_lightnings_own_log_is_replaced_for_one_module_and_below_what_it_overrides() -> None:
+    class Renaming(L.LightningModule):
+        def log(self, name: str, value: Any, **kwargs: Any) -> None:  # type: ignore[override]
+            super().log(f"train/{name}", value, **kwargs)
+
+    module, other, logged = Renaming(), Renaming(), []
+    original = L.LightningModule.log
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        logged.append((args, kwargs))
+
+    with _compat.patched_attributes(*_compat_lightning.log_replaced(module, log, "log")):
+        module.log("loss", 1.0, prog_bar=True)
+        module.log_dict({"accuracy": 2.0})
+        with pytest.warns(UserWarning, match="not registered"):
+            other.log("loss", 3.0)
+    assert [args for args, _ in logged] == [("train/loss", 1.0), ("train/accuracy", 2.0)]
+    assert logged[0][1] == {"prog_bar": True}
+    assert L.LightningModule.log is original
+    assert _compat_lightning.log_replaced(nn.Linear(1, 1), log, "log") == []
+
+
+# ------------------------------------------------------------------ the first batch of a loader
+
+
+class Pids(Dataset[int]):
+    """Says in which process a sample was loaded."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_first_loader_batch_starts_no_workers() -> None:
+    batch = _compat_lightning.first_loader_batch(DataLoader(Pids(), batch_size=4, num_workers=2))
+    assert batch.tolist() == [os.getpid()] * 4
+
+
+def orders(data: DataLoader[Any], *, look: bool) -> list[list[float]]:
+    """Two epochs of a loader, from a fixed state of the generators."""
+    torch.manual_seed(0)
+    if look:
+        _compat_lightning.first_loader_batch(data)
+    return [[value for (batch,) in data for value in batch.flatten().tolist()] for _ in range(2)]
+
+
+def test_first_loader_batch_leaves_the_order_of_a_shuffled_loader() -> None:
+    assert orders(loader(shuffle=True), look=True) == orders(loader(shuffle=True), look=False)
+
+
+def test_first_loader_batch_leaves_a_loaders_own_generator() -> None:
+    """A loader with a generator of its own, as in torch's notes on reproducibility, is out of the default generators' reach."""
+
+    def seeded() -> DataLoader[Any]:
+        return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    assert orders(seeded(), look=True) == orders(seeded(), look=False)
+
+
+def test_first_loader_batch_leaves_the_default_generators() -> None:
+    state = rng.rng_state()
+    expected = draw()
+    rng.set_rng_state(state)
+
+    class Augmented(Pids):
+        def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+            return torch.tensor(draw())
+
+    _compat_lightning.first_loader_batch(DataLoader(Augmented(), batch_size=4, shuffle=True))
+    assert draw() == expected
+
+
+class Stream(IterableDataset[int]):
+    """Its own iterator, as a socket or a queue is: what is taken is gone."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.position >= 7:
+            raise StopIteration
+        self.position += 1
+        return self.position
+
+
+def test_first_loader_batch_loses_nothing_of_a_dataset_that_is_its_own_iterator() -> None:
+    data = DataLoader(Stream(), batch_size=3)
+    assert _compat_lightning.first_loader_batch(data).tolist() == [1, 2, 3]
+    assert [batch.tolist() for batch in data] == [[1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_first_loader_batch_of_an_iterable_dataset_shorter_than_a_batch() -> None:
+    assert _compat_lightning.first_loader_batch(DataLoader(Stream(), batch_size=20)).tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_first_loader_batch_without_automatic_batching() -> None:
+    assert _compat_lightning.first_loader_batch(DataLoader(Stream(), batch_size=None)) == 1
+    assert _compat_lightning.first_loader_batch(DataLoader([torch.ones(2, 3)], batch_size=None)).shape == (2, 3)
+
+
+def test_first_loader_batch_collates_as_the_loader_does() -> None:
+    class Many(Pids):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [10 * index for index in indices]
+
+    assert _compat_lightning.first_loader_batch(DataLoader(Many(), batch_size=3)).tolist() == [0, 10, 20]
+    assert _compat_lightning.first_loader_batch(DataLoader([1, 2, 3], batch_size=2, collate_fn=sum)) == 3
+    assert _compat_lightning.first_loader_batch(DataLoader([1, 2, 3], batch_sampler=[[2, 0], [1]])).tolist() == [3, 1]
+
+
+def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
+    loaders = {"a": DataLoader([1, 2], batch_size=2), "b": [DataLoader([3]), DataLoader([4, 5], batch_size=2)]}
+    for given in (loaders, CombinedLoader(loaders, "max_size")):
+        batch = _compat_lightning.first_loader_batch(given)
+        assert batch["a"].tolist() == [1, 2]
+        assert [part.tolist() for part in batch["b"]] == [[3], [4, 5]]
+    for given in (loaders, CombinedLoader(loaders, "sequential")):
+        assert _compat_lightning.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
+
+
+def test_first_loader_batch_of_a_combined_loader_is_as_this_one_says() -> None:
+    loaders = [DataLoader([1, 2], batch_size=2), DataLoader([3])]
+    for mode in ("max_size_cycle", "min_size", "max_size"):
+        batch = _compat_lightning.first_loader_batch(CombinedLoader(loaders, mode), one_by_one=True)
+        assert [part.tolist() for part in batch] == [[1, 2], [3]]
+    assert _compat_lightning.first_loader_batch(CombinedLoader(loaders, "sequential")).tolist() == [1, 2]
+
+
+def test_first_loader_batch_is_that_of_the_first_loader_that_has_one() -> None:
+    empty: DataLoader[Any] = DataLoader([], batch_size=2)
+    assert _compat_lightning.first_loader_batch([empty, DataLoader([3])], one_by_one=True).tolist() == [3]
+    assert _compat_lightning.first_loader_batch([empty], one_by_one=True) is None
+
+
+@pytest.mark.parametrize("kind", [None, torch.optim.SGD])
+def test_has_no_optimizer_knows_what_lightning_takes_for_none(kind: Any) -> None:
+    class Configured(Counted):
+        def configure_optimizers(self) -> Any:
+            return kind and kind([nn.Parameter(torch.ones(1))], lr=0.1)
+
+    trainer = make_trainer(max_steps=0)
+    trainer.fit(Configured(), loader())
+    assert _compat_lightning.has_no_optimizer(trainer.optimizers) is (kind is None)
+
+
+def test_first_loader_batch_of_a_loader_that_knows_how_far_it_has_come_is_not_taken_from_it() -> None:
+    class Knows:
+        def __init__(self) -> None:
+            self.position = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.position < 3:
+                self.position += 1
+                yield self.position
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.position = state["position"]
+
+    loader, iterator = Knows(), Deck([1, 2, 3])
+    assert _compat_lightning.first_loader_batch({"one": loader, "other": iterator}) == {"one": 1, "other": 1}
+    assert list(loader) == list(iterator) == [1, 2, 3]
+
+
+class Deck:
+    """Its own iterator."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if not self.values:
+            raise StopIteration
+        return self.values.pop(0)
+
+
+def test_first_loader_batch_of_another_iterable_is_its_first_item() -> None:
+    assert _compat_lightning.first_loader_batch(_Reiterable()) == "first"
+
+
+class _Reiterable:
+    def __iter__(self) -> Iterator[str]:
+        return iter(("first", "second"))
+
+
+# ------------------------------------------------------------------ Lightning: checkpoints
+
+
+def test_metadata_filename_is_the_one_that_consolidate_checkpoint_looks_for(tmp_path: Path) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint, _process_cli_args
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    folder, weight = tmp_path / "folder", torch.randn(3)
+    save({"model": {"weight": weight}}, checkpoint_id=folder, no_dist=True)
+    arguments = Namespace(checkpoint_folder=str(folder), output_file=None)
+    with pytest.raises(SystemExit):
+        _process_cli_args(arguments)
+    torch.save({"epoch": 3}, folder / _compat_lightning.metadata_filename())
+    config = _process_cli_args(arguments)
+    checkpoint = _format_checkpoint(_load_distributed_checkpoint(config.checkpoint_folder))
+    assert checkpoint["epoch"] == 3
+    torch.testing.assert_close(checkpoint["state_dict"]["weight"], weight, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------ Lightning: callbacks and arguments
+
+
+def test_averaged_modules_are_the_copies_that_callbacks_keep() -> None:
+    callback = L.pytorch.callbacks.EMAWeightAveraging()
+    trainer = make_trainer(callbacks=[callback])
+    assert _compat_lightning.averaged_modules(trainer) == []  # before a fit
+    module = LitModel("mlp")
+    callback.setup(trainer, module, "fit")
+    (copied,) = _compat_lightning.averaged_modules(trainer)
+    assert type(copied) is LitModel
+    assert [name for name, _ in copied.named_parameters()] == [name for name, _ in module.named_parameters()]
+
+
+def test_throughputs_are_those_of_the_monitors() -> None:
+    callback = L.pytorch.callbacks.ThroughputMonitor(len)
+    trainer = make_trainer(callbacks=[callback])
+    trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
+    callback.setup(trainer, LitModel("mlp"), "fit")
+    found = _compat_lightning.throughputs(trainer)
+    assert {throughput.world_size for _, throughput in found} == {1}
+    assert {id(monitor) for monitor, _ in found} == {id(callback)}
+
+
+@pytest.mark.parametrize(("interval", "by_time"), [(2, False), (0.5, False), ("00:00:00:10", True)])
+def test_validates_by_time_tells_times_from_numbers(interval: Any, by_time: bool) -> None:
+    assert _compat_lightning.validates_by_time(make_trainer(val_check_interval=interval)) is by_time
+
+
+# ------------------------------------------------------------------ torchmetrics
+
+
+def test_lightning_logs_for_a_step_what_a_metrics_forward_cache_is() -> None:
+    class Logging(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric, self.layer = MeanMetric(), nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.metric(3.0)
+            _compat_lightning.set_forward_cache(self.metric, torch.tensor(7.0))
+            self.log("mean", self.metric, on_step=True, on_epoch=True)
+            return self.layer(torch.ones(1, 1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = make_trainer(max_steps=1, log_every_n_steps=1)
+    trainer.fit(Logging(), DataLoader([0, 1]))
+    assert (float(trainer.callback_metrics["mean_step"]), float(trainer.callback_metrics["mean_epoch"])) == (7.0, 3.0)
+
+
+def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:
+    strategy = make_trainer().strategy
+    for method, in_notebooks in (("fork", True), ("spawn", False)):
+        launcher = _compat_lightning.multiprocessing_launcher(strategy, method)
+        assert launcher.is_interactive_compatible is in_notebooks
+        assert callable(launcher.launch)
+
+
+@pytest.mark.parametrize("given", [None, True, False])
+def test_weights_only_is_found_in_the_frame_of_the_run(given: bool | None) -> None:
+    seen: list[bool | None] = []
+
+    class Asks(L.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            seen.append(_compat_lightning.weights_only_of_run())
+
+    make_trainer(max_epochs=1, callbacks=[Asks()]).fit(Counted(), loader(), weights_only=given)
+    assert seen == [given]
+    assert _compat_lightning.weights_only_of_run() is None
+
+
+def test_a_checkpoint_callback_asks_for_files_and_makes_links_by_these_methods(tmp_path: Path) -> None:
+    started: list[str] = []
+    links: list[tuple[str, str]] = []
+
+    class Begins(L.Callback):
+        def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+            def is_started(path: str) -> bool:
+                started.append(Path(path).name)
+                return path.endswith("epoch=0.ckpt")
+
+            block = _compat_lightning.checkpoints_in_background(trainer, is_started, lambda *link: links.append(link))
+            self.block = ExitStack()
+            self.block.enter_context(block)
+
+    keep, begins = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_last="link"), Begins()
+    trainer = make_trainer(max_epochs=1, callbacks=[keep, begins], enable_checkpointing=True)
+    trainer.fit(Counted(), loader())
+    assert started[:2] == ["epoch=0.ckpt", "epoch=0-v1.ckpt"]  # the first is taken
+    assert [tuple(Path(path).name for path in link) for link in links] == [("epoch=0-v1.ckpt", "last.ckpt")]
+    begins.block.close()
+    assert not {"file_exists", "_link_checkpoint"} & vars(keep).keys()
+
+
+def test_checkpoint_folders_are_those_of_the_callbacks_and_the_defaults(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(dirpath=tmp_path / "mine"), ModelCheckpoint(monitor="x")],
+        default_root_dir=tmp_path,
+    )
+    expected = [str(tmp_path), str(tmp_path / "checkpoints"), str(tmp_path / "mine")]
+    assert _compat_lightning.checkpoint_folders(trainer) == expected
+
+
+# ------------------------------------------------------------------ how a step is called, and what it can ask before the run
+
+
+class Steps(L.LightningModule):
+    def batch_only(self, batch: Any) -> None: ...
+
+    def named(self, batch: Any, batch_idx: int) -> None: ...
+
+    def renamed(self, batch: Any, i: int) -> None: ...
+
+    def arguments(self, *args: Any) -> None: ...
+
+    def all_arguments(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def loader(self, dataloader_iter: Any) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["batch_only", "named", "renamed", "arguments", "all_arguments"])
+def test_steps_get_the_index_where_they_take_it(name: str) -> None:
+    """As the loop decides itself."""
+    module = Steps()
+    module.training_step = getattr(module, name)  # type: ignore[method-assign]
+    trainer = make_trainer()
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    given = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), "batch", 0)
+    assert _compat_lightning.takes_batch_idx(module.training_step) == ("batch_idx" in given)
+    assert not _compat_lightning.takes_loader(module.training_step)
+
+
+def test_steps_that_take_the_loader_are_known() -> None:
+    assert _compat_lightning.takes_loader(Steps().loader)
+
+
+class Asks(L.Callback):
+    """Asks the Trainer before its loops begin, and once they run."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+        self.has_made_loaders = True
+
+    def ask(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+        numbers = trainer.num_training_batches, trainer.estimated_stepping_batches
+        loaders = len(trainer.train_dataloader), len(trainer.val_dataloaders)  # type: ignore[arg-type]
+        module_sees = bool(module.optimizers()), bool(module.lr_schedulers())
+        self.answers.append((rates, len(trainer.lr_scheduler_configs), numbers, loaders, module_sees))
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        stand_in = SimpleNamespace(param_groups=[{"lr": 0.5}], scheduler="scheduler")
+        with _compat_lightning.run_state_stood_in(trainer, stand_in):
+            self.ask(trainer, pl_module)
+        self.has_made_loaders = trainer.fit_loop._combined_loader is not None
+        self.validates = _compat_lightning.has_validation(trainer)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        with _compat_lightning.run_state_stood_in(trainer, None):
+            self.ask(trainer, pl_module)
+
+
+def test_what_the_trainer_is_asked_before_the_run_has_an_answer() -> None:
+    class WithScheduler(Counted):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    asks = Asks()
+    make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[asks]).fit(WithScheduler(), loader(), loader())
+    assert asks.validates
+    assert not asks.has_made_loaders
+    assert all(answer == asks.answers[-1] for answer in asks.answers)
+    assert asks.answers[0] == ([0.5], 1, (3, 6), (3, 3), (True, True))
+
+
+def test_optimizers_are_counted_in_whatever_form_they_are_configured() -> None:
+    one = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(one, 1)
+    forms = [one, [one, one], ([one], [schedule]), {"optimizer": one, "lr_scheduler": schedule}]
+    assert [_compat_lightning.num_optimizers(form) for form in forms] == [(1, 0), (2, 0), (1, 1), (1, 1)]

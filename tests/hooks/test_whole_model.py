@@ -1,0 +1,118 @@
+"""What code sees through :class:`WholeView`: a placeholder describes itself, and anything else gets what it stands for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.hooks.whole_model import WholeView
+
+
+class Looks:
+    """A layer of placeholders, a view on it, and which looks have brought something here."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.real = nn.Linear(3, 2)
+        self.real(torch.randn(4, 3)).square().sum().backward()
+        self.layer = nn.Linear(3, 2, device="meta")
+        self.brought: list[str] = []
+        pairs = list(zip(self.layer.parameters(), self.real.parameters(), strict=True))
+        self._values: dict[int, Tensor] = {id(p): q for p, q in pairs}
+        self._gradients = {id(p): q.grad for p, q in pairs}
+        self.view = WholeView({id(p): p for p, _ in pairs}, self.values, self.gradients, torch.device("cpu"))
+
+    def values(self) -> dict[int, Tensor]:
+        self.brought.append("values")
+        return self._values
+
+    def gradients(self) -> dict[int, Tensor | None]:
+        self.brought.append("gradients")
+        return self._gradients
+
+
+DESCRIBING: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda p: (p.shape, p.size(0), p.numel(), p.dim(), p.ndim, len(p), p.stride()),
+    "kind": lambda p: (p.dtype, p.requires_grad, p.is_leaf, p.is_floating_point(), p.layout),
+    "identity": lambda p: {p: 1}[p],
+}
+
+
+@pytest.mark.parametrize("what", DESCRIBING)
+def test_a_description_brings_nothing_here(what: str) -> None:
+    looks = Looks()
+    with looks.view:
+        assert DESCRIBING[what](looks.layer.weight) == DESCRIBING[what](looks.real.weight)
+    assert looks.brought == []
+
+
+VALUES: dict[str, Callable[[nn.Linear], Any]] = {
+    "method": lambda layer: layer.weight.norm(),
+    "function of a list": lambda layer: torch.stack([layer.weight, layer.weight]),
+    "foreach": lambda layer: torch._foreach_norm(list(layer.parameters())),
+    "operator": lambda layer: 1 + layer.weight * 2,
+    "data": lambda layer: layer.weight.data.sum(),
+    "state_dict": lambda layer: list(layer.state_dict().values()),
+    "copy": lambda layer: layer.weight.detach().clone(),
+    "deep copy": lambda layer: list(copy.deepcopy(layer).parameters()),
+    "like": lambda layer: torch.zeros_like(layer.weight),
+    "device": lambda layer: torch.zeros(2, device=layer.weight.device),
+    "vector": lambda layer: nn.utils.parameters_to_vector(layer.parameters()),
+    "item": lambda layer: layer.bias.tolist(),
+    "forward": lambda layer: layer(torch.ones(1, 3)),
+    "gradient": lambda layer: layer.weight.grad.abs().mean(),
+    "norm of gradients": lambda layer: nn.utils.get_total_norm([p.grad for p in layer.parameters()]),
+    "clipping": lambda layer: (nn.utils.clip_grad_norm_(layer.parameters(), 0.1), layer.weight.grad),
+}
+
+
+@pytest.mark.parametrize("what", VALUES)
+def test_a_look_gives_what_one_device_has(what: str) -> None:
+    looks = Looks()
+    expected = VALUES[what](copy.deepcopy(looks.real) if "grad" not in what and what != "clipping" else Looks().real)
+    with looks.view:
+        found = VALUES[what](looks.layer)
+    torch.testing.assert_close(found, expected)
+
+
+def test_changes_last_as_long_as_the_view() -> None:
+    looks = Looks()
+    with looks.view, torch.no_grad():
+        looks.layer.weight.fill_(3.0)
+        assert looks.layer.weight.sum() == 18
+        looks.layer.weight.grad = None
+        assert looks.layer.weight.grad is None
+        looks.layer.requires_grad_(False)
+    assert looks.layer.weight.is_meta
+    assert not looks.layer.weight.requires_grad, "freezing is for the placeholder itself"
+
+
+def test_a_change_in_place_puts_nothing_else_into_the_module() -> None:
+    """What `weight *= 2` gives is put into the module, where the value had taken the placeholder's place for good."""
+    looks = Looks()
+    before, placeholder = looks.real.weight.detach().clone(), looks.layer.weight
+    with looks.view, torch.no_grad():
+        looks.layer.weight *= 2
+        torch.testing.assert_close(looks.layer.weight.sum(), 2 * before.sum())
+    assert looks.layer.weight is placeholder
+
+
+def test_a_state_can_be_loaded() -> None:
+    looks = Looks()
+    other = nn.Linear(3, 2)
+    with looks.view:
+        looks.layer.load_state_dict(other.state_dict())
+        assert torch.equal(looks.layer.weight, other.weight)
+
+
+def test_other_tensors_are_left_alone() -> None:
+    looks = Looks()
+    with looks.view:
+        assert torch.ones(3).sum() == 3
+        assert nn.Linear(2, 2, device="meta").weight.device.type == "meta"
+    assert looks.brought == []

@@ -1,0 +1,115 @@
+"""Which calls of a step with manual optimization are pipelined, and the plan for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.units import find_units, plan_units
+from lightning_fxpipe.tracing.region import NoModelCall, StepCall
+
+
+def net(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+
+
+class Pair(L.LightningModule):
+    """Calls one network by the module's own forward, the other and a part of it by name, and trains between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.one, self.other, self.idle = net(4, 6, 6, 4), net(4, 8, 8, 1), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        made = self(batch)
+        loss = self.other(made).mean()
+        self.manual_backward(loss)
+        (slope,) = torch.autograd.grad(loss, made)
+        if loss.item() > 0:
+            self.other[0](made + slope)
+
+
+def units_of(module: nn.Module, batch: Any, num_samples: int = 6) -> list[Any]:
+    return find_units(module, StepCall.of_step(module.training_step, batch), num_samples=num_samples)
+
+
+def test_the_first_call_of_each_module_is_found_and_nothing_is_trained() -> None:
+    module = Pair()
+    units = units_of(module, torch.ones(6, 4))
+    assert [(unit.path, tuple(unit.args[0].shape)) for unit in units] == [("", (6, 4)), ("other", (6, 4)), ("other.0", (6, 4))]
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_each_module_is_planned_over_all_stages() -> None:
+    module = Pair()
+    plan = plan_units(module, units_of(module, torch.ones(6, 4)), num_stages=2)
+    held = [sorted({".".join(fqn.split(".")[:2]) for fqn in stage.fqns}) for stage in plan.stages]
+    assert held == [["one.0", "one.1", "other.0", "other.1"], ["one.2", "other.2"]] or held == [
+        ["one.0", "other.0"],
+        ["one.1", "one.2", "other.1", "other.2"],
+    ]
+    assert plan.outside_fqns == ("idle.weight", "idle.bias")
+    assert plan.num_parameters == sum(p.numel() for part in (module.one, module.other) for p in part.parameters())
+
+
+class Single(Pair):
+    """Calls two modules that cannot be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 1)  # type: ignore[assignment]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.other(self.one(batch))
+
+
+def test_a_module_that_cannot_be_cut_so_often_is_where_the_least_is() -> None:
+    class Small(Pair):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = net(4, 8, 8, 2, 4), nn.Linear(4, 1)  # type: ignore[assignment]
+
+    for module, num_stages in ((Small(), 3), (Single(), 2)):
+        step = StepCall.of_step(Single.training_step.__get__(module), torch.ones(6, 4))
+        plan = plan_units(module, find_units(module, step, num_samples=6), num_stages=num_stages)
+        (holder,) = [stage for stage in plan.stages if "other.weight" in stage.fqns]
+        others = [stage.num_parameters for stage in plan.stages if stage is not holder]
+        assert holder.num_parameters - 5 <= min(others)
+        assert min(others) > 0
+
+
+class Breaks(Pair):
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch)
+        raise KeyError("nothing here")
+
+
+def test_an_error_of_the_step_ends_the_search_or_is_raised() -> None:
+    step = StepCall.of_step(Breaks().training_step, torch.ones(6, 4))
+    assert [unit.path for unit in find_units(step.function.__self__, step, num_samples=6)] == [""]
+    with pytest.raises(KeyError, match="nothing here"):
+        find_units(step.function.__self__, step, num_samples=6, accepts_part=False)
+
+
+def test_a_step_without_a_call_is_refused() -> None:
+    class Calls(Pair):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.seen = batch.sum()
+
+    with pytest.raises(NoModelCall, match="nothing to pipeline"):
+        units_of(Calls(), torch.ones(6, 4))
+
+
+def test_more_stages_than_the_modules_have_parts_are_refused() -> None:
+    module = Single()
+    with pytest.raises(PartitionError, match="one in 1, other in 1"):
+        plan_units(module, units_of(module, torch.ones(6, 4)), num_stages=3)

@@ -1,0 +1,500 @@
+"""Runs a training with a fault in it, and says how it ended. ``python -m tests.ranks.faults`` serves one case a line.
+
+Importing torch and Lightning takes seconds, so one process imports them and forks the ranks of each case. The ranks are then
+what torchrun would have started, each with its own output; their end is that of a script: an uncaught error goes to
+``sys.excepthook``, exit handlers run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_HARD_LIMIT_SECONDS = 90.0
+
+STEP_PLACES = ("prelude", "forward", "backward", "tensor_hook", "scheduler", "optimizer", "write_checkpoint", "between_runs")
+DATA_PLACES = ("dataset", "worker", "collate", "iterable", "sampler")
+LAST_STAGE_PLACES = ("after_model", "logger", "validation_loss")
+ERRORS = {"error": "ValueError", "memory": "MemoryError", "device_memory": "OutOfMemoryError", "own": "MyOwnError"}
+# Errors that cannot be sent, received or printed, or that Lightning's loops take for something else.
+ODD_ERRORS = {"unsendable": "Unsendable", "unreceivable": "Unreceivable", "speechless": "Speechless", "stop": "FxPipeError"}
+OTHER_KINDS = ("exit", "interrupt", "kill", "signal_self", "signal_group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fault.
+
+    Attributes:
+        place: Where.
+        kind: What happens there; a key of ``ERRORS`` or one of ``OTHER_KINDS``.
+        rank: On which rank; -1 for every rank.
+        at: At which call.
+        num_ranks: Ranks of the pipeline.
+    """
+
+    place: str
+    kind: str
+    rank: int
+    at: int = 1
+    num_ranks: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a case ended.
+
+    Attributes:
+        reached: Whether the fault happened.
+        seconds: From the fault to the end of the last rank; of what a rank has started, if that ended later.
+        codes: Exit statuses by rank, negative for signals.
+        outputs: What each rank has printed.
+        left_over: Processes that had to be killed.
+        exceptions: Types that ``on_exception`` got, by rank.
+    """
+
+    reached: bool
+    seconds: float
+    codes: list[int]
+    outputs: list[str]
+    left_over: int
+    exceptions: list[list[str]]
+
+    def complaints(self, case: Case, *, limit_seconds: float = 5.0) -> list[str]:
+        """What is not as it must be."""
+        if not self.reached:
+            return ["the fault was not reached"]
+        found = [f"{self.left_over} processes hung"] if self.left_over else []
+        if self.seconds > limit_seconds:
+            found.append(f"took {self.seconds:.1f} s")
+        text = "".join(self.outputs)
+        if case.kind in ERRORS or case.kind in ODD_ERRORS:
+            says = {"speechless": "<exception str", "stop": "User code raised StopIteration"}.get(case.kind, "injected fault")
+            # What cannot be sent to other ranks is a RuntimeError that names it.
+            line = rf"^(?:\[rank\d\]: )?(?:RuntimeError: )?(?:[\w.]+\.)?{(ERRORS | ODD_ERRORS)[case.kind]}: {says}"
+            times = [len(re.findall(line, text, re.MULTILINE)) for text in self.outputs]
+            if sum(times) != 1:
+                found.append(f"the original error was told {times} times by the ranks")
+        if 0 in self.codes:
+            found.append(f"exit status {self.codes}")
+        if case.kind == "exit" and any(code != 3 for code in self.codes):
+            found.append(f"exit status {self.codes} instead of 3")
+        if case.kind in ("interrupt", "signal_self", "signal_group") and "KeyboardInterrupt" not in text:
+            found.append("not told of an interrupt")
+        if case.kind == "kill" and f"rank {case.rank} failed: the process died" not in text:
+            found.append("not told that a process died")
+        stopped = [
+            text
+            for rank, text in enumerate(self.outputs)
+            if rank != case.rank and not re.search(r"^.*(Error|able): injected", text, re.MULTILINE)
+        ]
+        if case.kind != "exit" and case.rank >= 0 and any(text.count("Traceback") for text in stopped):
+            found.append("other ranks print tracebacks")
+        return found
+
+
+def hook_places() -> list[str]:
+    """Every hook that the run calls, of a callback and of the module."""
+    import lightning as L
+
+    never = ("predict", "exception", "idx", "gpu", "train_dataloader", "test_model", "on_load_checkpoint")
+    more = {
+        "callback": ["setup", "teardown", "state_dict"],
+        "module": [
+            *("setup", "teardown", "configure_model", "configure_optimizers", "optimizer_step", "optimizer_zero_grad"),
+            *("lr_scheduler_step", "configure_gradient_clipping", "transfer_batch_to_device"),
+        ],
+    }
+    found = []
+    for owner, kind in (("callback", L.Callback), ("module", L.LightningModule)):
+        hooks = [hook for hook in dir(kind) if hook.startswith("on_") and not any(word in hook for word in never)]
+        found += [f"{owner}.{hook}" for hook in (*hooks, *more[owner])]
+    return found
+
+
+def random_cases(seed: int, count: int) -> list[Case]:
+    """Places, ranks, kinds and moments, chosen at random."""
+    choose = random.Random(seed)
+    hooks = hook_places()
+    cases = []
+    for _ in range(count):
+        group = choose.choice([STEP_PLACES, STEP_PLACES, DATA_PLACES, LAST_STAGE_PLACES, hooks, hooks])
+        place = choose.choice(list(group))
+        num_ranks = choose.choice([2, 3])
+        rank = 0 if place in LAST_STAGE_PLACES else choose.randrange(num_ranks)
+        kind = choose.choice([*ERRORS, *ERRORS, *OTHER_KINDS])
+        if place in DATA_PLACES and kind not in ERRORS:
+            kind = "error" if place == "worker" else kind
+        at = (
+            choose.choice([1, 2, 3, 6])
+            if place in (*STEP_PLACES[:4], *DATA_PLACES, *LAST_STAGE_PLACES)
+            else choose.choice([1, 1, 2])
+        )
+        cases.append(Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks))
+    return cases
+
+
+# ---------------------------------------------------------------------------------------------------- a rank
+
+
+class MyOwnError(BaseException):
+    """Which no ``except Exception`` catches."""
+
+
+class Unsendable(Exception):
+    """Which cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be taken apart")
+
+
+class Unreceivable(Exception):
+    """Which can be pickled, and not be made again."""
+
+    def __init__(self, message: str, further: int) -> None:
+        super().__init__(message)
+
+
+class Speechless(Exception):
+    """Which cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+class _Fault:
+    """Makes the case's fault happen on its rank."""
+
+    def __init__(self, case: Case, rank: int, folder: Path) -> None:
+        self._case, self._rank, self._folder = case, rank, folder
+        self._calls = 0
+        self.pid = os.getpid()
+
+    def __call__(self, place: str) -> None:
+        if place != self._case.place or self._case.rank not in (self._rank, -1):
+            return
+        self._calls += 1
+        # An error repeats itself: the step runs on fakes first, where it may not count.
+        repeats = self._case.kind in ERRORS or self._case.kind in ODD_ERRORS
+        if self._calls == self._case.at or (self._calls > self._case.at and repeats):
+            (self._folder / "fault").write_text(str(time.time()))
+            self._happen(self._case.kind)
+
+    def _happen(self, kind: str) -> None:
+        import torch
+
+        message = f"injected fault in {self._case.place}"
+        if kind in ERRORS:
+            raise {"error": ValueError, "memory": MemoryError, "device_memory": torch.OutOfMemoryError, "own": MyOwnError}[
+                kind
+            ](message)
+        if kind == "unreceivable":
+            raise Unreceivable(message, 1)
+        if kind in ODD_ERRORS:
+            raise {"unsendable": Unsendable, "speechless": Speechless, "stop": StopIteration}[kind](message)
+        if kind == "exit":
+            sys.exit(3)
+        if kind == "interrupt":
+            raise KeyboardInterrupt
+        if kind == "kill":
+            os.kill(self.pid, signal.SIGKILL)
+        elif kind == "signal_self":
+            os.kill(self.pid, signal.SIGINT)
+        elif kind == "signal_group":
+            os.killpg(0, signal.SIGINT)
+        time.sleep(0.01)  # the signal arrives here and not later in the step
+
+
+def _train(case: Case, fault: _Fault, folder: Path) -> None:
+    """What a user's script does."""
+    import lightning as L
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers.logger import Logger
+    from torch import Tensor, nn
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            fault("backward")
+            return gradient
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            fault("forward")
+            fault("caught")
+            y = self.linear(Backward.apply(x))
+            if y.requires_grad and type(y) is Tensor:
+                y.register_hook(lambda gradient: fault("tensor_hook"))
+            return y.relu()
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            fault("optimizer")
+            return result
+
+    class Scheduler(torch.optim.lr_scheduler.StepLR):
+        def step(self, epoch: Any = None) -> None:
+            super().step(epoch)
+            if hasattr(self, "ready"):
+                fault("scheduler")
+            self.ready = True
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(*(Block() for _ in range(4)))
+
+        def _loss(self, batch: Any) -> Tensor:
+            fault("prelude")
+            output = self.model(batch)
+            fault("after_model")
+            return output.pow(2).mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            try:
+                loss = self._loss(batch)
+            except Exception:
+                if case.place == "caught":
+                    return None
+                raise
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self._loss(batch)
+            fault("validation_loss")
+            self.log("val_loss", loss)
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> Any:
+            optimizer = Optimizer(self.parameters(), lr=0.1)
+            return [optimizer], [{"scheduler": Scheduler(optimizer, 2), "interval": "step"}]
+
+    class Samples(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, index: int) -> Tensor:
+            fault("dataset")
+            fault("worker")
+            return torch.full((8,), float(index))
+
+    class Stream(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            for index in range(16):
+                fault("iterable")
+                yield torch.full((8,), float(index))
+
+    class Order(RandomSampler):
+        def __iter__(self) -> Iterator[int]:
+            for index in super().__iter__():
+                fault("sampler")
+                yield index
+
+    def collate(samples: Any) -> Tensor:
+        fault("collate")
+        return torch.stack(samples)
+
+    class MyLogger(Logger):
+        name, version = "mine", 0
+
+        def log_metrics(self, metrics: Any, step: Any = None) -> None:
+            fault("logger")
+
+        def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    class Exceptions(L.Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            with (folder / f"exceptions{os.environ['RANK']}").open("a") as file:
+                file.write(f"{type(exception).__name__}\n")
+
+    def before(owner: type, hook: str, place: str) -> Any:
+        original = getattr(owner, hook)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            fault(place)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    where, _, hook = case.place.partition(".")
+    module_type = type("Module", (Module,), {hook: before(Module, hook, case.place)} if where == "module" else {})
+    callback_type = type("Mine", (L.Callback,), {hook: before(L.Callback, hook, case.place)} if where == "callback" else {})
+    if case.place == "write_checkpoint":
+        FileSystemWriter.write_data = before(FileSystemWriter, "write_data", case.place)
+    stream = case.place == "iterable"
+    samples: Any = Stream() if stream else Samples()
+    loader = DataLoader(
+        samples,
+        batch_size=4,
+        sampler=None if stream else Order(samples),
+        collate_fn=collate,
+        num_workers=int(case.place == "worker"),
+    )
+    L.seed_everything(1, verbose=False)
+    keep = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=case.num_ranks,
+        strategy="fxpipe",
+        max_epochs=2,
+        logger=MyLogger(),
+        log_every_n_steps=1,
+        callbacks=[Exceptions(), callback_type(), keep],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = module_type()
+    trainer.fit(module, loader, DataLoader(Samples(), batch_size=4))
+    fault("between_runs")
+    trainer.test(module, DataLoader(Samples(), batch_size=4), ckpt_path=keep.last_model_path, verbose=False)
+
+
+def _run_rank(case: Case, rank: int, port: int, folder: Path) -> int:
+    """A process's life, as the interpreter would lead it; returns its exit status."""
+    output = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": case.num_ranks, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    code = 0
+    try:
+        _train(case, _Fault(case, rank, folder), folder)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+# ---------------------------------------------------------------------------------------------------- the server
+
+
+def _run_case(case: Case) -> Outcome:
+    folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by the ranks, whose exit handlers are copies
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    # A session of their own, so that an interrupt reaches all of them and nobody else, and none can hide.
+    session = os.fork()
+    if session == 0:
+        try:
+            _lead_session(case, port, folder)
+        finally:
+            os._exit(0)
+    deadline = time.time() + _HARD_LIMIT_SECONDS
+    left = [session]
+    while left and time.time() < deadline:
+        time.sleep(0.02)  # nothing tells of the end of processes that are not children
+        running = [session] if os.waitid(os.P_PID, session, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else []
+        left = _of_session(session) or running
+    ended = time.time()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(session, 0)
+    fault = folder / "fault"
+
+    def texts(name: str) -> list[str]:
+        files = [folder / f"{name}{rank}" for rank in range(case.num_ranks)]
+        return [file.read_text(errors="replace") if file.exists() else "" for file in files]
+
+    outcome = Outcome(
+        reached=fault.exists(),
+        seconds=ended - float(fault.read_text()) if fault.exists() else 0.0,
+        codes=[int(text or -9) for text in texts("code")],
+        outputs=texts("out"),
+        left_over=len(left),
+        exceptions=[text.split() for text in texts("exceptions")],
+    )
+    shutil.rmtree(folder)
+    return outcome
+
+
+def _lead_session(case: Case, port: int, folder: Path) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pids = []
+    for rank in range(case.num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_run_rank(case, rank, port, folder))
+        pids.append(pid)
+    for rank, pid in enumerate(pids):
+        _, status = os.waitpid(pid, 0)
+        (folder / f"code{rank}").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def _of_session(session: int) -> list[int]:
+    """Processes of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def serve() -> None:
+    """Answers each case on standard input with its outcome."""
+    import torch
+
+    import lightning_fxpipe
+    import tests.ranks.pool  # noqa: F401  # what ranks need
+
+    assert lightning_fxpipe is not None
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(dataclasses.asdict(_run_case(Case(**json.loads(line))))), flush=True)
+
+
+def run_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, Outcome]]:
+    """Runs cases one after the other in a server of their own."""
+    command = [sys.executable, "-m", "tests.ranks.faults"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        for case in cases:
+            print(json.dumps(dataclasses.asdict(case)), file=server.stdin, flush=True)
+            yield case, Outcome(**json.loads(server.stdout.readline()))
+        server.stdin.close()
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,255 @@
+"""With 1F1B, a step that only logs its loss does not run on the whole batch; any other does, and nothing of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+import lightning_fxpipe.runtime.interleaving
+from lightning_fxpipe import FxPipeStrategy, UnsupportedError
+from lightning_fxpipe.runtime.batch_passes import BatchPasses
+from lightning_fxpipe.runtime.region_pass import RegionPass
+from tests.lit import LitModel, Recorder, make_loader, make_trainer
+from tests.ranks.pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+TOLERANCE = 1e-5
+NUM_BATCHES = 5
+
+
+class OnlyLoss(LitModel):
+    """What most language models do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+
+class InDict(LitModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log_dict({"one": loss, "other": loss}, on_epoch=True, batch_size=len(batch[0]))
+        return {"loss": loss}
+
+
+class LogsNothing(LitModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch)
+
+
+class Perplexity(LitModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log("perplexity", loss.exp())
+        return loss
+
+
+class GivesMore(LitModel):
+    seen = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        return {"loss": loss, "twice": 2 * loss.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += float(outputs["twice"])
+
+
+class Counts(LitModel):
+    seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.seen += len(batch[0])
+        return loss
+
+
+class InBuffer(LitModel):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.seen.mul_(0.9).add_(loss.detach())
+        return loss
+
+
+class InMetric(LitModel):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.mean(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = float(self.mean.compute())
+
+
+class Draws(LitModel):
+    seen = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        return loss * (1 + torch.rand(()))
+
+    def on_train_epoch_end(self) -> None:
+        self.seen = float(torch.rand(()))
+
+
+class UsesLogger(LitModel):
+    seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.logger.experiment.add_scalar("loss", float(loss), self.seen)
+        return loss
+
+
+class Prints(LitModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        print(f"{len(batch[0])} samples")
+        return loss
+
+
+class SometimesWithBatch(LitModel):
+    seen = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        if batch_idx == 3:
+            self.seen = float(loss)
+        return loss
+
+
+class SometimesWithData(LitModel):
+    """The last batch, and there the third microbatch first, shows what the batches before it did not."""
+
+    seen = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        if batch[0][-1, 0] in self.last:
+            self.seen += float(loss)
+            self.log("last", loss)
+        return loss
+
+    @property
+    def last(self) -> Tensor:
+        return make_loader(self.name).dataset[68:][0][:, 0]
+
+
+class CountingLogger(DummyLogger):
+    """Counts what it is asked for."""
+
+    num_scalars = 0
+
+    @property
+    def experiment(self) -> Any:
+        return self
+
+    def add_scalar(self, *_: Any) -> None:
+        self.num_scalars += 1
+
+
+def fit(kind: type[LitModel], **options: Any) -> dict[str, Any]:
+    """Runs on one device, or on every rank."""
+    spared, again = 0, 0
+    originals: Any = BatchPasses.logged_loss, RegionPass.__init__
+
+    def counted(one: Any, step: Any) -> Any:
+        nonlocal spared
+        spared += 1
+        return originals[0](one, step)
+
+    def counted_pass(one: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal again
+        again += not kwargs["training"] and not kwargs.get("measures", False)
+        originals[1](one, *args, **kwargs)
+
+    torch.manual_seed(5)
+    module, recorder, logger = kind("mlp"), Recorder(), CountingLogger()
+    trainer = make_trainer(max_epochs=1, limit_val_batches=0, callbacks=[recorder], **options)
+    trainer.loggers = [logger]
+    BatchPasses.logged_loss, RegionPass.__init__ = counted, counted_pass  # type: ignore[method-assign]
+    try:
+        trainer.fit(module, make_loader("mlp"))
+    finally:
+        BatchPasses.logged_loss, RegionPass.__init__ = originals  # type: ignore[method-assign]
+    return {
+        "losses": recorder.losses,
+        "state": module.state_dict(),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "seen": float(getattr(module, "seen", 0)),
+        "scalars": logger.num_scalars,
+        "spared": spared,
+        "again": again,
+    }
+
+
+def fit_in_turns(kind: type[LitModel]) -> dict[str, Any]:
+    """Runs on every rank."""
+    strategy = FxPipeStrategy(schedule="1f1b", num_microbatches=4)
+    return fit(kind, strategy=strategy, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_spared", "num_again"),
+    [
+        *((kind, NUM_BATCHES, 0) for kind in (OnlyLoss, InDict, LogsNothing)),
+        *((kind, 0, 0) for kind in (Perplexity, GivesMore, Counts, InBuffer, InMetric, Draws, UsesLogger, Prints)),
+        (SometimesWithBatch, 0, 0),
+        (SometimesWithData, NUM_BATCHES - 1, 1),
+    ],
+)
+def test_only_a_step_that_logs_its_loss_is_left_out(
+    ranks: Ranks, kind: type[LitModel], num_spared: int, num_again: int
+) -> None:
+    expected = fit(kind)
+    found = ranks(2).run(fit_in_turns, kind)
+    assert [each["spared"] for each in found] == [num_spared, 0]  # rank 0 has the last stage
+    assert [each["again"] for each in found] == [num_again, num_again]
+    assert [each["scalars"] for each in found] == [expected["scalars"] if each is found[0] else 0 for each in found]
+    for each in found:
+        assert each["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
+        assert each["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE)
+        assert each["seen"] == pytest.approx(expected["seen"], abs=TOLERANCE)
+        torch.testing.assert_close(each["state"], expected["state"], rtol=0, atol=TOLERANCE)
+
+
+class BecomesMaximum(LitModel):
+    """A loss that is a mean over samples for four batches only."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.is_maximum = batch_idx == 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        error = (self.model(batch[0]).flatten(1)[:, :1] - 1) ** 2
+        return error.max() if self.is_maximum else error.mean()
+
+
+def fit_with_looks(between: int) -> str:
+    """Runs on every rank."""
+    lightning_fxpipe.runtime.interleaving._BATCHES_BETWEEN_LOOKS = between
+    try:
+        fit_in_turns(BecomesMaximum)
+    except UnsupportedError as error:
+        return error.what
+    finally:
+        lightning_fxpipe.runtime.interleaving._BATCHES_BETWEEN_LOOKS = 64
+    return ""
+
+
+def test_the_losses_are_compared_now_and_then(ranks: Ranks) -> None:
+    assert ranks(2).run(fit_with_looks, 1) == ["1F1B cannot train this loss: it is not made of those of the microbatches."] * 2

@@ -1,0 +1,86 @@
+"""What a user sees of a refusal, and of an error of their own code: the frames of that code."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import traceback
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.launch.launcher import run_to_the_end
+from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe.user_code.silence import silenced
+
+
+def refuse() -> None:
+    def of_user() -> None:
+        try:
+            raise RecordError("what the package uses to find its way")
+        except RecordError as signal:
+            raise UnsupportedError("This cannot be.", todo="Something else.") from signal
+
+    with silenced():  # a frame of the package
+        torch.utils.checkpoint.checkpoint(of_user, use_reentrant=False)
+
+
+def mistake() -> None:
+    with silenced():
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+
+
+def test_a_refusal_shows_the_users_frames_only(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.DEBUG, logger="lightning_fxpipe"),
+        pytest.raises(UnsupportedError) as caught,
+    ):
+        run_to_the_end(refuse)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    # The first three are left again between here and where the program would end.
+    assert names[-2:] == ["refuse", "of_user"]
+    assert "checkpoint" not in names
+    text = "".join(traceback.format_exception(caught.value))
+    assert "find its way" not in text
+    assert "torch/utils/checkpoint.py" in caplog.text  # all of it at DEBUG
+
+
+def test_a_refusal_that_ends_the_program_is_printed_without_machinery(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        run_to_the_end(refuse)
+    sys.excepthook(type(caught.value), caught.value, caught.value.__traceback__)
+    printed = capsys.readouterr().err
+    assert "lightning_fxpipe/" not in printed
+    assert "in refuse" in printed
+    assert printed.endswith("UnsupportedError: This cannot be.\n  What to do: Something else.\n")
+
+
+def test_a_refusal_that_is_caught_is_kept_by_nobody() -> None:
+    """As in a notebook, or where a script tries other settings: its frames hold the model."""
+    refused = []
+    for _ in range(3):
+        with pytest.raises(UnsupportedError) as caught:
+            run_to_the_end(refuse)
+        refused.append(weakref.ref(caught.value))
+        hook: Any = sys.excepthook
+        del caught
+    gc.collect()
+    assert [each() for each in refused] == [None] * 3
+    assert hook.args[0] is sys.__excepthook__  # and not one around another for each
+
+
+def test_an_error_of_user_code_keeps_its_frames_but_those_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        run_to_the_end(mistake)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "mistake"
+
+
+def test_an_error_of_the_package_itself_keeps_all_frames() -> None:
+    with pytest.raises(TypeError) as caught:
+        run_to_the_end(lambda: silenced(1))  # type: ignore[call-arg]
+    assert "<lambda>" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]

@@ -1,0 +1,339 @@
+"""What a pipeline cannot honour is refused before the first step: each reason by itself, and all of them at once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins import (
+    AsyncCheckpointIO,
+    BitsandbytesPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy
+
+from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.strategy.support import (
+    check_converted,
+    check_has_batch,
+    check_num_stages,
+    check_optimizers,
+    check_torch,
+    check_trainer,
+    report_batch_norm,
+)
+from tests.lit import LitModel, make_trainer
+
+
+class Manual(LitModel):
+    """Steps its optimizer itself."""
+
+    def __init__(self, name: str = "mlp") -> None:
+        super().__init__(name)
+        self.automatic_optimization = False
+
+
+class OwnBackward(LitModel):
+    """Overrides the hook that a pipeline never calls."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Measuring(LitModel):
+    """Holds torchmetrics objects, one of them deep inside, with a model or without."""
+
+    def __init__(self, name: str = "mlp", with_model: bool = True) -> None:
+        super().__init__(name)
+        self.seen = MeanMetric()
+        self.group = nn.ModuleDict({"fit": MetricCollection({"accuracy": BinaryAccuracy()})})
+        if with_model:
+            self.group["fit"]["accuracy"].features = nn.Linear(2, 2)
+
+
+def trainer_for(fn: TrainerFn = TrainerFn.FITTING, **options: Any) -> L.Trainer:
+    trainer = make_trainer(**options)
+    trainer.state.fn = fn
+    return trainer
+
+
+def refusal(trainer: L.Trainer, module: L.LightningModule) -> UnsupportedError:
+    with pytest.raises(UnsupportedError) as caught:
+        check_trainer(trainer, module)
+    return caught.value
+
+
+class OwnBackwardPrecision(Precision):
+    """Runs backward itself."""
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        tensor.backward()
+
+
+class OwnClipping(Precision):
+    """Clips the gradients that it sees."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        raise AssertionError("never called")
+
+
+def with_plugin(make: Callable[[], Any], **options: Any) -> Callable[[], L.Trainer]:
+    """A Trainer with a precision plugin that is put in afterwards, past Lightning's own checks."""
+
+    def made() -> L.Trainer:
+        trainer = trainer_for(**options)
+        trainer.strategy.precision_plugin = make()
+        return trainer
+
+    return made
+
+
+def other_scaler() -> MixedPrecision:
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    plugin.scaler = object()  # type: ignore[assignment]
+    return plugin
+
+
+with_scaler = with_plugin(other_scaler)
+
+
+@pytest.mark.parametrize("fn", list(TrainerFn))
+def test_a_plain_module_passes_every_kind_of_run(fn: TrainerFn) -> None:
+    check_trainer(trainer_for(fn), LitModel("mlp"))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "32-true", "64-true"])
+def test_precision_without_a_scaler_passes(precision: Any) -> None:
+    check_trainer(trainer_for(precision=precision), LitModel("mlp"))
+
+
+@pytest.mark.parametrize("make", [lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")), OwnClipping])
+def test_scalers_of_torch_and_unused_overrides_pass(make: Callable[[], Any]) -> None:
+    check_trainer(with_plugin(make)(), LitModel("mlp"))
+
+
+def test_a_plugin_that_replaces_the_module_is_refused() -> None:
+    module = LitModel("mlp")
+    assert check_converted(module, module) is module
+    with pytest.raises(UnsupportedError, match="replaces the LightningModule"):
+        check_converted(nn.Sequential(module), module)
+
+
+REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule], str, str]] = {
+    # what: (trainer, module, words of the reason, words of the way out)
+    "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "does not hold"),
+    "scaler": (with_scaler, lambda: LitModel("mlp"), "gradient scaler of type object", "torch.amp.GradScaler"),
+    "transformer engine": (
+        with_plugin(lambda: object.__new__(TransformerEnginePrecision)),
+        lambda: LitModel("mlp"),
+        "TransformerEnginePrecision",
+        "bf16-mixed",
+    ),
+    "bitsandbytes": (
+        with_plugin(lambda: object.__new__(BitsandbytesPrecision)),
+        lambda: LitModel("mlp"),
+        "BitsandbytesPrecision",
+        "bf16-mixed",
+    ),
+    "plugin's backward": (
+        with_plugin(OwnBackwardPrecision),
+        lambda: LitModel("mlp"),
+        "OwnBackwardPrecision.backward",
+        "pre_backward",
+    ),
+    "plugin's clipping": (
+        with_plugin(OwnClipping, gradient_clip_val=0.5),
+        lambda: LitModel("mlp"),
+        "OwnClipping.clip_grad_by_norm",
+        "clip by value",
+    ),
+    "averaging": (
+        lambda: trainer_for(callbacks=[StochasticWeightAveraging(1e-2)]),
+        lambda: LitModel("mlp"),
+        "StochasticWeightAveraging",
+        "EMAWeightAveraging",
+    ),
+    "batch size finder": (
+        lambda: trainer_for(callbacks=[BatchSizeFinder()]),
+        lambda: LitModel("mlp"),
+        "BatchSizeFinder",
+        "batch size by hand",
+    ),
+    "validation by time": (
+        lambda: trainer_for(val_check_interval="00:00:00:10"),
+        lambda: LitModel("mlp"),
+        "val_check_interval as a time",
+        "number of batches",
+    ),
+    "checkpoint plugin": (
+        lambda: trainer_for(plugins=[AsyncCheckpointIO()]),
+        lambda: LitModel("mlp"),
+        "AsyncCheckpointIO",
+        "leave the plugin out",
+    ),
+    "pruning": (
+        lambda: trainer_for(callbacks=[ModelPruning("l1_unstructured")]),
+        lambda: LitModel("mlp"),
+        "ModelPruning",
+        "on one device",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_each_is_refused_with_its_reason_and_the_way_out(what: str) -> None:
+    make, make_module, reason, way_out = REFUSED[what]
+    module = make_module()
+    error = refusal(make(), module)
+    assert error.where == type(module).__name__
+    assert error.observed is not None
+    assert error.todo is not None
+    assert reason in error.observed
+    assert way_out in error.todo
+    assert "; " not in error.observed  # one fault, one reason
+
+
+def test_a_subclass_of_a_refused_callback_is_refused() -> None:
+    class Mine(BatchSizeFinder):
+        pass
+
+    assert "BatchSizeFinder" in str(refusal(trainer_for(callbacks=[Mine()]), LitModel("mlp")))
+
+
+def test_all_faults_are_in_one_error() -> None:
+    trainer = with_scaler()
+    trainer.callbacks += [StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")]
+    error = refusal(trainer, Measuring("mlp"))
+    reasons = [
+        "metrics with a model of their own",
+        "gradient scaler",
+        "StochasticWeightAveraging",
+        "ModelPruning",
+    ]
+    assert error.observed is not None
+    assert error.todo is not None
+    assert [reason for reason in reasons if reason not in error.observed] == []
+    assert error.observed.count("; ") == error.todo.count("; ") == len(reasons) - 1
+
+
+@pytest.mark.parametrize("fn", [TrainerFn.VALIDATING, TrainerFn.TESTING, TrainerFn.PREDICTING])
+@pytest.mark.parametrize("make", [Manual, lambda: OwnBackward("mlp")], ids=["manual", "backward"])
+def test_what_concerns_backward_is_no_fault_without_one(fn: TrainerFn, make: Callable[[], L.LightningModule]) -> None:
+    check_trainer(trainer_for(fn), make())
+
+
+def test_metrics_with_a_model_are_refused_in_evaluation_too_and_others_never() -> None:
+    assert "metrics with a model" in str(refusal(trainer_for(TrainerFn.VALIDATING), Measuring()))
+    check_trainer(trainer_for(), Measuring(with_model=False))
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_any_number_of_optimizers_passes(count: int) -> None:
+    check_optimizers([sgd() for _ in range(count)], 2)
+
+
+def test_no_optimizer_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="no optimizer"):
+        check_optimizers([], 2)
+
+
+def test_manual_optimization_is_no_fault_and_may_have_a_backward_of_its_own() -> None:
+    class Both(Manual, OwnBackward):
+        pass
+
+    check_trainer(trainer_for(), Both())
+
+
+def test_lbfgs_is_one_that_needs_all_parameters_and_the_user_is_told() -> None:
+    class Mine(torch.optim.LBFGS):
+        pass
+
+    for kind in (torch.optim.LBFGS, Mine):
+        optimizers = [sgd(), kind([nn.Parameter(torch.ones(1))])]
+        with pytest.warns(UserWarning, match=f"{kind.__name__} needs all parameters together.*AdamW"):
+            assert check_optimizers(optimizers, 2) == optimizers[1:]
+        assert check_optimizers(optimizers, 1) == []
+
+
+# ------------------------------------------------------------------ stages, batch, BatchNorm
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.1", "2.15.0a0+git12", "3.0.0"])
+def test_several_processes_run_with_a_torch_that_can(version: str) -> None:
+    check_torch(4, version)
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.11.0+cu130", "2.12.1"])
+def test_an_older_torch_runs_one_process_and_no_more(version: str) -> None:
+    check_torch(1, version)
+    with pytest.raises(UnsupportedError, match=r"(?s)torch 2\..* and 2 devices.*pip install 'torch>=2.13'.*devices=1"):
+        check_torch(2, version)
+
+
+def test_the_trainer_is_refused_with_the_torch_that_is_there() -> None:
+    assert make_trainer(strategy="fxpipe", devices=1).world_size == 1
+    if torch.__version__ >= (2, 13):
+        trainer = make_trainer(strategy="fxpipe", devices=2)
+        assert isinstance(trainer.strategy, FxPipeStrategy)
+        assert trainer.strategy.num_processes == 2
+        assert trainer.world_size == 1  # all ranks of a pipeline are one replica
+    else:
+        with pytest.raises(UnsupportedError, match="devices=1"):
+            make_trainer(strategy="fxpipe", devices=2)
+
+
+def test_one_device_for_each_stage_passes() -> None:
+    check_num_stages("auto", 3)
+    check_num_stages(3, 3)
+
+
+@pytest.mark.parametrize(("stages", "devices", "word"), [(2, 4, "more devices"), (4, 2, "fewer devices")])
+def test_stages_and_devices_that_disagree_are_refused(stages: int, devices: int, word: str) -> None:
+    with pytest.raises(UnsupportedError, match=word) as caught:
+        check_num_stages(stages, devices)
+    assert caught.value.observed == f"{stages} stages and {devices} devices"
+    assert f"Trainer(devices={stages})" in str(caught.value)
+    assert f"num_stages={devices}" in str(caught.value)
+
+
+def test_a_batch_passes_through_and_none_is_refused() -> None:
+    batch = object()
+    assert check_has_batch(batch) is batch
+    with pytest.raises(UnsupportedError, match="no dataloader"):
+        check_has_batch(None)
+
+
+def test_batch_norm_over_microbatches_is_reported_with_its_place() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2)))
+    for num_microbatches in (4, None):
+        with pytest.warns(UserWarning, match=r"2 BatchNorm layers \(1, \.\.\.\).*num_microbatches=1"):
+            report_batch_norm(module, num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("module", "num_microbatches"),
+    [(nn.BatchNorm1d(2), 1), (nn.Sequential(nn.LayerNorm(2), nn.GroupNorm(1, 2)), 4)],
+    ids=["one microbatch", "no BatchNorm"],
+)
+def test_nothing_is_reported_where_statistics_do_not_change(module: nn.Module, num_microbatches: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report_batch_norm(module, num_microbatches)

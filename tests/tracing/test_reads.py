@@ -1,0 +1,82 @@
+"""Plain values that recorded code reads from modules: noted, compared, and traced again when they change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe.tracing.reads import changed_reads, noted_reads, snapshot
+from lightning_fxpipe.tracing.recordable import RegionCall
+from lightning_fxpipe.tracing.trace import trace_region
+
+
+class Annealed(nn.Module):
+    """Reads a number, an entry of a dict and a setting; keeps a list that it does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.temperature = 2.0
+        self.options = {"scale": 1.0, "names": ["a"]}
+        self.config = SimpleNamespace(bias=0.5)
+        self.history: list[float] = []
+
+    @property
+    def cold(self) -> bool:
+        return self.temperature < 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x) * self.options["scale"] + self.config.bias
+        return h if self.cold else h / self.temperature
+
+
+def call_of(x: Tensor) -> RegionCall:
+    return RegionCall(path="", args=(x,), kwargs={}, batch_size=len(x))
+
+
+def test_what_the_recorded_code_reads_is_noted_with_its_value() -> None:
+    traced = trace_region(Annealed(), call_of(torch.ones(2, 3)))
+    assert traced.reads["", "temperature"] == 2.0
+    assert traced.reads["", "cold"] is False
+    assert {name for _, name in traced.reads} == {"temperature", "options", "config", "cold"}
+
+
+def test_a_trace_is_not_used_once_something_that_it_has_read_changes() -> None:
+    changes: list[Any] = [
+        lambda m: setattr(m, "temperature", 3.0),
+        lambda m: m.options.update(scale=2.0),
+        lambda m: m.options["names"].append("b"),
+        lambda m: setattr(m.config, "bias", 1.0),
+    ]
+    for change in changes:
+        model = Annealed()
+        traced = trace_region(model, call_of(torch.ones(2, 3)))
+        assert traced.covers(call_of(torch.ones(2, 3)))
+        model.history.append(1.0)
+        assert traced.covers(call_of(torch.ones(2, 3)))
+        change(model)
+        assert not traced.covers(call_of(torch.ones(2, 3)))
+
+
+def test_modules_that_stay_whole_read_theirs_anew_and_note_nothing() -> None:
+    model = nn.Sequential(Annealed(), nn.Linear(3, 3))
+    traced = trace_region(model, call_of(torch.ones(2, 3)))
+    assert not any(path == "0" for path, _ in traced.reads)
+
+
+def test_names_of_what_changed() -> None:
+    model = nn.Sequential(Annealed())
+    with noted_reads(model, lambda: True) as reads:
+        assert model[0].temperature
+    model[0].temperature = 1.5
+    assert changed_reads(model, reads) == ["0.temperature"]
+
+
+def test_a_snapshot_compares_contents_and_not_objects() -> None:
+    assert snapshot([1, {"a": 2.0}]) == snapshot([1, {"a": 2.0}])
+    assert snapshot([1, {"a": 2.0}]) != snapshot([1, {"a": 3.0}])
+    assert snapshot(SimpleNamespace(a=1)) == snapshot(SimpleNamespace(a=1)) != snapshot(SimpleNamespace(a=2))
+    assert snapshot(float("nan")) == snapshot(float("nan"))
