@@ -15,8 +15,8 @@ The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,10 +40,9 @@ from lightning_fxpipe.microbatch.loss_weights import (
 )
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
+from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun, safe
-from lightning_fxpipe.runtime.replay import Replayer, watched_step
 from lightning_fxpipe.tracing.prelude import rehearsed
-from lightning_fxpipe.tracing.region import replaced_region
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.step_code import may_differ_between_batches
@@ -213,24 +212,16 @@ class StepTail:
         self, sizes: Mapping[Any, int], args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
     ) -> AbstractContextManager[Any]:
         """In the block the region gives what it has given."""
-        traced = self.traced
-        if traced.record is not None:
-            replayer = Replayer(self.root, traced.record, sizes, self.setup.device.type, traced.held)
-            return replayer.lead((args[0], args[2:]), self.draws, region)
-        return self._single_call(region)
-
-    @contextmanager
-    def _single_call(self, region: Callable[[Sequence[Tensor]], list[Tensor]]) -> Iterator[None]:
-        path = self.traced.signature.path
-        assert path is not None
-
-        def run_region(*args: Any, **kwargs: Any) -> Any:
-            with mode.in_stage():
-                outputs = region(())
-            return self.traced.result(outputs)
-
-        with watched_step(self.root, self.draws) as mode, replaced_region(self.root, path, run_region):
-            yield
+        return region_in_place(
+            self.root,
+            self.traced,
+            sizes,
+            device_type=self.setup.device.type,
+            arguments=(args[0], args[2:]),
+            draws=self.draws,
+            inputs=lambda args, kwargs: [],
+            run=region,
+        )
 
 
 class InterleavedPass:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from lightning_fxpipe.pytree.structure import describe
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.interleaved import StepTail
+from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import PassSetup
-from lightning_fxpipe.runtime.replay import Replayer, watched_step
 from lightning_fxpipe.runtime.stage_traces import StageTrace
 from lightning_fxpipe.stages.build import boundary_specs
-from lightning_fxpipe.tracing.region import Leaving, StageExit, replaced_region
+from lightning_fxpipe.tracing.region import Leaving, StageExit
 from lightning_fxpipe.user_code.step import Step
 
 
@@ -74,32 +74,28 @@ class RegionRun:
         self._tail: StepTail | None = None
         self._rng_at_start = rng_state() if passes.may_interleave(step) else None
 
-    @contextmanager
-    def in_place(self, batch: Any) -> Iterator[None]:
+    def in_place(self, batch: Any) -> AbstractContextManager[None]:
         """In the block, the step on ``batch``, the region is pipelined.
 
         Raises:
             StageExit: The region has run, and this is not the last stage.
         """
-        root, traced, run = self._root, self._traced, self.leaving.noted(self._run)
-        if traced.record is not None:
-            replayer = Replayer(root, traced.record, self._sizes, self.setup.device.type, traced.held)
-            with replayer.lead((batch, self._step.rest[1:]), self._draws, run):
-                yield
-            return
+        return region_in_place(
+            self._root,
+            self._traced,
+            self._sizes,
+            device_type=self.setup.device.type,
+            arguments=(batch, self._step.rest[1:]),
+            draws=self._draws,
+            inputs=self._inputs,
+            run=self.leaving.noted(self._run),
+        )
 
-        def run_region(*args: Any, **kwargs: Any) -> Any:
-            inputs = traced.input_tensors(args, kwargs)
-            if inputs is None:
-                raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
-            with mode.in_stage():
-                outputs = run(list(inputs))
-            return traced.result(outputs, self._sizes)
-
-        path = traced.signature.path
-        assert path is not None
-        with watched_step(root, self._draws) as mode, replaced_region(root, path, run_region):
-            yield
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        inputs = self._traced.input_tensors(args, kwargs)
+        if inputs is None:
+            raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
+        return list(inputs)
 
     def _run(self, inputs: list[Tensor]) -> list[Tensor]:
         """The region's outputs on the last stage, from its inputs.

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lightning_fxpipe.runtime.batch_passes
 import lightning_fxpipe.runtime.interleaving
@@ -109,3 +110,47 @@ def test_auto_trains_a_loss_that_does_not_allow_it_as_gpipe_does(ranks: Ranks) -
     assert len(last["warned"]) == 1
     for found in (last, first):
         torch.testing.assert_close(found["state"], module.state_dict(), rtol=0, atol=TOLERANCE)
+
+
+class CountsPositions(torch.nn.Module):
+    """Its result has a size in it, which varies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.token = torch.nn.Embedding(11, 8)
+        self.blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, int]:
+        return self.blocks(self.token(ids)), ids.shape[1]
+
+
+class OfLengths(LitModel):
+    def __init__(self) -> None:
+        super().__init__("mlp")
+        self.model = CountsPositions()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found, num_positions = self.model(batch)
+        return (found.sum(dim=(1, 2)) / num_positions).square().mean()
+
+
+def fit_of_lengths(**options: Any) -> dict[str, Tensor]:
+    """Runs on one device, or on every rank."""
+    torch.manual_seed(3)
+    module = OfLengths()
+    loader = DataLoader([torch.randint(0, 11, (8, length)) for length in (5, 7, 6, 5)], batch_size=None)
+    make_trainer(max_epochs=1, limit_val_batches=0, **options).fit(module, loader)
+    return module.state_dict()
+
+
+def fit_of_lengths_by_turns() -> dict[str, Tensor]:
+    """Runs on every rank."""
+    return fit_of_lengths(strategy=FxPipeStrategy(schedule="1f1b", num_microbatches=4), devices=2)
+
+
+def test_sizes_that_the_model_returns_are_those_of_the_batch(ranks: Ranks) -> None:
+    """A size that varies is a symbol in the trace, which gets its value in the runs for single microbatches, too."""
+    expected = fit_of_lengths()
+    for found in ranks(2).run(fit_of_lengths_by_turns):
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
