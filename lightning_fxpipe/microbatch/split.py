@@ -215,6 +215,16 @@ def default_num_microbatches(num_samples: int, num_stages: int) -> int:
     return max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
 
 
+def without_single_samples(num_samples: int, count: int) -> int:
+    """As many microbatches as asked for, or fewer, so that none is a single sample, over which BatchNorm cannot normalise.
+
+    >>> without_single_samples(7, 4), without_single_samples(4, 4), without_single_samples(1, 4)
+    (4, 3, 1)
+    """
+    counts = range(min(num_samples, count), 1, -1)
+    return next((one for one in counts if all(part.size > 1 for part in plan_passes(num_samples, one))), 1)
+
+
 def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[Any]:
     """The microbatches, as views of the batch; a single one is the batch itself.
 

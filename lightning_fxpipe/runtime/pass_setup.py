@@ -25,7 +25,7 @@ from lightning_fxpipe.independence.division import (
 )
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms, batch_norms
 from lightning_fxpipe.microbatch.draws import generator_state
-from lightning_fxpipe.microbatch.split import Pass, plan_passes
+from lightning_fxpipe.microbatch.split import Pass, plan_passes, without_single_samples
 from lightning_fxpipe.planner.cost import node_fqns
 from lightning_fxpipe.planner.following import follow_plan_with_tail
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -91,7 +91,8 @@ class PassSetups:
         self._log = log
         self._whole: LruCache[StageTrace, _Stages] = LruCache(MAX_TRACES)
         self._divided: LruCache[StageTrace, _Stages | str] = LruCache(MAX_TRACES)
-        self._norms = DeferredNorms(norm for _, norm in batch_norms(root))
+        self._batch_norms = [norm for _, norm in batch_norms(root)]
+        self._norms = DeferredNorms(self._batch_norms)
         self._setups = self._no_setups()
         self._proven: WeakSet[TracedRegion] = WeakSet()  # whose stages have been seen to treat samples one by one
         self._told_of: set[str] = set()
@@ -128,6 +129,8 @@ class PassSetups:
             before()
             return self._make(trace, sizes, num_samples, count, training)
 
+        if any(norm.training for norm in self._batch_norms):
+            count = without_single_samples(num_samples, count)
         key = (trace, tuple(sorted((str(symbol), size) for symbol, size in sizes.items())), count, training)
         return self._setups.get(key, make)
 
