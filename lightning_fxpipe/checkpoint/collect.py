@@ -46,9 +46,9 @@ def collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | Non
     if topology.num_stages == 1:
         return dict(mine)
     names = gathered(topology.control_group, list(mine))
-    known = set(names[topology.num_stages - 1])  # the last stage is on rank 0
+    known = set(names[topology.last_stage])  # which is on rank 0
     result = dict(mine)
-    for stage in range(topology.num_stages - 1):
+    for stage in range(topology.last_stage):
         wanted = [name for name in names[stage] if name not in known]
         known.update(wanted)
         if stage == topology.stage_index and wanted:
@@ -59,7 +59,7 @@ def collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | Non
 
 
 def _send(values: dict[Key, Any], topology: Topology) -> None:
-    group, target = topology.control_group, topology.rank_of(topology.num_stages - 1)
+    group, target = topology.control_group, topology.last_rank
     described: dict[Any, Tensor | _Sent] = {}
     tensors: dict[int, Tensor] = {}
 

@@ -34,6 +34,7 @@ from lightning_fxpipe._compat.torch import patched_attributes, tree_map
 from lightning_fxpipe.checkpoint.collect import identity
 from lightning_fxpipe.checkpoint.folders import original_errors
 from lightning_fxpipe.checkpoint.replacing import begin, cancel, finish
+from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.errors import text_of
 
@@ -205,9 +206,7 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
         if error is not None:
             raise error
         return result
-    told: list[Any] = [None] * dist.get_world_size(group)
-    mine = (dist.get_rank(), result if dist.get_rank() == 0 else None, _portable(error))
-    dist.all_gather_object(told, mine, group=group)
+    told = gathered(group, (dist.get_rank(), result if dist.get_rank() == 0 else None, _portable(error)))
     if error is not None:
         raise error
     for rank, _, other in told:

@@ -166,7 +166,7 @@ class Sparing:
 
     def _send(self, objects: list[Any]) -> None:
         """Fills in what rank 0 has."""
-        dist.broadcast_object_list(objects, src=self._topology.rank_of(self._topology.num_stages - 1), group=self.group)
+        dist.broadcast_object_list(objects, src=self._topology.last_rank, group=self.group)
 
 
 def without_values(batch: Any, device: torch.device) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed.distributed_c10d as dist
@@ -48,6 +48,20 @@ def gathered(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
     values = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def of_last_stage(value: Value, topology: Topology) -> Value:
+    """The value of the rank with the last stage; what the others give does not count. Called by every rank of the pipeline.
+
+    Args:
+        value: Something that can be pickled.
+        topology: This rank's place.
+    """
+    if topology.num_stages == 1:
+        return value
+    box = [value if topology.is_last else None]
+    dist.broadcast_object_list(box, src=topology.last_rank, group=topology.control_group)
+    return cast(Value, box[0])
 
 
 def any_rank(vote: bool, topology: Topology) -> bool:

@@ -28,7 +28,7 @@ class Commands:
 
     def __init__(self, topology: Topology) -> None:
         self._group = topology.control_group if topology.num_stages > 1 else None
-        self._source = topology.rank_of(topology.num_stages - 1)
+        self._source = topology.last_rank
 
     def tell(self, command: Command, number: int = 0, option: float = 0) -> None:
         """Called on the last stage; every other rank calls :meth:`hear`."""

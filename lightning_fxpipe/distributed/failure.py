@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as dist
 from torch.distributed import DistBackendError, DistNetworkError
 
+from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.connections import Connections
 from lightning_fxpipe.distributed.lifeline import Failure, Lifeline, connect
 from lightning_fxpipe.errors import FxPipeError, PeerError, text_of
@@ -109,8 +110,7 @@ def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
         return False
     try:
         dist.monitored_barrier(group, timeout=timedelta(seconds=_MEETING_SECONDS))
-        found = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, progress, group=group)
+        found = gathered(group, progress)
     except RuntimeError:
         return False
     return all(other == found[0] for other in found)

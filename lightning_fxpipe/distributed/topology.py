@@ -46,11 +46,21 @@ class Topology:
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.stage_index == self.num_stages - 1
+        return self.stage_index == self.last_stage
+
+    @property
+    def last_stage(self) -> int:
+        """The stage where the model's result is."""
+        return self.num_stages - 1
+
+    @property
+    def last_rank(self) -> int:
+        """Global rank that holds the last stage."""
+        return self.rank_of(self.last_stage)
 
     def rank_of(self, stage: int) -> int:
         """Global rank that holds a stage."""
-        return self.num_stages - 1 - stage
+        return self.last_stage - stage
 
 
 def make_topology(device: torch.device, timeout: timedelta | None = None) -> Topology:

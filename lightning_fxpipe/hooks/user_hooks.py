@@ -36,6 +36,7 @@ from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
 from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
 from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe._compat.torch import patched_attributes, wrapped_step_hooks
+from lightning_fxpipe.distributed.agreement import gathered, of_last_stage
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
@@ -306,14 +307,8 @@ class Hooks:
         if result[_LOGGED] != -result[_MINUS_LOGGED]:
             self._log_missing(frame.logged)
         if result[_RNG] != -result[_MINUS_RNG]:
-            state = self._of_rank_zero(rng_state())
+            state = of_last_stage(rng_state(), self._topology)
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
-
-    def _of_rank_zero(self, value: Any) -> Any:
-        """Rank 0's argument. Called by every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._topology.control_group)
-        return box[0]
 
     def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, value: Any = None) -> _Voted:
         """One round: what any rank wants is done by all.
@@ -342,10 +337,9 @@ class Hooks:
                 values = self._whole.values()
                 frame.values = values if frame.values is None else frame.values
             if result[_LOGGING] > 0 and result[_DIGEST] != -result[_MINUS_DIGEST]:
-                all_logged = [None] * self._topology.num_stages
-                dist.all_gather_object(all_logged, logged, group=self._topology.control_group)
+                all_logged = gathered(self._topology.control_group, logged)
             if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
-                frame.shared = self._of_rank_zero((value,) if mine.get(_SHARING) else ())
+                frame.shared = of_last_stage((value,) if mine.get(_SHARING) else (), self._topology)
         return result, all_logged
 
     # ------------------------------------------------------------------ logging
@@ -395,7 +389,7 @@ class Hooks:
         mine = Counter(entry["name"] for entry in logged)
         self._agreed = True
         try:
-            for entry in self._of_rank_zero(logged):
+            for entry in of_last_stage(logged, self._topology):
                 if mine[entry["name"]]:
                     mine[entry["name"]] -= 1
                     continue

@@ -148,6 +148,11 @@ class PartitionPlan:
         """Parameters of all stages, shared ones counted once."""
         return sum(stage.num_parameters for stage in self.stages)
 
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """Paths of the modules whose calls are pipelined: several where every rank runs the step."""
+        return tuple(self.region.split(", "))
+
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Indices of the stages that hold the parameter or buffer ``fqn``, in order; empty where every rank does."""
         holders = tuple(stage.index for stage in self.stages if fqn in stage.fqns)

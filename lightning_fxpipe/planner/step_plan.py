@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lightning_fxpipe._compat.lightning import lightning_class
-from lightning_fxpipe.errors import PartitionError, TraceError, UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import plan_regions
-from lightning_fxpipe.planner.units import find_units, plan_units
+from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
@@ -146,5 +146,25 @@ def plan_jointly(
 ) -> PartitionPlan:
     """A plan for a step that every rank runs. Arguments and errors as ``find_units`` of ``planner.units``."""
     num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
-    units = find_units(module, step, num_samples=num_samples, batch_dim=batch_dim, device=device, accepts_part=accepts_part)
-    return plan_units(module, units, num_stages=num_stages, device=device)
+    first: FxPipeError | None = None
+    opened: set[str] = set()
+    while True:
+        try:
+            units = find_units(
+                module,
+                step,
+                num_samples=num_samples,
+                batch_dim=batch_dim,
+                device=device,
+                accepts_part=accepts_part,
+                opened=opened,
+            )
+            return plan_units(module, units, num_stages=num_stages, device=device)
+        except UnitNotRecorded as failure:
+            first = first or failure.error
+            opened.add(failure.path)  # what it calls may be recorded
+            _logger.debug("%s is opened: it cannot be recorded", failure.path or "The module", exc_info=True)
+        except FxPipeError:
+            if first is None:
+                raise
+            raise first from None

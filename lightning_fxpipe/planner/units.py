@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import FakeTensor, outside_fakes, patched_attributes, size_hint
-from lightning_fxpipe.errors import FxPipeError, PartitionError
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import batch_size
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan, StageSpec
@@ -40,6 +40,19 @@ from lightning_fxpipe.user_code.placement import device_of
 _logger = logging.getLogger("lightning_fxpipe")
 
 
+class UnitNotRecorded(Exception):
+    """A call cannot be recorded; perhaps the calls that its code makes can.
+
+    Args:
+        path: Of the called module.
+        error: Why not.
+    """
+
+    def __init__(self, path: str, error: FxPipeError) -> None:
+        super().__init__(path)
+        self.path, self.error = path, error
+
+
 def find_units(
     root: nn.Module,
     step: StepCall,
@@ -48,6 +61,7 @@ def find_units(
     batch_dim: int = 0,
     device: torch.device | None = None,
     accepts_part: bool = True,
+    opened: Collection[str] = (),
 ) -> list[RegionCall]:
     """The outermost calls of modules with parameters in a step, the first of each module, with made-up tensors.
 
@@ -60,13 +74,14 @@ def find_units(
         batch_dim: Dimension of the batch in its tensors.
         device: Where the module is taken to be; by default where the batch is.
         accepts_part: Whether the calls up to an error of the step are returned; else that is raised, as where there is none.
+        opened: Paths of modules whose code is taken for the step's: the calls inside are found.
 
     Raises:
         NoModelCall: There is none.
     """
     device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
     whole = WholeStep(step=step, batch_size=num_samples, batch_dim=batch_dim, root=root)
-    calls = _Calls(root, batch_dim)
+    calls = _Calls(root, batch_dim, opened)
     end: BaseException | None = None
     with isolated_rng(), fake_run(root, whole, lambda path, _: path != "", device) as run, run.recorder.paused():
         try:
@@ -100,7 +115,7 @@ def plan_units(
         device: Device that the module is taken to be on.
 
     Raises:
-        TraceError: A call cannot be recorded.
+        UnitNotRecorded: A call cannot be recorded.
         PartitionError: A stage would have nothing.
     """
     plans: list[tuple[int, PartitionPlan]] = []
@@ -111,7 +126,10 @@ def plan_units(
     for unit in sorted(units, key=lambda unit: unit.path.count(".") + bool(unit.path)):
         if all(names[fqn] in staged for fqn, _ in _parameters(root, unit.path)):
             continue
-        plan = _planned(root, unit, num_stages, device)
+        try:
+            plan = _planned(root, unit, num_stages, device)
+        except (TraceError, UnsupportedError) as error:
+            raise UnitNotRecorded(unit.path, error) from error
         first = _lightest(loads, [stage.num_parameters for stage in plan.stages])
         plans.append((first, plan))
         for stage in plan.stages:
@@ -192,9 +210,10 @@ def _too_few(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> Par
 class _Calls(TorchFunctionMode):
     """Notes the first call of each module; what looks at values sees ones."""
 
-    def __init__(self, root: nn.Module, batch_dim: int) -> None:
+    def __init__(self, root: nn.Module, batch_dim: int, opened: Collection[str]) -> None:
         super().__init__()
         self.found: dict[str, RegionCall] = {}
+        self._opened = opened
         self._root = root
         self._batch_dim = batch_dim
         self._paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
@@ -214,7 +233,7 @@ class _Calls(TorchFunctionMode):
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Makes the call, on fakes."""
         path = self._paths.get(id(module))
-        if self._is_inside or path is None or not holds_any(module):
+        if self._is_inside or path is None or path in self._opened or not holds_any(module):
             return original_call(module, *args, **kwargs)
         if path not in self.found:
             self._note(path, args, kwargs)

@@ -22,6 +22,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import version_of
+from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
@@ -135,8 +136,7 @@ class SubmoduleAttributes:
                     unsent.append(".".join(_shown(difference.path)))
         if group is None or dist.get_world_size(group) == 1:
             return []
-        every: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, (mine, unsent), group=group)
+        every = gathered(group, (mine, unsent))
         known = {change.path for change in mine}
         for rank, (changes, _) in enumerate(every):
             if rank != dist.get_rank(group):

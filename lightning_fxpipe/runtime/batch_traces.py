@@ -101,7 +101,7 @@ class BatchTraces:
         """The stages but for the last that a step's batches so far have shown to need no values of them."""
         if kind not in self._reading or self._traces.looks_at_values(kind):
             return frozenset()
-        return frozenset(range(self._topology.num_stages - 1)) - self._reading[kind]
+        return frozenset(range(self._topology.last_stage)) - self._reading[kind]
 
     def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
         # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe.distributed.agreement import any_rank
+from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
@@ -107,7 +106,10 @@ class Interleaving:
             self._may = False
             return
         was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
-        finding = self._shared(None if tail is None else tail.compare(joined, self._options, self.weights(tail)))
+        finding = of_last_stage(
+            None if tail is None else tail.compare(joined, self._options, self.weights(tail)), self._topology
+        )
+        assert finding is not None
         if was_on and finding.verdict is Verdict.UNCLEAR:
             return
         self._finding = finding
@@ -126,16 +128,6 @@ class Interleaving:
         # Gradients and the optimizer's states, two for each parameter with Adam, are still to come.
         coming = sum(3 * p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
         return needed > _TIGHT_SHARE * (free - coming)
-
-    def _shared(self, finding: Finding | None) -> Finding:
-        if self._topology.num_stages == 1:
-            assert finding is not None
-            return finding
-        box = [finding]
-        source = self._topology.rank_of(self._topology.num_stages - 1)
-        dist.broadcast_object_list(box, src=source, group=self._topology.control_group)
-        assert box[0] is not None
-        return box[0]
 
     def _refuse(self, needed: int, *, may_go_on: bool) -> None:
         observed = self._finding.observed

@@ -157,7 +157,7 @@ class JointPass:
         """Runs all microbatches forward, and gives every rank the results."""
         joined = self._pass.run_forward()
         device, group = self._topology.device, self._topology.group
-        last = self._topology.rank_of(self._topology.num_stages - 1)
+        last = self._topology.last_rank
         with torch.inference_mode(False):
             given = [None] * len(self._setup.joined_specs) if joined is None else [tensor.contiguous() for tensor in joined]
             results = [

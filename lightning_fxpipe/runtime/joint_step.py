@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -88,6 +88,7 @@ class JointSteps:
             id(module): path
             for path, module in reversed(list(root.named_modules()))
             if any(plan.stages_of(f"{path}.{name}" if path else name) for name, _ in module.named_parameters())
+            if not _is_opened(path, plan.regions)
         }
 
     def run(self, step: Step, batch: Any) -> Any:
@@ -260,6 +261,11 @@ class _Calls(TorchFunctionMode):
                 for buffer, value in buffers:
                     buffer.copy_(value)
             set_rng_state(before)
+
+
+def _is_opened(path: str, planned: Collection[str]) -> bool:
+    """Whether the code of a module is the step's, because it was planned by the calls inside."""
+    return path not in planned and any(other.startswith(f"{path}." if path else "") for other in planned)
 
 
 def _backward_to(fqn: str) -> UnsupportedError:

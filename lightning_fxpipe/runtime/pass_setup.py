@@ -204,7 +204,7 @@ class PassSetups:
         )
         return _Stages(
             stage=build_stage(assignment, topology.stage_index),
-            results=assignment.boundary(topology.num_stages - 1),
+            results=assignment.boundary(topology.last_stage),
             tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
             division=division,
         )

@@ -16,6 +16,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import return_memory, version_of
+from lightning_fxpipe.distributed.agreement import any_rank
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.hooks.whole_model import WholeView
@@ -148,7 +149,7 @@ class WholeSteps:
         found: dict[str, tuple[int, Tensor]] = {}
         for _, _, fqn, tensor in named_tensors(self._module):
             stages = self._plan.stages_of(names[fqn])
-            if stages and self._topology.num_stages - 1 not in stages:
+            if stages and self._topology.last_stage not in stages:
                 found.setdefault(names[fqn], (self._topology.rank_of(stages[0]), tensor))
         return list(found.values())
 
@@ -158,12 +159,9 @@ class WholeSteps:
     def _bring(self) -> None:
         """Brings what the last stage lacks, unless it has it."""
         versions = self._own_versions()
-        is_stale = torch.tensor(int(versions != self._versions))
-        dist.all_reduce(is_stale, op=dist.ReduceOp.MAX, group=self._topology.control_group)
-        if not is_stale:
+        if not any_rank(versions != self._versions, self._topology):
             return
-        self._versions = versions
-        last = self._topology.rank_of(self._topology.num_stages - 1)
+        self._versions, last = versions, self._topology.last_rank
         with torch.inference_mode(False), torch.no_grad():
             for owner, tensor in self._missing():
                 if dist.get_rank() == owner:

@@ -15,6 +15,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe.deferred_init.materialise import put_in_place
+from lightning_fxpipe.distributed.agreement import any_rank
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -101,8 +102,4 @@ def has_room_for_copies(num_bytes: int, num_copies: int, topology: Topology) -> 
     """Whether every machine has the memory for copies of the whole model. Called by every rank, with one answer for all."""
     available = available_memory()
     fits = available is None or num_bytes * num_copies <= available * _USABLE_SHARE
-    if topology.num_stages > 1:
-        vote = torch.tensor(int(fits))
-        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=topology.control_group)
-        fits = bool(vote)
-    return fits
+    return not any_rank(not fits, topology)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode, patched_attributes
+from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.hooks.user_hooks import Frame, Hooks
 from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
@@ -90,15 +90,13 @@ class ExampleRuns:
 
     def _share_changes(self, before: StepAttributes, values: Mapping[int, Tensor]) -> None:
         """A forward on rank 0 may draw random numbers, and change buffers and attributes."""
-        news: list[Any] = [None]
+        news: Any = None
         if self._topology.is_last:
             buffers = {fqn: values.get(id(buffer), buffer).detach().cpu() for fqn, buffer in self._module.named_buffers()}
-            news = [(rng_state(), before.changes()[0], buffers)]
-        source = self._topology.rank_of(self._topology.num_stages - 1)
-        dist.broadcast_object_list(news, src=source, group=self._topology.control_group)
+            news = (rng_state(), before.changes()[0], buffers)
+        state, attributes, buffers = of_last_stage(news, self._topology)
         if self._topology.is_last:
             return
-        state, attributes, buffers = news[0]
         set_rng_state(state)
         take_over(self._module, attributes, {}, self._topology.device)
         with torch.no_grad():

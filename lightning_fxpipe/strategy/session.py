@@ -18,6 +18,7 @@ from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe.data.sparing import Sparing, Watched
 from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
+from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
@@ -104,7 +105,7 @@ class Session:
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
         self._knows_buffers = False
-        self._channel = ResultChannel(topology.control_group, source=topology.rank_of(topology.num_stages - 1))
+        self._channel = ResultChannel(topology.control_group, source=topology.last_rank)
         self.trace_log = TraceLog(inform, warn, told=told)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
@@ -380,13 +381,9 @@ class Session:
         """After the first training batch of several microbatches. Called by every rank."""
         self._knows_buffers = True
         names = [fqn for fqn, value in before.items() if not torch.equal(self.module.get_buffer(fqn), value)]
-        group = self._topology.control_group
-        if group is not None and self._topology.num_stages > 1:
-            found: list[list[str]] = [[] for _ in range(self._topology.num_stages)]
-            dist.all_gather_object(found, names, group=group)
-            names = [name for part in found for name in part]
+        names = sorted({name for part in gathered(self._topology.control_group, names) for name in part})
         if names:
-            report_changed_buffers(sorted(set(names)))
+            report_changed_buffers(names)
 
     def _attributes(self, step: Step) -> StepAttributes:
         common: dict[str, Tensor] = {}  # no stage holds them, so that every rank has them

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.errors import PartitionError, TraceError
+from lightning_fxpipe.planner.step_plan import plan_jointly
 from lightning_fxpipe.planner.units import find_units, plan_units
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
@@ -91,6 +92,43 @@ class Breaks(Pair):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self(batch)
         raise KeyError("nothing here")
+
+
+class MovesInForward(Pair):
+    """Its forward cannot be recorded: it writes to parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.idle.weight.data = self.idle.weight.data * 0.9
+        return self.one(x)
+
+
+def test_a_module_that_cannot_be_recorded_is_planned_by_the_calls_inside() -> None:
+    module = MovesInForward()
+    before = module.idle.weight.detach().clone()
+    plan = plan_jointly(module, StepCall.of_step(module.training_step, torch.ones(6, 4)), torch.ones(6, 4), num_stages=2)
+    assert plan.regions == ("one", "other")
+    torch.testing.assert_close(module.idle.weight.detach(), before)
+
+
+class CannotBeRecorded(Pair):
+    """Neither its forward can be, nor is there a call inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data * 0.9
+        return x * self.weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self(batch).sum())
+
+
+def test_where_nothing_inside_can_be_planned_the_first_reason_is_told() -> None:
+    module = CannotBeRecorded()
+    with pytest.raises(TraceError, match=r"assigning to Tensor\.data"):
+        plan_jointly(module, StepCall.of_step(module.training_step, torch.ones(6, 4)), torch.ones(6, 4), num_stages=2)
 
 
 def test_an_error_of_the_step_ends_the_search_or_is_raised() -> None:

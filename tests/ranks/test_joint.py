@@ -62,6 +62,28 @@ class Momentum(Automatic):
         return F.mse_loss(self.head(self.net(x)), target)
 
 
+class MomentumInForward(Automatic):
+    """Moves a teacher in the forward that the step calls, which cannot be recorded: its calls are pipelined one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.head = copy.deepcopy(self.net).requires_grad_(False), nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("queue", torch.zeros(4, 5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for mine, teachers in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                teachers.data = teachers.data * 0.9 + mine.data * 0.1
+            target = self.teacher(x)
+        found = self.head(self.net(x)) * self.scale + self.queue.mean(0)
+        self.queue[int(x.sum() > 0)] = target[0]
+        return found, target
+
+    def loss(self, x: Tensor) -> Tensor:
+        return F.mse_loss(*self(x))
+
+
 class Attacking(Automatic):
     """Trains on inputs that it has changed along their gradient."""
 
@@ -86,6 +108,7 @@ def _run(module: type[Automatic], **changes: Any) -> Run:
 RUNS = {
     "again": _run(Again),
     "momentum": _run(Momentum),
+    "momentum in forward": _run(MomentumInForward),
     "attacking": _run(Attacking),
     "own backward": _run(OwnBackward),
 }
