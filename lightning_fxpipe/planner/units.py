@@ -141,10 +141,12 @@ def plan_units(
 
 
 def _planned(root: nn.Module, unit: RegionCall, num_stages: int, device: torch.device | None) -> PartitionPlan:
-    """The plan of a call, in as many stages as can be."""
+    """The plan of a call, in as many stages as can have parameters."""
     for count in range(num_stages, 1, -1):
         with suppress(PartitionError):
-            return plan_region(root, unit, num_stages=count, device=device)
+            plan = plan_region(root, unit, num_stages=count, device=device)
+            if all(stage.num_parameters for stage in plan.stages):
+                return plan
     return plan_region(root, unit, num_stages=1, device=device)
 
 

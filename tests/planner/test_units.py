@@ -62,6 +62,22 @@ def test_each_module_is_planned_over_all_stages() -> None:
     assert plan.num_parameters == sum(p.numel() for part in (module.one, module.other) for p in part.parameters())
 
 
+class Short(Pair):
+    """Each network has two layers, and between them a call without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def test_no_stage_is_left_without_parameters_by_calls_that_have_none() -> None:
+    """Cut in three, each network would have parameters in the first and the last stage only."""
+    module = Short()
+    plan = plan_units(module, units_of(module, torch.ones(6, 4)), num_stages=3)
+    assert all(stage.num_parameters for stage in plan.stages)
+
+
 class Single(Pair):
     """Calls two modules that cannot be cut."""
 

@@ -25,8 +25,8 @@ from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-# A metric of a run that is over must not gather either: each rank's process goes on with the states of the whole pipeline, while
-# the process group is there, so that a sum would count them twice.
+# A metric of a run that is over must not gather either: each process goes on with the states of the whole pipeline while the
+# process group is there, so that a sum would count them twice.
 STAYS = {"module.mean.distributed_available_fn"}
 LIBRARIES = (
     "torch",
