@@ -240,7 +240,7 @@ def run_torch(work: Work, clock: Clock) -> None:
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-    from lightning_fxpipe.planner.following import follow_plan
+    from lightning_fxpipe.planner.follow_plan import follow_plan
     from lightning_fxpipe.planner.step_plan import make_plan
     from lightning_fxpipe.stages.build import build_stage
     from lightning_fxpipe.tracing.recordable import RegionCall

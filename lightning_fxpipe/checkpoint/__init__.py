@@ -1,9 +1,10 @@
 """Checkpoints: of stages, under the names of the whole model.
 
-- ``replacing``: files and folders that get their name when they are complete.
+- ``atomic``: files and folders that get their name when they are complete.
 - ``locations``, ``formats``, ``folders``, ``safetensors_files``: where they lie, and the forms they come in.
 - ``collect``: what the ranks have in parts, on rank 0.
-- ``stage_state``: a stage's state to and from checkpoints.
-- ``saving``, ``writing``: by all ranks together, and in other forms than a folder.
+- ``stage_state``: a stage's weights and optimizer states to and from checkpoints.
+- ``saving``: all ranks write a folder together: in which order, and in the background.
+- ``single_file``: as a file of one device, and folders behind URLs.
 - ``converting``, ``inspecting``: without a model.
 """

@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import folder_writer
+from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
 from lightning_fxpipe.checkpoint.folders import BESIDE, open_folder, original_errors
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
-from lightning_fxpipe.checkpoint.replacing import begin, cancel, finish
 from lightning_fxpipe.checkpoint.safetensors_files import write_safetensors
+from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, numbered
 from lightning_fxpipe.checkpoint.stage_state import (
     ENTRY,
     OPTIMIZER,
@@ -32,7 +33,6 @@ from lightning_fxpipe.checkpoint.stage_state import (
     restored,
     without_notes,
 )
-from lightning_fxpipe.checkpoint.writing import GROUP_FQNS, numbered
 from lightning_fxpipe.errors import FxPipeError
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_fxpipe.checkpoint.replacing import begin, cancel, finish
+from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
 from lightning_fxpipe.errors import UnsupportedError
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from lightning_fxpipe._compat.torch import end_workers
-from lightning_fxpipe.data.sparing import Sparing
+from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement
 from lightning_fxpipe.errors import BatchError
 

@@ -2,9 +2,10 @@
 
 - ``topology``: which rank holds which stage.
 - ``groups``: process groups that end with what they were made for.
-- ``agreement``: values that all ranks must have alike, votes.
+- ``agreement``: collectives for plain values: equal on all ranks, the last stage's, votes.
 - ``commands``: what the last stage tells the others to do.
-- ``connections``, ``lifeline``: says at once when a rank has failed or died, and frees those that wait for it.
-- ``failure``: ends the run on every rank, and lets the user see why.
+- ``lifeline``: a connection of our own, on which the ranks hear that one has failed or died.
+- ``gloo_sockets``: frees a rank that waits in a collective for another which is gone.
+- ``failure``: what then happens: ends the run on every rank, and lets the user see why.
 - ``replica``: to user code all ranks are one replica.
 """

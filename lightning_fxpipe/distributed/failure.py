@@ -31,7 +31,7 @@ import torch.distributed.distributed_c10d as dist
 from torch.distributed import DistBackendError, DistNetworkError
 
 from lightning_fxpipe.distributed.agreement import gathered
-from lightning_fxpipe.distributed.connections import Connections
+from lightning_fxpipe.distributed.gloo_sockets import Connections
 from lightning_fxpipe.distributed.lifeline import Failure, Lifeline, connect
 from lightning_fxpipe.errors import FxPipeError, PeerError, text_of
 

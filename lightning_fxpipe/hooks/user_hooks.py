@@ -43,7 +43,7 @@ from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, readers, short
 from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
-from lightning_fxpipe.pytree.sending import sendable
+from lightning_fxpipe.pytree.portable import sendable
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state

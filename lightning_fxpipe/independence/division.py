@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat.torch import storage_key
-from lightning_fxpipe.independence.rows import Rows, settled
+from lightning_fxpipe.independence.batch_rows import Rows, settled
 from lightning_fxpipe.independence.value_use import ValueUse
 from lightning_fxpipe.planner.cost import grouped, node_fqns
 from lightning_fxpipe.tracing.examples import draws

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as dist
 
 from lightning_fxpipe._compat.lightning import checkpoint_folders
-from lightning_fxpipe.checkpoint.replacing import recover_all
+from lightning_fxpipe.checkpoint.atomic import recover_all
 from lightning_fxpipe.distributed.failure import current_watch, failures_reach_every_rank
 from lightning_fxpipe.reporting.tracebacks import shorten
 

@@ -1,6 +1,6 @@
 """What a step logs, on every rank as on one device.
 
-- ``calls``: a step's torchmetrics, and what their calls are to those who watch.
-- ``states``: their states, on every rank.
+- ``metric_calls``: a step's torchmetrics, and what their calls are to those who watch.
+- ``metric_states``: their states, sent from the last stage to every rank.
 - ``step_log``: calls of ``self.log`` on the last stage, repeated on every rank.
 """

@@ -3,7 +3,7 @@
 Every rank repeats the last stage's calls of ``self.log``. So Lightning's own machinery
 (epoch means, progress bar, ``callback_metrics``, checkpoints that monitor a metric, plateau schedulers, early stopping) works
 and decides alike everywhere. The price is one broadcast of a few numbers per step. A torchmetrics object is logged as an object
-on every rank; its states travel beside (``metrics.states``).
+on every rank; its states travel beside (``metrics.metric_states``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.metrics.calls import metrics_as_one_call
+from lightning_fxpipe.metrics.metric_calls import metrics_as_one_call
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.user_code.frames import user_source
 

@@ -9,5 +9,5 @@
 - ``planning``: from a module and a batch to a plan.
 - ``units``: the calls of a step that all ranks run, and a plan for them.
 - ``step_plan``: one of the two.
-- ``following``: from a plan to the cuts of any other graph of the same module.
+- ``follow_plan``: from a plan to the cuts of any other graph of the same module.
 """

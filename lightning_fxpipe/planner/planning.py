@@ -1,5 +1,5 @@
 """From a module and an example batch to a plan. The training graph decides it; how other graphs of the same module are cut
-follows from it (``planner.following``).
+follows from it (``planner.follow_plan``).
 """
 
 from __future__ import annotations

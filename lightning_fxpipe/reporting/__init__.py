@@ -1,4 +1,4 @@
-"""What the user reads: messages, tables and tracebacks.
+"""How the user is told: logger, warnings, tables and tracebacks. What an error says stands where it is raised.
 
 - ``table``: rows of cells to an aligned text table.
 - ``messages``: lines of the package's logger, and warnings that point to the user's line.

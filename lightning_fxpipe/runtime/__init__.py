@@ -10,10 +10,12 @@ Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
     - ``pass_setup``: stages, microbatches and schedules, kept for batches of the same shapes (``lru``).
     - ``batch_passes``: the passes of the running batch.
-    - ``region_pass``: forward, then backward, as one operation of autograd.
-    - ``interleaved``: forward and backward by turns; ``interleaving`` decides.
+    - ``region_pass``: forward, then backward, as one operation of autograd; checks what a stage sends.
+    - ``one_f_one_b``: forward and backward by turns (1F1B), and that the losses of microbatches make the batch's.
+    - ``schedule_choice``: which of the two.
 
 Steps that are no single region
-    - ``joint_step``, ``joint_pass``: every rank runs the step, and each call is a pipeline.
-    - ``whole_step``: evaluation as on one device.
+    - ``joint_step``: manual optimization, calls that build on each other (GANs, rollouts): every rank runs the step.
+    - ``joint_pass``: one call in it.
+    - ``whole_step``: evaluation that cannot go through the stages once, on one rank.
 """

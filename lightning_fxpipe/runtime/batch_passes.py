@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_fxpipe.distributed.commands import Command, Commands
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.metrics.step_log import LogEntry
-from lightning_fxpipe.runtime.interleaved import InterleavedPass, ParkedLoss, StepTail
-from lightning_fxpipe.runtime.interleaving import Interleaving
+from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, ParkedLoss, StepTail
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
+from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_traces import StageTrace
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.undo import undone
@@ -94,7 +94,7 @@ class BatchPasses:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
         tries = not self._setups.is_proven(trace, setup)
-        one, joined = self._run_undone(setup, values, step, tries=tries, measures=not self._interleaving.is_on)
+        one, joined = self._run_undone(setup, values, step, tries=tries, measures=True)
         if tries and not self._setups.prove(trace, one.mixing):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())

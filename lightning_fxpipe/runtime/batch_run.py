@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fxpipe.data.sparing import Sparing
+from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement, digest
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
@@ -27,11 +27,11 @@ from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.batch_result import BatchResult
 from lightning_fxpipe.runtime.batch_traces import BatchTraces, Found
-from lightning_fxpipe.runtime.interleaving import Interleaving
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.runtime.region_run import RegionRun
 from lightning_fxpipe.runtime.replay import watched_step
+from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.schedules.pipelining import ScheduleName
 from lightning_fxpipe.tracing.region import no_model_called
 from lightning_fxpipe.tracing.signals import StepFailed

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.data.sparing import Sparing, without_values
+from lightning_fxpipe.data.skip_loading import Sparing, without_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.containers import fingerprint

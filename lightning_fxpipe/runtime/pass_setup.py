@@ -27,7 +27,7 @@ from lightning_fxpipe.microbatch.batch_norms import DeferredNorms, batch_norms
 from lightning_fxpipe.microbatch.draws import generator_state
 from lightning_fxpipe.microbatch.split import Pass, plan_passes, without_single_samples
 from lightning_fxpipe.planner.cost import node_fqns
-from lightning_fxpipe.planner.following import follow_plan_with_tail
+from lightning_fxpipe.planner.follow_plan import follow_plan_with_tail
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.reporting.wording import node_words

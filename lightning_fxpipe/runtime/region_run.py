@@ -14,7 +14,7 @@ from lightning_fxpipe.microbatch.split import split_batch
 from lightning_fxpipe.pytree.structure import describe
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
-from lightning_fxpipe.runtime.interleaved import StepTail
+from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.runtime.stage_traces import StageTrace

@@ -15,7 +15,7 @@ from lightning_fxpipe.distributed.agreement import check_agreement, gathered
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
-from lightning_fxpipe.planner.following import follow_plan, trace_for_plan
+from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes

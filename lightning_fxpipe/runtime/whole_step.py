@@ -2,7 +2,8 @@
 
 Decoding from token to token, sampling loops, a decoder without its encoder: such a step cannot go once through the stages. So
 it runs as ordinary Python on the last stage's rank, on the whole batch, with the tensors of the other stages brought there.
-They stay until the loop over the batches ends, and are brought anew where something has changed them before.
+They stay until the loop over the batches ends, and are brought anew where something has changed them before. Where that rank
+has no room for them, every rank runs the step (``runtime.joint_step``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import return_memory, version_of
-from lightning_fxpipe.distributed.agreement import any_rank
+from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.hooks.whole_model import WholeView
@@ -29,9 +30,13 @@ from lightning_fxpipe.pytree.sizes import as_bytes
 from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.runtime.batch_result import BatchResult
 from lightning_fxpipe.runtime.replay import watched_step
+from lightning_fxpipe.stages.memory import memory_for_rank
 from lightning_fxpipe.user_code.exchange import named_tensors
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.step import Step, StepKind
+
+# Of the memory that is left, what tensors of other stages may take.
+_USABLE_SHARE = 0.9
 
 
 class WholeSteps:
@@ -57,17 +62,33 @@ class WholeSteps:
         """Whether a step runs whole."""
         return kind in self._kinds
 
-    def take(self, kind: StepKind, error: FxPipeError) -> None:
-        """A step runs whole from now on, because it cannot run in stages."""
-        self._kinds.add(kind)
-        missing = [t for _, t in self._missing()]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in missing)
+    def take(self, kind: StepKind, error: FxPipeError) -> bool:
+        """A step runs whole from now on, because it cannot run in stages; unless there is no room.
+
+        Args:
+            kind: The step.
+            error: Why it cannot.
+
+        Returns:
+            Whether there is room.
+        """
+        num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in self._missing())
         facts = "; ".join(text for text in (error.where, error.observed) if text)
+        why = f"Results are those of one device. Why: {error.what} ({facts})"
+        rest = f"the rest of the model, {num_bytes / 2**20:,.1f} MiB"
+        free = memory_for_rank(self._topology.device, self._topology.num_stages)
+        if not of_last_stage(free is None or num_bytes <= _USABLE_SHARE * free, self._topology):
+            self._warn(
+                f"The {kind.value} cannot run in stages at once, and the last stage's rank has no room for {rest}. So every "
+                f"rank runs it, and each call of the model is a pipeline of its own: stages wait for each other. {why}"
+            )
+            return False
+        self._kinds.add(kind)
         self._warn(
-            f"The {kind.value} cannot run in stages, so it runs on the last stage's rank alone: the rest of the model, "
-            f"{num_bytes / 2**20:,.1f} MiB, is brought there for each loop over the batches, and the other ranks wait. "
-            f"Results are those of one device. Why: {error.what} ({facts})"
+            f"The {kind.value} cannot run in stages, so it runs on the last stage's rank alone: {rest}, is brought there for "
+            f"each loop over the batches, and the other ranks wait. {why}"
         )
+        return True
 
     def run(self, step: Step, batch: Any, metrics: Mapping[str, nn.Module]) -> BatchResult:
         """Runs the step on the last stage's rank, as on one device; what it gave is there only.

@@ -1,4 +1,4 @@
-"""The order in which microbatches go through the stages.
+"""The order in which microbatches go through the stages, forward and backward.
 
-- ``pipelining``: schedule objects of ``torch.distributed.pipelining``.
+- ``pipelining``: schedule objects of ``torch.distributed.pipelining`` by name; ``runtime.schedule_choice`` takes one.
 """

@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import storage_key, symbolic_expression
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
-from lightning_fxpipe.tracing.checkpointing import run_checkpoints
+from lightning_fxpipe.tracing.activation_checkpointing import run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
 from lightning_fxpipe.tracing.inner_results import taken
 from lightning_fxpipe.tracing.signals import InnerPlace

@@ -13,9 +13,10 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat.lightning import batch_counter, weights_only_of_run
+from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
 from lightning_fxpipe.checkpoint.locations import Location, check_seen_by_all
-from lightning_fxpipe.checkpoint.replacing import is_linked, link, recover, remove
 from lightning_fxpipe.checkpoint.saving import Saver, folder_writer
+from lightning_fxpipe.checkpoint.single_file import file_writer, save_file_at, save_folder_at, whole_checkpoint
 from lightning_fxpipe.checkpoint.stage_state import (
     ENTRY,
     load_model,
@@ -27,7 +28,6 @@ from lightning_fxpipe.checkpoint.stage_state import (
     usable_rng,
     without_foreign_extras,
 )
-from lightning_fxpipe.checkpoint.writing import file_writer, save_file_at, save_folder_at, whole_checkpoint
 from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
 from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at
 from lightning_fxpipe.distributed.topology import Topology

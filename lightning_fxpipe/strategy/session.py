@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
-from lightning_fxpipe.data.sparing import Sparing, Watched
+from lightning_fxpipe.data.skip_loading import Sparing, Watched
 from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
 from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.replica import Replica
@@ -24,8 +24,8 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.hooks.whole_model import WholeModel
-from lightning_fxpipe.metrics.calls import held_metrics
-from lightning_fxpipe.metrics.states import MetricStates, belong_to_one_replica, take_over_states
+from lightning_fxpipe.metrics.metric_calls import held_metrics
+from lightning_fxpipe.metrics.metric_states import MetricStates, belong_to_one_replica, take_over_states
 from lightning_fxpipe.metrics.step_log import ResultChannel, replay
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
@@ -121,18 +121,18 @@ class Session:
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
         )
-        self._joint = None
-        if plan.joint_reason or must_run_jointly(module):
-            self._joint = JointSteps(
-                module,
-                plan,
-                topology,
-                hooks=self.hooks,
-                replica=replica,
-                shared=self._shared,
-                num_microbatches=num_microbatches,
-                log=self.trace_log,
-            )
+        self._joint_steps = JointSteps(
+            module,
+            plan,
+            topology,
+            hooks=self.hooks,
+            replica=replica,
+            shared=self._shared,
+            num_microbatches=num_microbatches,
+            log=self.trace_log,
+        )
+        self._joint = self._joint_steps if plan.joint_reason or must_run_jointly(module) else None  # in training
+        self._jointly_evaluated: set[StepKind] = set()
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
 
@@ -247,7 +247,14 @@ class Session:
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
+        if step.kind in self._jointly_evaluated:
+            return self._evaluate_jointly(step, batch)
         return self._run(step, batch)[1]
+
+    def _evaluate_jointly(self, step: Step, batch: Any) -> Any:
+        self._take_materials()
+        output = self._joint_steps.run(step, batch)
+        return output if self._topology.is_last or self.hooks.sendable_output(step.kind.value, output) else None
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
@@ -291,8 +298,7 @@ class Session:
         self.module.cpu()
         self.is_split = False
         self._runtime.forget()
-        if self._joint is not None:
-            self._joint.forget()
+        self._joint_steps.forget()
         self._shared.close()
 
     def _run(self, step: Step, batch: Any) -> tuple[BatchResult, Any]:
@@ -364,8 +370,10 @@ class Session:
         """
         if start is not None:
             start.restore()
-        self._whole_steps.take(step.kind, reason)
-        return self._run(step, batch)
+        if self._whole_steps.take(step.kind, reason):
+            return self._run(step, batch)
+        self._jointly_evaluated.add(step.kind)
+        return BatchResult(num_microbatches=0), self._evaluate_jointly(step, batch)
 
     def end_evaluation(self) -> None:
         """After the last batch of a loop that trains nothing. Called by every rank."""

@@ -31,7 +31,7 @@ from lightning_fxpipe._compat.lightning import (
 )
 from lightning_fxpipe.checkpoint.saving import Saver
 from lightning_fxpipe.data.loading import in_step
-from lightning_fxpipe.data.sparing import Sparing
+from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
 from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, terminate_together
 from lightning_fxpipe.distributed.replica import Replica
@@ -39,7 +39,7 @@ from lightning_fxpipe.distributed.topology import make_group, make_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
 from lightning_fxpipe.launch.launching import StartMethod, check_start_method, make_launcher, resolved
-from lightning_fxpipe.metrics.states import one_replica
+from lightning_fxpipe.metrics.metric_states import one_replica
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
 from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context

@@ -22,7 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_fxpipe._compat.lightning import takes_loader, validates_by_time
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.metrics.calls import held_metrics
+from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
 from lightning_fxpipe.optim.coupling import couples_parameters
 from lightning_fxpipe.optim.twins import CannotTryError

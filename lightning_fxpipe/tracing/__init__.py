@@ -10,9 +10,9 @@ Finding the region
 Recording it
     - ``trace``: the entry: a call as a graph, checked.
     - ``record``, ``recording``, ``graph_writer``: runs the model's own Python, and writes the graph.
-    - ``fake_run``, ``examples``, ``probe``, ``looks``: fake tensors, the values they stand for, and code that looks at values.
+    - ``fake_run``, ``examples``, ``probe``, ``value_looks``: fake tensors, what they stand for, and code that looks at values.
     - ``first_call``: what a model sets on its first call.
-    - ``torch_calls``, ``checkpointing``, ``distributions``, ``recurrent``: calls that need care.
+    - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.
     - ``step_record``: the calls that the step makes itself.
     - ``signals``: what ends a recording before its time.

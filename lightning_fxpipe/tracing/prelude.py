@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
-from lightning_fxpipe.metrics.calls import held_metrics, metrics_as_one_call
+from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.tracing.reads import ReadKey, noted_reads

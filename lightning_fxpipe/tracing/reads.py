@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_fxpipe._compat.lightning import watched_trainer_counters
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.metrics.calls import METRICS
+from lightning_fxpipe.metrics.metric_calls import METRICS
 
 
 class OtherKey(Protocol):

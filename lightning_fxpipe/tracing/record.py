@@ -39,11 +39,10 @@ from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import graft
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.tracing.checkpointing import Checkpoint
+from lightning_fxpipe.tracing.activation_checkpointing import Checkpoint
 from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.inner_results import InnerCalls
-from lightning_fxpipe.tracing.looks import Looks
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
 from lightning_fxpipe.tracing.recurrent import shaped
 from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, OpenedSets, RecordAgain, RecordError
@@ -56,6 +55,7 @@ from lightning_fxpipe.tracing.torch_calls import (
     target_of,
     watch_mutation,
 )
+from lightning_fxpipe.tracing.value_looks import Looks
 from lightning_fxpipe.user_code.calls import classes_with_own_call
 from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source

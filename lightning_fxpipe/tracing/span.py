@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
 from lightning_fxpipe._compat.torch import patched_attributes, tree_flatten
-from lightning_fxpipe.metrics.calls import held_metrics, metrics_as_one_call
+from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import Template

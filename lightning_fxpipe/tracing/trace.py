@@ -24,7 +24,7 @@ from lightning_fxpipe._compat.torch import (
     has_hooks,
 )
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.metrics.calls import no_metrics_inside
+from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
 from lightning_fxpipe.reporting.wording import error_words, without_symbols
@@ -34,12 +34,12 @@ from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
-from lightning_fxpipe.tracing.looks import Look, looks_hold
 from lightning_fxpipe.tracing.reads import ReadKey, changed_reads
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, Lessons, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.step_record import StepRecord
+from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state

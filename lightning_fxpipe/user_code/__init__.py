@@ -1,22 +1,21 @@
 """Code that is not ours: where it is, what it may change, and running it once more without leaving anything behind.
 
-What it can change
-    - ``contents``, ``code_contents``, ``iterators``: what is in an object, a class, an iterator, and how it is put back.
-    - ``kinds``: which of these an object has, and what is left alone.
-    - ``memos``: functions with a cache.
-    - ``snapshot``: all of it, from a module on, at one moment.
+A dry run, from the outside in
+    - ``undo``: the block to run it in: what it leaves behind is put back. ``silence``: nothing of it is heard.
+    - ``snapshot``: what a module's code can reach and change, at one moment, and what differs now.
+    - ``kinds``: which contents an object has, by its class, and what is left alone.
+    - ``contents``, ``code_contents``, ``iterators``: each kind of contents: how it is taken, compared and put back.
     - ``writes``: values of tensors that are changed in place.
+    - ``memos``: functions with a cache.
 
-Running it once more
-    - ``undo``: what a run leaves behind is put back.
-    - ``silence``: nothing of it is heard.
+Other values in a module's place
+    - ``exchange``: other tensors. ``placement``: on another device.
     - ``made_up``: stands for what is not there yet.
-    - ``exchange``, ``placement``: other tensors in a module's place, and where they are.
 
-What it is
+What code says of itself
+    - ``step``: a call of one of the module's steps by Lightning. ``step_code``: what its code may do.
+    - ``bytecode``, ``code_names``: the instructions, and the global names in them.
     - ``frames``: where in the user's code something happened.
-    - ``bytecode``, ``code_names``, ``step_code``: what code says of itself before it runs.
-    - ``step``: a call of one of the module's steps by Lightning.
-    - ``calls``: the calls that it makes, seen from outside.
-    - ``objects``: objects with tensors inside.
+    - ``calls``: watches the calls of modules and functions from outside.
+    - ``objects``: objects with tensors inside, such as a cache.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fxpipe.distributed.connections import Connections
+from lightning_fxpipe.distributed.gloo_sockets import Connections
 from lightning_fxpipe.distributed.lifeline import Failure, Lifeline, connect
 
 WORLD = 3

@@ -15,7 +15,7 @@ from torch.overrides import wrap_torch_function
 from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain
-from lightning_fxpipe.planner.following import follow_plan
+from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.recompute import TRAFFIC_PER_MESSAGE
 from lightning_fxpipe.planner.step_plan import make_plan

@@ -104,7 +104,8 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     import lightning_fxpipe
-    from lightning_fxpipe.checkpoint import replacing, saving
+    from lightning_fxpipe.checkpoint import atomic as replacing
+    from lightning_fxpipe.checkpoint import saving
     from tests.stateful import Loader
 
     name = f"ended{rank}" if killed else f"resumed{rank}"

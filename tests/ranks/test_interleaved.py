@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_fxpipe.runtime.batch_passes
-import lightning_fxpipe.runtime.interleaving
+import lightning_fxpipe.runtime.schedule_choice
 from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe.runtime.interleaved import InterleavedPass
+from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass
 from lightning_fxpipe.runtime.region_pass import RegionPass
 from tests.lit import LitModel, fit_and_record, make_loader, make_trainer
 from tests.ranks.pool import RankPool
@@ -50,14 +50,14 @@ class Passes:
 
 def fit_counted(model: str, schedule: Any, free_bytes: int | None) -> dict[str, Any]:
     """Runs on every rank."""
-    original = lightning_fxpipe.runtime.interleaving.memory_for_rank
-    lightning_fxpipe.runtime.interleaving.memory_for_rank = lambda device, num_ranks: free_bytes
+    original = lightning_fxpipe.runtime.schedule_choice.memory_for_rank
+    lightning_fxpipe.runtime.schedule_choice.memory_for_rank = lambda device, num_ranks: free_bytes
     try:
         with Passes() as passes:
             strategy = FxPipeStrategy(schedule=schedule, num_microbatches=4)
             found = fit_and_record(model, strategy=strategy, devices=2)
     finally:
-        lightning_fxpipe.runtime.interleaving.memory_for_rank = original
+        lightning_fxpipe.runtime.schedule_choice.memory_for_rank = original
     return found | {"passes": (passes.by_turns, passes.forward)}
 
 
@@ -85,8 +85,8 @@ class InBatch(LitModel):
 
 def fit_in_batch(free_bytes: int) -> dict[str, Any]:
     """Runs on every rank."""
-    original = lightning_fxpipe.runtime.interleaving.memory_for_rank
-    lightning_fxpipe.runtime.interleaving.memory_for_rank = lambda device, num_ranks: free_bytes
+    original = lightning_fxpipe.runtime.schedule_choice.memory_for_rank
+    lightning_fxpipe.runtime.schedule_choice.memory_for_rank = lambda device, num_ranks: free_bytes
     module = InBatch("mlp")
     trainer = make_trainer(strategy=FxPipeStrategy(num_microbatches=4), devices=2, max_epochs=1, limit_val_batches=0)
     try:
@@ -94,7 +94,7 @@ def fit_in_batch(free_bytes: int) -> dict[str, Any]:
             warnings.simplefilter("always")
             trainer.fit(module, make_loader("mlp"))
     finally:
-        lightning_fxpipe.runtime.interleaving.memory_for_rank = original
+        lightning_fxpipe.runtime.schedule_choice.memory_for_rank = original
     return {
         "passes": (passes.by_turns, passes.forward),
         "state": module.state_dict(),

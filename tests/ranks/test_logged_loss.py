@@ -11,7 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import MeanMetric
 
-import lightning_fxpipe.runtime.interleaving
+import lightning_fxpipe.runtime.schedule_choice
 from lightning_fxpipe import FxPipeStrategy, UnsupportedError
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.region_pass import RegionPass
@@ -241,13 +241,13 @@ class BecomesMaximum(LitModel):
 
 def fit_with_looks(between: int) -> str:
     """Runs on every rank."""
-    lightning_fxpipe.runtime.interleaving._BATCHES_BETWEEN_LOOKS = between
+    lightning_fxpipe.runtime.schedule_choice._BATCHES_BETWEEN_LOOKS = between
     try:
         fit_in_turns(BecomesMaximum)
     except UnsupportedError as error:
         return error.what
     finally:
-        lightning_fxpipe.runtime.interleaving._BATCHES_BETWEEN_LOOKS = 64
+        lightning_fxpipe.runtime.schedule_choice._BATCHES_BETWEEN_LOOKS = 64
     return ""
 
 

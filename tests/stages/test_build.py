@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fxpipe.planner.cost import canonical_fqns
-from lightning_fxpipe.planner.following import follow_plan
+from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.step_plan import make_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.planner.following import follow_plan
+from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.planning import plan_region
 from lightning_fxpipe.stages.build import build_stages
 from lightning_fxpipe.tracing.recordable import RegionCall

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.planner import planning
 from lightning_fxpipe.planner.cost import build_chain, canonical_fqns
-from lightning_fxpipe.planner.following import follow_plan
+from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.partition import solve
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region, stage_weights

@@ -8,7 +8,7 @@ compared with that of the microbatches every time. Where the step only logs its 
 microbatches have told all there is to know: that run is left out, and the results of the whole batch are not kept for it.
 
 Whether the loss is such a sum, and the step such a one, is found out before the first batch runs
-(``runtime.interleaving``).
+(``runtime.schedule_choice``).
 
 The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no batch half-way and needs no second weights.
 """
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
-from lightning_fxpipe.metrics.calls import held_metrics
+from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.metrics.step_log import LogEntry, StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import (

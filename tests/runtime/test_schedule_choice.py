@@ -12,8 +12,8 @@ from torch import nn
 from lightning_fxpipe import UnsupportedError
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
-from lightning_fxpipe.runtime import interleaving
-from lightning_fxpipe.runtime.interleaving import Interleaving
+from lightning_fxpipe.runtime import schedule_choice
+from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.schedules.pipelining import ScheduleName
 
 ALONE = Topology(group=None, control_group=None, stage_index=0, num_stages=1, device=torch.device("cpu"))
@@ -41,7 +41,7 @@ class Decision:
 
 @pytest.fixture(autouse=True)
 def thousand_bytes_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interleaving, "memory_for_rank", lambda device, num_ranks: 1000)
+    monkeypatch.setattr(schedule_choice, "memory_for_rank", lambda device, num_ranks: 1000)
 
 
 def test_gpipe_never_does() -> None:
@@ -82,7 +82,7 @@ def test_gradients_and_optimizer_states_are_still_to_come() -> None:
 
 
 def test_where_nobody_knows_the_memory_auto_is_gpipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interleaving, "memory_for_rank", lambda device, num_ranks: None)
+    monkeypatch.setattr(schedule_choice, "memory_for_rank", lambda device, num_ranks: None)
     assert not Decision("auto").by(FITS, saved_bytes=2**60).may_be
 
 

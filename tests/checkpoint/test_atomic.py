@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_fxpipe.checkpoint import replacing
+from lightning_fxpipe.checkpoint import atomic
 
 
 class Killed(BaseException):
@@ -45,7 +45,7 @@ def killed_at(call: int, monkeypatch: pytest.MonkeyPatch, action: Callable[[], N
     with monkeypatch.context() as patch:
         for name in ("rename", "replace", "rmdir", "unlink", "symlink", "mkdir", "fsync"):
             patch.setattr(os, name, counted(getattr(os, name)))
-        patch.setattr(replacing, "_exchange", counted(replacing._exchange))
+        patch.setattr(atomic, "_exchange", counted(atomic._exchange))
         try:
             action()
         except Killed:
@@ -59,7 +59,7 @@ def test_a_name_is_never_without_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(replacing, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     call, was_killed = 0, True
     while was_killed:
         call += 1
@@ -75,11 +75,11 @@ def test_a_name_is_never_without_a_whole_checkpoint(
             path.symlink_to("other.ckpt")
 
         def save(text: str, path: Path = path) -> None:
-            write(replacing.begin(path), text)
-            replacing.finish(path)
+            write(atomic.begin(path), text)
+            atomic.finish(path)
 
         was_killed = killed_at(call, monkeypatch, lambda save=save: save("new"))  # type: ignore[misc]
-        replacing.recover_all(parent)
+        atomic.recover_all(parent)
         found = None if not os.path.lexists(path) else {path.read_text()} if path.is_file() else read(path)
         allowed = [{"new"}, None if kind == "nothing" else {"old"}]
         assert found in (allowed if was_killed else allowed[:1]), f"call {call}"
@@ -100,8 +100,8 @@ def test_a_removed_folder_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         path = tmp_path / "epoch=0.ckpt"
         shutil.rmtree(path, ignore_errors=True)
         write(path, "old")
-        was_killed = killed_at(call, monkeypatch, lambda: replacing.remove(path))
-        replacing.recover_all(tmp_path)
+        was_killed = killed_at(call, monkeypatch, lambda: atomic.remove(path))
+        atomic.recover_all(tmp_path)
         assert not path.exists() or (was_killed and read(path) == {"old"})
     assert not os.path.lexists(path)
     assert list(tmp_path.iterdir()) == []
@@ -115,18 +115,18 @@ def test_a_link_leads_somewhere_at_any_moment(tmp_path: Path, monkeypatch: pytes
     call, was_killed = 0, True
     while was_killed:
         call += 1
-        was_killed = killed_at(call, monkeypatch, lambda: replacing.link(tmp_path / "two.ckpt", path))
+        was_killed = killed_at(call, monkeypatch, lambda: atomic.link(tmp_path / "two.ckpt", path))
         assert read(path) in ({"one.ckpt"}, {"two.ckpt"})
     assert os.readlink(path) == "two.ckpt"
-    assert replacing.is_linked(tmp_path / "two.ckpt")
-    assert not replacing.is_linked(tmp_path / "one.ckpt")
+    assert atomic.is_linked(tmp_path / "two.ckpt")
+    assert not atomic.is_linked(tmp_path / "one.ckpt")
     assert {p.name for p in tmp_path.iterdir()} == {"one.ckpt", "two.ckpt", "last.ckpt"}
 
 
 def test_what_was_not_finished_is_removed_and_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     write(path, "old")
-    write(replacing.begin(path), "half")
-    replacing.cancel(path)
+    write(atomic.begin(path), "half")
+    atomic.cancel(path)
     assert read(path) == {"old"}
     assert list(tmp_path.iterdir()) == [path]

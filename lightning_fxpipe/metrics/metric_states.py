@@ -1,6 +1,6 @@
 """The states of a module's metrics, on every rank.
 
-Metrics count on the last stage (``metrics.calls``); hooks and Lightning read them on every rank. So after
+Metrics count on the last stage (``metrics.metric_calls``); hooks and Lightning read them on every rank. So after
 each batch the other ranks take over what has changed in them. A list state is sent by its new entries only. The ranks of a
 pipeline are one replica: what torchmetrics itself would gather from them is P times the same.
 """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planner.following import divided_modules, follow_plan, trace_for_plan
+from lightning_fxpipe.planner.follow_plan import divided_modules, follow_plan, trace_for_plan
 from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.tracing.trace import trace_region
@@ -160,7 +160,7 @@ def test_use_of_the_stages_in_another_order_is_an_error_that_names_them() -> Non
     with pytest.raises(PartitionError, match="in an order that the plan's stages cannot follow") as caught:
         follow_in_order("acb")
     assert (caught.value.where or "").startswith("b, ")
-    assert "tests/planner/test_following.py" in (caught.value.where or "")
+    assert "tests/planner/test_follow_plan.py" in (caught.value.where or "")
     assert "b.bias, b.weight (stage 1)" in (caught.value.observed or "")
 
 

@@ -1,4 +1,4 @@
-"""Whether training batches go forward and backward by turns (``runtime.interleaved``).
+"""Whether training batches go forward and backward by turns (``runtime.one_f_one_b``).
 
 They can where the loss is a sum over microbatches. Where the user has asked for it, that is found out on the first batch before
 it runs; a loss that is none is an error. With ``schedule="auto"`` they do where it is worth it: where the activations of all
@@ -16,7 +16,7 @@ from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
-from lightning_fxpipe.runtime.interleaved import StepTail
+from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.schedules.pipelining import ScheduleName
 from lightning_fxpipe.stages.memory import memory_for_rank

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fxpipe.data.sparing import described, without_values
+from lightning_fxpipe.data.skip_loading import described, without_values
 
 Pair = namedtuple("Pair", ["first", "second"])
 
