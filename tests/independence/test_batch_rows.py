@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import symbolic_expression
 from lightning_fxpipe.independence.batch_rows import Rows
 from lightning_fxpipe.tracing.trace import TracedRegion
-from tests.tracing import WIDTH, batch, target_name, trace
+from tests.traces import WIDTH, batch, target_name, trace
 
 
 class Calls(nn.Module):

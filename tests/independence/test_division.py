@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.independence.division import NotDivisible, divide, has_several_entries, joined_dim
-from tests.tracing import WIDTH, TwoLayers, batch, target_name, trace
+from tests.traces import WIDTH, TwoLayers, batch, target_name, trace
 
 
 class Cache:

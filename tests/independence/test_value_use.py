@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.independence.value_use import ValueUse
 from lightning_fxpipe.planner.cost import grouped
-from tests.tracing import WIDTH, batch, target_name, trace
+from tests.traces import WIDTH, batch, target_name, trace
 
 
 class Calls(nn.Module):

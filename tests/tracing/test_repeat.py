@@ -13,7 +13,7 @@ from lightning_fxpipe._compat.torch import FakeTensor, symbolic_expression
 from lightning_fxpipe.pytree.sizes import size_symbols
 from lightning_fxpipe.tracing.repeat import Repeat, example_sizes, has_known_size, is_of_torch, modes_of
 from lightning_fxpipe.tracing.trace import TracedRegion
-from tests.tracing import BATCH, WIDTH, batch, target_name, trace
+from tests.traces import BATCH, WIDTH, batch, target_name, trace
 
 
 class Calls(nn.Module):

@@ -13,7 +13,7 @@ from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.pytree.sizes import SymbolicSize
 from lightning_fxpipe.tracing.trace import TracedRegion
 from tests.models import BasicBlock, ResNet18, SkipMLP, TiedGPT, make_model, make_samples
-from tests.tracing import WIDTH, TwoLayers, batch, call_of, calls, line_of, names, target_name, trace
+from tests.traces import WIDTH, TwoLayers, batch, call_of, calls, line_of, names, target_name, trace
 
 # --------------------------------------------------------------------------------------------- where nodes came from
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.planner.cost import build_chain
 from lightning_fxpipe.tracing.graph_writer import CONSTANT_PREFIX
-from tests.tracing import WIDTH, TwoLayers, batch, names, target_name, trace
+from tests.traces import WIDTH, TwoLayers, batch, names, target_name, trace
 
 # -------------------------------------------------------------------------------------------------- what is recorded
 

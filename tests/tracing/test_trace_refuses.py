@@ -14,7 +14,7 @@ from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
-from tests.tracing import BATCH, WIDTH, TwoLayers, batch, call_of, line_of, names, trace
+from tests.traces import BATCH, WIDTH, TwoLayers, batch, call_of, line_of, names, trace
 from tests.tracing.test_trace_restores import DISTURBANCES, AroundRestless, Restless
 
 # ----------------------------------------------------------------------------- what stays whole, what is refused

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.errors import TraceError
 from tests.models import make_model, make_samples
-from tests.tracing import WIDTH, TwoLayers, batch, calls, trace
+from tests.traces import WIDTH, TwoLayers, batch, calls, trace
 
 # ------------------------------------------------------------------------------------------- what is left as it was
 
