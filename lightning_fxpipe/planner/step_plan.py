@@ -140,12 +140,11 @@ def plan_jointly(
     *,
     num_stages: int,
     batch_dim: int = 0,
-    num_microbatches: int | None = None,
     device: torch.device | None = None,
     accepts_part: bool = True,
 ) -> PartitionPlan:
     """A plan for a step that every rank runs. Arguments and errors as ``find_units`` of ``planner.units``."""
-    num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
+    num_samples = count_samples(batch, None, batch_dim).num_samples  # its calls are cut, not the batch
     first: FxPipeError | None = None
     opened: set[str] = set()
     while True:
@@ -164,6 +163,9 @@ def plan_jointly(
             first = first or failure.error
             opened.add(failure.path)  # what it calls may be recorded
             _logger.debug("%s is opened: it cannot be recorded", failure.path or "The module", exc_info=True)
+        except PartitionError as error:
+            first = first or error
+            opened.update(unit.path for unit in units)  # more, and smaller, calls
         except FxPipeError:
             if first is None:
                 raise

@@ -64,12 +64,17 @@ def _leave(error: BaseException, is_shown: Callable[[TracebackType], bool]) -> N
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and what led to it, without what only this package uses to find its way."""
+    seen: set[int] = set()  # an error may be raised again from what it has led to
     current: BaseException | None = error
     while current is not None:
+        seen.add(id(current))
         yield current
         before = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-        while before is not None and _is_signal(before):
+        while before is not None and _is_signal(before) and id(before) not in seen:
+            seen.add(id(before))
             before = before.__cause__ or before.__context__
+        if before is not None and id(before) in seen:
+            before = None
         current.__cause__, current.__suppress_context__ = before, True
         current = before
 

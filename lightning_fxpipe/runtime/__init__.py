@@ -10,6 +10,7 @@ Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
     - ``pass_setup``: stages, microbatches and schedules, kept for batches of the same shapes (``lru``).
     - ``batch_passes``: the passes of the running batch.
+    - ``stage_changes``: what a stage's forward changes by itself.
     - ``region_pass``: forward, then backward, as one operation of autograd; checks what a stage sends.
     - ``one_f_one_b``: forward and backward by turns (1F1B), and that the losses of microbatches make the batch's.
     - ``schedule_choice``: which of the two.

@@ -15,6 +15,7 @@ from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, ParkedLoss, St
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
+from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.runtime.stage_traces import StageTrace
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.undo import undone
@@ -93,27 +94,33 @@ class BatchPasses:
         Returns:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
-        tries = not self._setups.is_proven(trace, setup)
-        one, joined = self._run_undone(setup, values, step, tries=tries, measures=True)
-        if tries and not self._setups.prove(trace, one.mixing):
+        tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
+        one, joined, buffers = self._run_undone(setup, values, step, tries=tries, measures=True)
+        if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
         return True
 
     def _run_undone(
-        self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool = False, measures: bool = False
-    ) -> tuple[RegionPass, tuple[Tensor, ...] | None]:
+        self,
+        setup: PassSetup,
+        values: list[Tensor | None],
+        step: Step,
+        *,
+        tries: StageChanges | None = None,
+        measures: bool = False,
+    ) -> tuple[RegionPass, tuple[Tensor, ...] | None, list[str]]:
         """The region's call in the running batch, forward, without gradients and undone. Called by every rank.
 
         Args:
             setup: The stage and the microbatches.
             values: The region's inputs and draws.
             step: The step.
-            tries: Whether to find out if samples notice each other.
+            tries: To find out if samples notice each other, what the stage was before.
             measures: Whether to find out what autograd would keep.
 
         Returns:
-            The pass, and on the last stage the joined results.
+            The pass, on the last stage the joined results, and after a try the buffers that it has changed.
         """
         one = RegionPass(
             setup,
@@ -125,7 +132,8 @@ class BatchPasses:
             measures=measures,
         )
         with undone(self._root), torch.no_grad():
-            return one, one.run_forward()
+            joined = one.run_forward()
+            return one, joined, [] if tries is None else tries.buffers()
 
     def _own_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._root.parameters() if not parameter.is_meta]
@@ -149,7 +157,7 @@ class BatchPasses:
         self._has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
         lacks_results = joined is None and not self._has_ended_step
         if may_end and self._hears_of(Command.FORWARD, is_wanted=lacks_results):
-            _, joined = self._run_undone(setup, values, step)
+            _, joined, _ = self._run_undone(setup, values, step)
         return joined
 
     def _hears_of(self, command: Command, *, is_wanted: bool) -> bool:
@@ -167,19 +175,16 @@ class BatchPasses:
         Returns:
             Whether it counts, and the joined results. It does not where a first try shows that samples notice each other.
         """
-        tries = not self._setups.is_proven(trace, setup)
-        buffers = [(b, b.clone()) for b in self._root.buffers() if not b.is_meta] if tries else []
-        one = self._started(setup, values, step, tries=tries)
+        tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
+        one = self._started(setup, values, step, tries)
         joined = one.forward()
-        if tries and not self._setups.prove(trace, one.mixing):
+        if tries is not None and not self._setups.prove(trace, one.obstacle, tries.buffers()):
             self._passes.remove(one)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            tries.restore()
             return False, None
         return True, joined
 
-    def _started(self, setup: PassSetup, values: list[Tensor | None], step: Step, *, tries: bool) -> RegionPass:
+    def _started(self, setup: PassSetup, values: list[Tensor | None], step: Step, tries: StageChanges | None) -> RegionPass:
         number = len(self._passes)
         made = RegionPass(
             setup,

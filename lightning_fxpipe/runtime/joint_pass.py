@@ -22,6 +22,7 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.microbatch.draws import generator_state, set_generator_state
 from lightning_fxpipe.pytree.sizes import as_bytes
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
+from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.stages.gradients import SharedParameters
 from lightning_fxpipe.tracing.input_gradient import no_second_derivative
 
@@ -108,7 +109,7 @@ class JointPass:
         backwards: The step's backward passes.
         random_key: Identifies the call within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
-        tries: Whether the first microbatch is to show that the stage treats samples one by one.
+        tries: Where the first microbatch is to show that the stage treats samples one by one, what it was before.
         aside: Makes a function one that is no user code, wherever it is called.
     """
 
@@ -122,7 +123,7 @@ class JointPass:
         *,
         random_key: tuple[int | str, ...],
         training: bool,
-        tries: bool,
+        tries: StageChanges | None,
         aside: Callable[[Callable[[], None]], Callable[[], None]],
     ) -> None:
         self._setup = setup
@@ -144,9 +145,9 @@ class JointPass:
         )
 
     @property
-    def mixing(self) -> str | None:
+    def obstacle(self) -> str | None:
         """A call of this rank's stage in which samples notice each other, after a try."""
-        return self._pass.mixing
+        return self._pass.obstacle
 
     @property
     def differentiable(self) -> tuple[bool, ...]:

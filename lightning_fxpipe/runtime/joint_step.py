@@ -37,6 +37,7 @@ from lightning_fxpipe.pytree.structure import describe
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runtime.joint_pass import Backwards, JointPass
 from lightning_fxpipe.runtime.pass_setup import PassSetups
+from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces
 from lightning_fxpipe.stages.gradients import SharedParameters
 from lightning_fxpipe.tracing.recordable import RegionCall
@@ -221,7 +222,8 @@ class _Calls(TorchFunctionMode):
     def _run(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         steps = self._steps
         with function_mode_removed(self):
-            count = count_samples((args, kwargs), steps.num_microbatches, steps.batch_dim).num_samples
+            # A call without a dimension of samples, such as one that draws noise itself, is one microbatch.
+            count = count_samples((args, kwargs), None, steps.batch_dim).num_samples
             region = RegionCall(path=path, args=args, kwargs=kwargs, batch_size=count, batch_dim=steps.batch_dim)
             trace, shapes = steps.traces.find_call(self._step.kind, region)
             sizes = trace.traced.bind_sizes(shapes)
@@ -241,8 +243,7 @@ class _Calls(TorchFunctionMode):
             setup = steps.setups.get(trace, sizes, num_samples, wanted, training=training, before=lambda: None)
             draws = BatchDraws(num_samples, steps.batch_dim)
             is_cut = setup.num_microbatches > 1
-            tries = not steps.setups.is_proven(trace, setup)
-            buffers = [(b, b.clone()) for b in steps.root.buffers() if not b.is_meta] if tries else []
+            tries = None if steps.setups.is_proven(trace, setup) else StageChanges(steps.root)
             call = JointPass(
                 setup,
                 inputs,
@@ -255,11 +256,9 @@ class _Calls(TorchFunctionMode):
                 aside=steps.outside,
             )
             call.run_stages()
-            if not tries or steps.setups.prove(trace, call.mixing):
+            if tries is None or steps.setups.prove(trace, call.obstacle, tries.buffers()):
                 return call
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            tries.restore()
             set_rng_state(before)
 
 

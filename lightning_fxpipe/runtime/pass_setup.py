@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -138,22 +138,31 @@ class PassSetups:
         """Whether the stages of a trace have been seen to treat samples one by one, or need not."""
         return setup.num_microbatches == 1 or trace.traced in self._proven
 
-    def prove(self, trace: StageTrace, mixing: str | None) -> bool:
+    def prove(self, trace: StageTrace, reason: str | None, buffers: Sequence[str]) -> bool:
         """Takes in what a try of this rank's stage has shown. Called by every rank.
 
         Args:
             trace: The trace.
-            mixing: A call in which samples notice each other.
+            reason: Why its batches must not be cut.
+            buffers: Those that the stage has changed.
 
         Returns:
-            Whether all ranks' stages treat samples one by one; if not, the trace's batches are not cut any more.
+            Whether they may be cut on all ranks; if not, the trace's batches are not cut any more.
         """
-        found = [call for call in gathered(self._topology.control_group, mixing) if call is not None]
-        if found:
-            self._divided.put(trace, f"in {found[0]}, samples of the batch notice each other")
-            self._setups = self._no_setups()
+        shown = gathered(self._topology.control_group, (reason, [*buffers]))
+        reasons = [each for each, _ in shown if each is not None]
         self._proven.add(trace.traced)
-        return not found
+        if reasons:
+            self._divided.put(trace, reasons[0])
+            self._setups = self._no_setups()
+        elif names := sorted({name for _, changed in shown for name in changed} - self._told_of):
+            self._told_of.update(names)
+            self._log.warn(
+                "The model changes buffers while it runs, once for each microbatch, as with accumulation: "
+                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. For those of one device, set "
+                "FxPipeStrategy(num_microbatches=1)."
+            )
+        return not reasons
 
     def _make(self, trace: StageTrace, sizes: Mapping[Any, int], num_samples: int, count: int, training: bool) -> PassSetup:
         passes = plan_passes(num_samples, count)

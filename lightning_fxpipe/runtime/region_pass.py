@@ -31,6 +31,7 @@ from lightning_fxpipe.microbatch.draws import (
     set_generator_state,
 )
 from lightning_fxpipe.microbatch.split import Pass
+from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from lightning_fxpipe.stages.build import Stage, TensorSpec
 from lightning_fxpipe.stages.memory import SavedBytes
@@ -223,12 +224,12 @@ class RegionPass:
         random_key: Identifies the batch within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
         announce: Tells the other ranks that the backward pass begins. Called on the last stage.
-        tries: Whether the first microbatch is to show that the stage treats samples one by one.
+        tries: Where the first microbatch is to show that the stage treats samples one by one, what it was before.
         measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
             not go from stage to stage then.
 
     Attributes:
-        mixing: A call of this rank's stage in which they notice each other, after a try.
+        obstacle: Why this rank's stage does not, or must not run more than once for a batch, after a try.
         saved_bytes: What autograd would keep on this rank, after a measurement.
         retains: Whether what the stages saved is kept for one more backward pass.
     """
@@ -241,12 +242,12 @@ class RegionPass:
         random_key: tuple[int | str, ...],
         training: bool,
         announce: Callable[[RegionPass], None],
-        tries: bool = False,
+        tries: StageChanges | None = None,
         measures: bool = False,
     ) -> None:
         self.setup = setup
         self.announce = announce
-        self.mixing: str | None = None
+        self.obstacle: str | None = None
         self.saved_bytes = 0
         self._tries, self._measures = tries, measures
         self.retains = False
@@ -280,6 +281,9 @@ class RegionPass:
             for leg in self.setup.legs:
                 with self._running(leg):
                     leg.forward.step(self._forward_one)
+        if self._tries is not None:
+            self.obstacle = self.obstacle or self._tries.reason()
+            self._tries = None  # it holds copies
         if not self.setup.is_last:
             return None
         parts = [self._parts[index] for index in sorted(self._parts)]
@@ -314,11 +318,14 @@ class RegionPass:
                 tensor.clone().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
                 for tensor, spec in zip(received, specs, strict=False)
             )
-        if self._tries and number == 0:
-            self.mixing = self._run.mixing_call(leg, index, received)
+        if self._tries is not None and number == 0:
+            call = self._run.mixing_call(leg, index, received)
+            self.obstacle = None if call is None else f"in {call}, samples of the batch notice each other"
         if self._measures and number == 0:
             self.saved_bytes = self._run.saved_bytes(leg, index, received)
         outputs, state = self._run.compute(leg, index, received, state=state, training=self._training)
+        if self._tries is not None and number == 0:
+            self._tries.note_first()
         if self._training and torch.is_grad_enabled():
             self._kept[number] = _Kept(received=received, outputs=outputs)
         detached = tuple(output.detach() for output in outputs)

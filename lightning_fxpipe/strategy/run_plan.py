@@ -188,7 +188,6 @@ class _Trial:
                 batch,
                 num_stages=self.num_stages,
                 batch_dim=self.options.batch_dim,
-                num_microbatches=self.options.num_microbatches,
                 device=self.device,
                 accepts_part=accepts_part,
             )

@@ -18,7 +18,6 @@ from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe.data.skip_loading import Sparing, Watched
 from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
-from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
@@ -27,7 +26,6 @@ from lightning_fxpipe.hooks.whole_model import WholeModel
 from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.metrics.metric_states import MetricStates, belong_to_one_replica, take_over_states
 from lightning_fxpipe.metrics.step_log import ResultChannel, replay
-from lightning_fxpipe.microbatch.batch_norms import batch_norms
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.optim.optimizers import StageOptimizer
 from lightning_fxpipe.planner.cost import canonical_fqns
@@ -45,7 +43,6 @@ from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.shard import drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
-from lightning_fxpipe.strategy.support import report_changed_buffers
 from lightning_fxpipe.tracing.parameter_use import check_same_parameters, parameters_by_name
 from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -104,7 +101,6 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
-        self._knows_buffers = False
         self._channel = ResultChannel(topology.control_group, source=topology.last_rank)
         self.trace_log = TraceLog(inform, warn, told=told)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
@@ -194,12 +190,9 @@ class Session:
             output = self._joint.run(step, batch)
             check_same_parameters(self.module, names, memory=False)
             return output
-        buffers = {} if self._knows_buffers else self._buffers_before()
         names = parameters_by_name(self.module)
         result, output = self._run(step, batch)
         check_same_parameters(self.module, names)
-        if result.num_microbatches > 1 and not self._knows_buffers:
-            self._find_changed_buffers(buffers)
         if result.loss is None:
             self._runtime.passes.end_batch()
             return None
@@ -360,7 +353,7 @@ class Session:
             return self._runtime.run(step, batch, metrics, at_region)
         except StepFailed as error:
             if not self._is_tried:
-                raise error.reason from error
+                raise error.reason from error.reason.__cause__
             return BatchResult(num_microbatches=0, failure=error.reason)
 
     def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, start: Remembered | None) -> tuple[BatchResult, Any]:
@@ -378,20 +371,6 @@ class Session:
     def end_evaluation(self) -> None:
         """After the last batch of a loop that trains nothing. Called by every rank."""
         self._whole_steps.give_back()
-
-    def _buffers_before(self) -> dict[str, Tensor]:
-        """Copies of this stage's buffers, but for those of BatchNorm, of which the user has been told."""
-        norms = {f"{path}.{name}" for path, norm in batch_norms(self.module) for name, _ in norm.named_buffers()}
-        mine = {fqn: buffer for fqn, buffer in self.module.named_buffers() if not buffer.is_meta and fqn not in norms}
-        return {fqn: buffer.clone() for fqn, buffer in mine.items() if self.plan.stages_of(fqn)}
-
-    def _find_changed_buffers(self, before: Mapping[str, Tensor]) -> None:
-        """After the first training batch of several microbatches. Called by every rank."""
-        self._knows_buffers = True
-        names = [fqn for fqn, value in before.items() if not torch.equal(self.module.get_buffer(fqn), value)]
-        names = sorted({name for part in gathered(self._topology.control_group, names) for name in part})
-        if names:
-            report_changed_buffers(names)
 
     def _attributes(self, step: Step) -> StepAttributes:
         common: dict[str, Tensor] = {}  # no stage holds them, so that every rank has them

@@ -204,14 +204,6 @@ def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
         )
 
 
-def report_changed_buffers(names: Sequence[str]) -> None:
-    """Warns of buffers that the model itself changes, once for each microbatch."""
-    warn(
-        f"{len(names)} buffers ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}) are changed by the model while it "
-        "runs: once for each microbatch, as with accumulation. For those of one device, set FxPipeStrategy(num_microbatches=1)."
-    )
-
-
 Fault = tuple[str, str]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe.tracing.reads import ReadKey, Unplain, snapshot
-from lightning_fxpipe.user_code.code_names import is_own_code, names_of
+from lightning_fxpipe.user_code.code_names import globals_read, is_own_code, names_of
 from lightning_fxpipe.user_code.kinds import is_users
 
 _MAX_FUNCTIONS = 200
@@ -99,7 +99,7 @@ def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[ReadKey, Any
         if not isinstance(function, FunctionType) or id(function) in seen or not is_own_code(function.__module__ or ""):
             continue
         seen.add(id(function))
-        named, _ = names_of(function.__code__)
+        (named, _), read = names_of(function.__code__), globals_read(function.__code__)
         for name in sorted(named):
             if name in _RUN_NAMES:
                 key = RunKey(_RUN_NAMES[name])
@@ -108,7 +108,7 @@ def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[ReadKey, Any
                 waiting.append(in_classes[name])
                 if not hasattr(type(in_classes[name]), "__get__"):
                     yield (path, name), in_classes[name]
-            if name in function.__globals__:
+            if name in read and name in function.__globals__:
                 value = function.__globals__[name]
                 waiting.append(value)
                 yield from _of_variable(function, name, value, named)
@@ -116,6 +116,8 @@ def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[ReadKey, Any
 
 def _of_variable(function: FunctionType, name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[ReadKey, Any]]:
     module = str(function.__globals__.get("__name__", ""))
+    if isinstance(value, nn.Module):
+        return  # what is read from modules is noted where it is
     if not isinstance(value, (ModuleType, type)):
         yield CodeKey(module, (name,)), value
         return

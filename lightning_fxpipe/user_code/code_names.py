@@ -43,6 +43,13 @@ def is_own_code(module: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def globals_read(code: CodeType) -> frozenset[str]:
+    """The names that code, and functions defined in it, take from the globals, or from Python's own names."""
+    found = {str(each.argument) for each in operations(code) if each.name in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return frozenset(found).union(*(globals_read(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+@lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """The names that code, and functions defined in it, may take from the globals, and those that it assigns there.
 

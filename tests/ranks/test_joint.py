@@ -84,6 +84,27 @@ class MomentumInForward(Automatic):
         return F.mse_loss(*self(x))
 
 
+class Drawing(Automatic):
+    """Calls a module with a number: it draws its input itself, so that the call has no samples to be cut by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = Drawn()
+
+    def loss(self, x: Tensor) -> Tensor:
+        once = self.net(x)
+        return F.mse_loss(self.net(once), x) + self.made(len(x)).square().mean()
+
+
+class Drawn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(3, 7, 7, 5)
+
+    def forward(self, count: int) -> Tensor:
+        return self.net(torch.ones(count, 3))
+
+
 class Attacking(Automatic):
     """Trains on inputs that it has changed along their gradient."""
 
@@ -110,6 +131,7 @@ RUNS = {
     "momentum": _run(Momentum),
     "momentum in forward": _run(MomentumInForward),
     "attacking": _run(Attacking),
+    "drawing": _run(Drawing),
     "own backward": _run(OwnBackward),
 }
 

@@ -49,6 +49,23 @@ def test_a_refusal_shows_the_users_frames_only(caplog: pytest.LogCaptureFixture)
     assert "torch/utils/checkpoint.py" in caplog.text  # all of it at DEBUG
 
 
+def test_a_refusal_that_is_raised_again_from_what_it_led_to_comes_out() -> None:
+    """Its causes form a circle, and who follows them would never come to an end."""
+
+    def refuse_again() -> None:
+        refusal = UnsupportedError("This cannot be.")
+        try:
+            try:
+                raise RecordError("on the way") from refusal
+            except RecordError as signal:
+                raise refusal from signal
+        finally:
+            pass
+
+    with pytest.raises(UnsupportedError, match="This cannot be"):
+        run_to_the_end(refuse_again)
+
+
 def test_a_refusal_that_ends_the_program_is_printed_without_machinery(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnsupportedError) as caught:
         run_to_the_end(refuse)

@@ -73,6 +73,17 @@ def test_what_forward_names_and_its_methods_and_functions_is_read() -> None:
     assert not any("UNNAMED" in name or "method" in name for name in names_of(Model()))
 
 
+def test_an_attribute_is_no_global_variable_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that calls its module `model` would have it compared as a whole before each batch, counters and all."""
+    monkeypatch.setattr(HERE, "helper", SimpleNamespace(seen=0), raising=False)
+    assert not any("helper" in name for name in names_of(Model()))
+
+
+def test_a_module_in_a_global_variable_is_no_plain_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HERE, "SCALE", nn.Linear(2, 2))
+    assert not any("SCALE" in name for name in names_of(Model()))
+
+
 def test_only_opened_modules_are_looked_at() -> None:
     assert code_reads(nn.Sequential(Model()), []) == {}
     assert code_reads(nn.Sequential(nn.Linear(2, 2)), ["", "0"]) == {}
