@@ -50,7 +50,8 @@ from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
 
 # What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
 _GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
-_REQUESTS = (_GRADIENTS, _VALUES, _LOGGING, _SHARING)
+_LOOKS = (_GRADIENTS, _VALUES)
+_REQUESTS = (*_LOOKS, _LOGGING, _SHARING)
 _NOTHING = -math.inf
 _Voted = tuple[list[float], list[dict[str, float] | None]]
 
@@ -336,7 +337,8 @@ class Hooks:
             if result[_VALUES] > 0:
                 values = self._whole.values()
                 frame.values = values if frame.values is None else frame.values
-            if result[_LOGGING] > 0 and result[_DIGEST] != -result[_MINUS_DIGEST]:
+            looks = any(result[kind] > 0 for kind in _LOOKS)
+            if result[_LOGGING] > 0 and not looks and result[_DIGEST] != -result[_MINUS_DIGEST]:
                 all_logged = gathered(self._topology.control_group, logged)
             if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
                 frame.shared = of_last_stage((value,) if mine.get(_SHARING) else (), self._topology)
@@ -377,7 +379,10 @@ class Hooks:
         if not numbers_logged:
             return values
         digest = _digest_of([(name, value.hex()) for name, value in numbers_logged.items()])
-        _, by_stage = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
+        are_others_back = True
+        while are_others_back:  # to look at something, before they come to this call
+            result, by_stage = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
+            are_others_back = any(result[kind] > 0 for kind in _LOOKS)
         zeros = by_stage[-1] if by_stage else None  # rank 0 holds the last stage
         if zeros is None:
             return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from lightning_fxpipe import PeerError
-from tests.lit import make_trainer
+from lightning_fxpipe import FxPipeStrategy, PeerError
+from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, Run, compare, go
 from tests.recording import CALLBACK_HOOKS, MODULE_HOOKS, TraceCallback, traced
@@ -324,3 +325,40 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     path = Path(folder) / str(stages)
     path.mkdir(exist_ok=True)
     return go(RUNS[name], path, stages)
+
+
+class LogsEachNorm(LitModel):
+    """Logs the norm of each parameter and gradient by itself: a rank looks at those of others where one has its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for fqn, parameter in self.named_parameters():
+            self.log(f"gradient/{fqn}", parameter.grad.norm())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for fqn, parameter in self.named_parameters():
+            self.log(f"norm/{fqn}", parameter.norm())
+
+
+def fit_logging_norms(**options: Any) -> tuple[dict[str, float], list[str]]:
+    """Runs on one device, or on every rank."""
+    torch.manual_seed(4)
+    module = LogsEachNorm("mlp")
+    trainer = make_trainer(max_epochs=1, limit_val_batches=0, **options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, make_loader("mlp"))
+    said = [str(one.message) for one in warned if "differ" in str(one.message)]
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, said
+
+
+def fit_logging_norms_in_stages() -> tuple[dict[str, float], list[str]]:
+    """Runs on every rank."""
+    return fit_logging_norms(strategy=FxPipeStrategy(num_microbatches=4), devices=2)
+
+
+def test_norms_that_are_logged_one_by_one_are_those_of_one_device(ranks: Callable[[int], RankPool]) -> None:
+    """While one rank asks for what others have, another is already at the next call: their votes must not meet."""
+    expected, _ = fit_logging_norms()
+    for metrics, said in ranks(2).run(fit_logging_norms_in_stages):
+        assert said == []
+        assert metrics == pytest.approx(expected, abs=1e-5)
