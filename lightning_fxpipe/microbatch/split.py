@@ -246,13 +246,14 @@ def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[
 
 
 def first_microbatch(batch: Any, num_microbatches: int | None, num_stages: int, batch_dim: int = 0) -> tuple[Any, int]:
-    """The first microbatch and its size; arguments as :func:`count_samples`.
+    """The first microbatch, of two samples or more where there are two, and its size; arguments as :func:`count_samples`.
 
     Raises:
         BatchError: The user wants several, and the batch cannot be split.
     """
     total = count_samples(batch, num_microbatches, batch_dim).num_samples
-    passes = plan_passes(total, num_microbatches or default_num_microbatches(total, num_stages))
+    count = num_microbatches or default_num_microbatches(total, num_stages)
+    passes = plan_passes(total, without_single_samples(total, count))
     return split_batch(batch, passes, batch_dim)[0], passes[0].size
 
 

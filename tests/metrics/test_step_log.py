@@ -52,7 +52,7 @@ def test_reduce_fx_is_an_option_that_lightning_judges(rule: Any) -> None:
 
 
 def test_an_option_that_cannot_be_sent_to_the_other_ranks_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"(?s)self\.log\('a', \.\.\.\).*test_metrics.*reduce_fx.*module"):
+    with pytest.raises(UnsupportedError, match=r"(?s)self\.log\('a', \.\.\.\).*test_step_log.*reduce_fx.*module"):
         only("a", 1.0, reduce_fx=lambda values: values[0])
 
 
