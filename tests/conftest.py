@@ -50,6 +50,8 @@ _FAMILIES = (
     "tests/ranks/test_materialise.py::test_a_module_without_data_gets_the_values_of_one_device",
     "tests/ranks/test_optimizer_states.py::test_states_of_all_kinds_come_back",
     "tests/ranks/test_pytorch_lightning.py::test_runs_are_those_of_one_device_under_the_other_name",
+    "tests/ranks/test_resume.py::test_every_checkpoint_goes_on_everywhere",
+    "tests/ranks/test_after_run.py::test_the_module_stays_split_where_that_is_wished_or_memory_is_short",
     "tests/ranks/test_row_numbers.py::test_numbers_of_samples_are_those_of_one_device",
     "tests/ranks/test_sparing.py::test_a_rank_whose_stage_needs_no_data_does_not_load_it",
 )
