@@ -134,4 +134,4 @@ def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) 
                 scope = "from now on any size" if (tensor, dim) in varying else "for this size only"
                 found[what] = f"{what} is {new_size} after {old_size}" + (f", {scope}" if dim else "")
     other = "relations between sizes, or numbers that its code takes from elsewhere, such as by .item()"
-    return found or {other: "its sizes stand in another relation, or it uses other numbers"}
+    return found or {other: "sizes that were equal differ, or a number that its code takes from elsewhere (.item()) is another"}
