@@ -92,7 +92,7 @@ def test_a_gradient_penalty_in_a_step_with_several_calls_is_refused_by_its_name(
 
     with pytest.raises(UnsupportedError, match="gradient penalty") as caught:
         found(step)
-    assert "test_survey.py" in str(caught.value)
+    assert "test_discovery.py" in str(caught.value)
 
 
 def test_a_gradient_of_something_else_is_no_penalty() -> None:
@@ -274,7 +274,7 @@ def test_what_ends_the_region_before_its_time_is_told() -> None:
         return module.decoder(h.chunk(2, 1)[0]).mean()
 
     reason = found(step).ends_because
-    assert re.fullmatch(r".*test_survey.py:\d+ looks at values of tensors, which may decide what is called after it", reason)
+    assert re.fullmatch(r".*test_discovery.py:\d+ looks at values of tensors, which may decide what is called after it", reason)
     assert not found(vae).ends_because
 
 

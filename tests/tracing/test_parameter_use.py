@@ -108,7 +108,7 @@ CHANGES = {
 def test_a_step_that_changes_parameters_is_refused(name: str, when: str) -> None:
     """Where it stands after the model's call, it would change those of the last stage only."""
     action, fqn = CHANGES[name]
-    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameteruse.*{fqn}.*hook"):
+    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameter_use.*{fqn}.*hook"):
         survey(**{when: action})
 
 
@@ -166,7 +166,7 @@ def test_a_change_that_comes_later_is_refused_where_it_is_made(name: str, is_cau
     module = Lit(lambda _: None, lambda _: None)
     action, fqn = CHANGES[name]
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameteruse.*{fqn}"):
+    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameter_use.*{fqn}"):
         run_watched(module, action, is_caught)
     for parameter, value in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
