@@ -26,7 +26,7 @@ _WITH_RANKS = ("tests/ranks/", "tests/zoo/test_steps.py", "tests/launch/test_lau
 
 # Each change runs another part of the slow tests, so that all have run in so many days, and not only at night; and a larger
 # part of those that have a case for each of many models, steps or options, of which any few show the mechanism.
-_SLOW_PARTS, _FAMILY_PARTS = 20, 3
+_SLOW_PARTS, _FAMILY_PARTS = 30, 6
 _FAMILIES = (
     "tests/zoo/test_steps.py::test_equal_or_refused",
     "tests/zoo/test_zoo.py::test_stages_equal_the_whole_model",
