@@ -166,7 +166,7 @@ def plan_jointly(
         except PartitionError as error:
             first = first or error
             opened.update(unit.path for unit in units)  # more, and smaller, calls
-        except FxPipeError:
+        except Exception:  # also of user code, which may not run to its end without data once more of it is opened
             if first is None:
                 raise
             raise first from None

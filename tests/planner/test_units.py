@@ -147,6 +147,20 @@ def test_where_nothing_inside_can_be_planned_the_first_reason_is_told() -> None:
         plan_jointly(module, StepCall.of_step(module.training_step, torch.ones(6, 4)), torch.ones(6, 4), num_stages=2)
 
 
+class FailsInside(CannotBeRecorded):
+    """Once its code is taken for the step's, that fails without data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data * 0.9
+        raise ValueError("not without data")
+
+
+def test_an_error_of_opened_code_does_not_hide_the_first_reason() -> None:
+    module = FailsInside()
+    with pytest.raises(TraceError, match=r"assigning to Tensor\.data"):
+        plan_jointly(module, StepCall.of_step(module.training_step, torch.ones(6, 4)), torch.ones(6, 4), num_stages=2)
+
+
 def test_an_error_of_the_step_ends_the_search_or_is_raised() -> None:
     step = StepCall.of_step(Breaks().training_step, torch.ones(6, 4))
     assert [unit.path for unit in find_units(step.function.__self__, step, num_samples=6)] == [""]
