@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snap
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+_BUFFERS = "buffers"  # the root of a path to one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +38,16 @@ class Change:
     """Something that a step changed.
 
     Attributes:
-        path: Where, see ``Difference`` of ``user_code.snapshot``.
+        path: Where, see ``Difference`` of ``user_code.snapshot``; ``("buffers", fqn)`` for a buffer.
         start: For a list that has grown or shrunk, the index of the first new entry; else None.
         value: The new value, or the new entries, pickled; None where there is none any more.
+        is_in_place: Whether a tensor has got other values, and is the same tensor.
     """
 
     path: Path
     start: int | None
     value: bytes | None
+    is_in_place: bool = False
 
 
 class StepAttributes:
@@ -77,8 +80,8 @@ class StepAttributes:
         attributes.update(made)
         self._own_iterators = {id(each): (each, each.position) for each in attributes.values() if type(each) is Rewindable}
 
-    def changes(self, made: StepIterators | None = None) -> tuple[list[Change], dict[str, Tensor]]:
-        """What differs now, and buffers by FQN. Tensors are on the CPU and outside of any graph.
+    def changes(self, made: StepIterators | None = None) -> list[Change]:
+        """What differs now. Tensors are on the CPU and outside of any graph.
 
         Args:
             made: The iterators that the step has made.
@@ -86,20 +89,28 @@ class StepAttributes:
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
-        differences = [*self._before.differences(), *self._before.written_tensors()]
-        differences = [each for each in differences if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)]
-        found = [_change(self._module, self._before, each, made) for each in differences]
-        buffers: dict[str, Tensor] = {}
+        found = [
+            _change(self._module, self._before, each, made, is_in_place=is_in_place)
+            for is_in_place, differences in ((False, self._before.differences()), (True, self._before.written_tensors()))
+            for each in differences
+            if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
+        ]
+        return [*found, *self._changed_buffers()]
+
+    def _changed_buffers(self) -> Iterator[Change]:
         for fqn, (buffer, version) in self._buffers.items():
             now = self._module.get_buffer(fqn)
             if now is not buffer or version_of(now) != version:
-                buffers[fqn] = now.detach().cpu()
+                yield self._buffer_change(fqn, now, is_in_place=now is buffer)
         # Those of a stage are changed by it, on its rank; but the step can put others there.
         today = dict(self._module.named_buffers()) if self._staged else {}
         for fqn, buffer in self._staged.items():
             if (now := today.get(fqn, buffer)) is not buffer:
-                buffers[fqn] = now.detach().cpu()
-        return found, buffers
+                yield self._buffer_change(fqn, now, is_in_place=False)
+
+    def _buffer_change(self, fqn: str, now: Tensor, *, is_in_place: bool) -> Change:
+        difference = Difference((_BUFFERS, fqn), None, now)
+        return _change(self._module, self._before, difference, is_in_place=is_in_place)
 
     def _is_own_iterator(self, difference: Difference, made: StepIterators | None) -> bool:
         """Whether every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""
@@ -141,7 +152,7 @@ class SubmoduleAttributes:
         for rank, (changes, _) in enumerate(every):
             if rank != dist.get_rank(group):
                 news = [change for change in changes if change.path not in known]
-                take_over(self._module, news, {}, torch.device("cpu"))
+                take_over(self._module, news, torch.device("cpu"))
                 known |= {change.path for change in news}
         return sorted({name for _, names in every for name in names})
 
@@ -163,7 +174,14 @@ def _shown(path: Path) -> list[str]:
     return [str(path[0]), *(str(key[1] if isinstance(key, tuple) else key) for _, key in path[1:])]
 
 
-def _change(module: nn.Module, before: Snapshot, difference: Difference, made: StepIterators | None = None) -> Change:
+def _change(
+    module: nn.Module,
+    before: Snapshot,
+    difference: Difference,
+    made: StepIterators | None = None,
+    *,
+    is_in_place: bool = False,
+) -> Change:
     value = None
     if difference.value is not ABSENT:
         sent = io.BytesIO()
@@ -172,13 +190,12 @@ def _change(module: nn.Module, before: Snapshot, difference: Difference, made: S
         except Exception as error:
             raise _not_sendable(difference, error) from error
         value = sent.getvalue()
-    return Change(path=difference.path, start=difference.start, value=value)
+    return Change(path=difference.path, start=difference.start, value=value, is_in_place=is_in_place)
 
 
 def take_over(
     module: nn.Module,
     changes: Iterable[Change],
-    buffers: Mapping[str, Tensor],
     device: torch.device,
     *functions: Any,
     made: StepIterators | None = None,
@@ -188,7 +205,6 @@ def take_over(
     Args:
         module: The module.
         changes: The changes.
-        buffers: New values of buffers, by FQN.
         device: This rank's.
         *functions: The step, if it is no method of the module.
         made: The iterators that the step has made here.
@@ -198,18 +214,34 @@ def take_over(
     news = (None if change.value is None else _Unpickler(change.value, module, roots, device, made) for change in changes)
     values = [ABSENT if new is None else new.load() for new in news]
     for change, value in zip(changes, values, strict=True):
+        if change.is_in_place and _write(_look(module, roots, change.path), value):
+            continue
         if change.start is not None:
             at_path(roots, change.path)[change.start :] = value
-            continue
-        owner, (kind, key) = at_path(roots, change.path[:-1]), change.path[-1]
-        if kind == CONTENTS:
-            kind_of_step(owner, key).put(owner, value)
-        else:
-            kind_of_step(owner, kind).set(owner, key, value)
-    with torch.no_grad():
-        for fqn, value in buffers.items():
-            path, _, name = fqn.rpartition(".")
+        elif change.path[0] == _BUFFERS:
+            path, _, name = change.path[1].rpartition(".")
             setattr(module.get_submodule(path), name, value.to(device))
+        else:
+            owner, (kind, key) = at_path(roots, change.path[:-1]), change.path[-1]
+            if kind == CONTENTS:
+                kind_of_step(owner, key).put(owner, value)
+            else:
+                kind_of_step(owner, kind).set(owner, key, value)
+
+
+def _look(module: nn.Module, roots: Mapping[str, Any], path: Path) -> Any:
+    return module.get_buffer(path[1]) if path[0] == _BUFFERS else at_path(roots, path)
+
+
+def _write(tensor: Any, value: Tensor) -> bool:
+    """Gives a tensor other values, so that it stays the same for all that hold it; False where it cannot have them."""
+    if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        return False
+    if tensor.is_meta or (tensor.is_inference() and not torch.is_inference_mode_enabled()):
+        return False
+    with torch.no_grad():
+        tensor.copy_(value)
+    return True
 
 
 class _Pickler(pickle.Pickler):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.modes import function_mode_removed
-from lightning_fxpipe._compat.torch import FakeTensor, StandIns, tree_flatten
+from lightning_fxpipe._compat.torch import FakeTensor, StandIns, tree_flatten, tree_leaves
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
@@ -231,6 +231,7 @@ class _Replay(StepMode):
         kwargs: dict[str, Any],
     ) -> Any:
         number, self.count = self.count, self.count + 1
+        call = None
         if number > self._record.last:
             with self.refusing():
                 self._check_has_data(name, args, kwargs)
@@ -242,14 +243,17 @@ class _Replay(StepMode):
                 self._run_region()
             if self._is_rehearsal and (number == self._record.last or call.sides):
                 raise RegionRehearsed
-            if call.result is not None:
-                return self._replay(call)
+            if call.result is not None and (self._is_rehearsal or not call.is_aside):
+                return self._replay(call, args, kwargs)
         self._is_inside = True
         try:
             result = execute(args, kwargs)
         finally:
             self._is_inside = False
-        if number < self._record.first:
+        if call is not None:
+            for tensor, key in zip(Template.of(result).tensors, call.keys, strict=False):
+                self._remember(tensor, key)
+        elif number < self._record.first:
             for position, tensor in enumerate(Template.of(result).tensors):
                 self._remember(tensor, TensorKey(number, position))
         return result
@@ -268,8 +272,12 @@ class _Replay(StepMode):
         for key, output in zip(self._record.outputs, outputs or (), strict=outputs is not None):
             self._remember(output, key)
 
-    def _replay(self, call: RecordedCall) -> Any:
+    def _replay(self, call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert call.result is not None
+        if call.is_aside:  # it returns what it changes
+            for key, leaf in zip(call.arguments, tree_leaves((args, kwargs)), strict=True):
+                if isinstance(key, TensorKey) and key.is_held:
+                    self._remember(leaf, key)
         tensors = []
         for key, recorded in zip(call.keys, call.result.tensors, strict=True):
             tensor = self._tensors.get(key)
@@ -313,8 +321,8 @@ class _Replay(StepMode):
             return bool(recorded == actual) if isinstance(recorded, _COMPARED) else type(recorded) is type(actual)
         if not isinstance(actual, Tensor):
             return False
-        if recorded.call < 0 and recorded.name:
-            return id(actual) not in self._keys and self._replayer.is_held(recorded.name, actual)
+        if recorded.is_held and id(actual) not in self._keys:
+            return self._replayer.is_held(recorded.name, actual)
         return self._keys.get(id(actual)) == recorded
 
     def _check_has_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,13 +1,13 @@
 """What a stage's forward changes by itself, seen while the first batch of a trace goes through it.
 
-A forward that counts its calls, collects their results in a list, or moves frozen parameters (a momentum teacher) does so once
-for a batch on one device; with several microbatches it would do so once for each, and compute something else. Such a batch
-is not cut. Buffers are allowed that, and the user is told: most are statistics.
+A forward that counts its calls, collects their results in a list, or moves parameters (a momentum teacher, noise on its own
+weights) does so once for a batch on one device; with several microbatches it would do so once for each, and compute something
+else. Such a batch is not cut. What gives the same when it is done again, such as a bound on the norm of the weights, may be.
+Buffers are allowed to change, and the user is told: most are statistics.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,17 +22,36 @@ from lightning_fxpipe.user_code.snapshot import Snapshot
 # put around can be all memory there is.
 _COPIED_SHARE = 1.5
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums of a parameter's values and of their sizes: enough to notice a change."""
+
+    values: float
+    sizes: float
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> _Totals:
+        detached = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+        return cls(*(float(each.sum(dtype=torch.float64)) for each in (detached, detached.abs())))
+
+    def differ(self, others: _Totals, tolerance: float = 0.0) -> bool:
+        """Whether by more than a share of the sizes."""
+        return (
+            abs(self.values - others.values) > tolerance * self.sizes or abs(self.sizes - others.sizes) > tolerance * self.sizes
+        )
 
 
 @dataclass(frozen=True)
 class _Frozen:
     parameter: nn.Parameter
-    total: float  # of its values: enough to notice a change
+    totals: _Totals
     copy: Tensor | None
 
     def has_changed(self) -> bool:
-        now = _total(self.parameter)
-        return now != self.total and not (math.isnan(now) and math.isnan(self.total))
+        return self.totals.differ(_Totals.of(self.parameter))
 
 
 class StageChanges:
@@ -49,14 +68,23 @@ class StageChanges:
         own = {fqn: p for fqn, p in root.named_parameters() if not p.is_meta and p.layout is torch.strided}
         num_trained = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
         # Types of one byte are those of weights that nobody moves, and torch cannot sum them all.
-        frozen = {fqn: p for fqn, p in own.items() if not p.requires_grad and p.element_size() > 1}
+        summed = {fqn: p for fqn, p in own.items() if p.element_size() > 1}
+        frozen = {fqn: p for fqn, p in summed.items() if not p.requires_grad}
+        # An embedding's are those of the rows that are looked up, whatever the microbatch.
+        bounded = [
+            module.weight for module in root.modules() if isinstance(module, _EMBEDDINGS) and module.max_norm is not None
+        ]
+        known = {id(parameter) for parameter in bounded}
+        self._trained = {fqn: p for fqn, p in summed.items() if p.requires_grad and id(p) not in known}
+        self._totals_after_first: dict[str, _Totals] = {}
         copies = sum(p.numel() * p.element_size() for p in frozen.values()) <= _COPIED_SHARE * num_trained
-        self._frozen = {fqn: _Frozen(p, _total(p), p.detach().clone() if copies else None) for fqn, p in frozen.items()}
+        self._frozen = {fqn: _Frozen(p, _Totals.of(p), p.detach().clone() if copies else None) for fqn, p in frozen.items()}
         self._after_first: dict[str, Any] = {}
 
     def note_first(self) -> None:
         """Called when the first microbatch has gone through: what changes once, such as a flag, is no count."""
         self._after_first = self._counts()
+        self._totals_after_first = {fqn: _Totals.of(parameter) for fqn, parameter in self._trained.items()}
 
     def reason(self) -> str | None:
         """Why batches must not be cut, after all microbatches; None if they may.
@@ -64,20 +92,26 @@ class StageChanges:
         Raises:
             UnsupportedError: What has changed cannot be put back.
         """
-        moved = [(fqn, frozen) for fqn, frozen in self._frozen.items() if frozen.has_changed()]
-        if moved and moved[0][1].copy is None:
+        trained = [fqn for fqn, totals in self._totals_after_first.items() if self._is_moved_again(fqn, totals)]
+        frozen = [fqn for fqn, each in self._frozen.items() if each.has_changed()]
+        lost = [*trained, *(fqn for fqn in frozen if self._frozen[fqn].copy is None)]
+        if lost:
             raise UnsupportedError(
-                "The model's forward changes parameters that are frozen.",
-                where=moved[0][0],
-                observed=f"{len(moved)} of them, changed once for each microbatch",
-                expected="parameters that the step or the optimizer changes, once for a batch",
-                todo="Set FxPipeStrategy(num_microbatches=1), or change them in the step or in a hook.",
+                "The model's forward changes parameters.",
+                where=lost[0],
+                observed=f"{len(lost)} of them, changed once for each microbatch",
+                expected="parameters that the optimizer or a hook changes, once for a batch",
+                todo="Set FxPipeStrategy(num_microbatches=1), or change them in a hook.",
             )
-        if moved:
-            return f"the model's forward changes {moved[0][0]}, which is frozen"
+        if frozen:
+            return f"the model's forward changes {frozen[0]}, which is frozen"
         now = self._counts()
         counted = [name for name, value in self._after_first.items() if now.get(name) != value]
         return f"the model's forward changes {counted[0]} with each call" if counted else None
+
+    def _is_moved_again(self, fqn: str, after_first: _Totals) -> bool:
+        parameter = self._trained[fqn]
+        return after_first.differ(_Totals.of(parameter), 2 * torch.finfo(parameter.dtype).eps)
 
     def buffers(self) -> list[str]:
         """Names of the buffers that have changed, but for those of BatchNorm, which are moved once for a batch."""
@@ -106,9 +140,3 @@ class StageChanges:
                 elif type(value) in (list, dict, set):
                     found[f"{path}.{name}"] = len(value)
         return found
-
-
-def _total(parameter: Tensor) -> float:
-    dtype = torch.complex128 if parameter.is_complex() else torch.float64
-    total = parameter.detach().sum(dtype=dtype)
-    return float(total.real + total.imag if total.is_complex() else total)

@@ -93,12 +93,12 @@ class ExampleRuns:
         news: Any = None
         if self._topology.is_last:
             buffers = {fqn: values.get(id(buffer), buffer).detach().cpu() for fqn, buffer in self._module.named_buffers()}
-            news = (rng_state(), before.changes()[0], buffers)
+            news = (rng_state(), before.changes(), buffers)
         state, attributes, buffers = of_last_stage(news, self._topology)
         if self._topology.is_last:
             return
         set_rng_state(state)
-        take_over(self._module, attributes, {}, self._topology.device)
+        take_over(self._module, attributes, self._topology.device)
         with torch.no_grad():
             for fqn, buffer in self._module.named_buffers():
                 if not buffer.is_meta:

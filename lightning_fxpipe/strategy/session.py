@@ -184,15 +184,14 @@ class Session:
             What the step returned; on the other stages the value of its loss, in a dict with whatever else hooks are to see.
             None if the step returned None, which skips the batch.
         """
+        names = parameters_by_name(self.module, memory=False)  # a module's forward may give them other memory
         if self._joint is not None:
             self._take_materials()
-            names = parameters_by_name(self.module, memory=False)
             output = self._joint.run(step, batch)
             check_same_parameters(self.module, names, memory=False)
             return output
-        names = parameters_by_name(self.module)
         result, output = self._run(step, batch)
-        check_same_parameters(self.module, names)
+        check_same_parameters(self.module, names, memory=False)
         if result.loss is None:
             self._runtime.passes.end_batch()
             return None
@@ -317,9 +316,9 @@ class Session:
         if result.failure is not None:  # on the last stage; what the step has done so far will be undone
             before = states = None
         output = result.output
-        changed: tuple[Any, ...] = ([], {}, [])
+        changed: tuple[Any, ...] = ([], [])
         if before is not None and states is not None:
-            changed = (*before.changes(self._runtime.iterators), states.changes())
+            changed = (before.changes(self._runtime.iterators), states.changes())
         sent = self.hooks.sendable_output(step.kind.value, output)
         told = (result.rng, *changed, sent, trainer.should_stop, result.buffers, result.failure)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
@@ -328,11 +327,11 @@ class Session:
             return self._run_whole(step, batch, news[-1], start)
         self._ran.add(step.kind)
         if news is not None and not is_last:
-            rng, attributes, buffers, counted, sent, trainer.should_stop, others_buffers, _ = news
-            self._whole_steps.change_buffers(others_buffers)
+            rng, attributes, counted, sent, trainer.should_stop, buffers, _ = news
+            self._whole_steps.change_buffers(buffers)
             if rng is not None:
                 set_rng_state(rng)
-            take_over(self.module, attributes, buffers, self._topology.device, step.function, made=self._runtime.iterators)
+            take_over(self.module, attributes, self._topology.device, step.function, made=self._runtime.iterators)
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)

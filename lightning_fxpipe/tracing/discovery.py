@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -30,6 +30,7 @@ from lightning_fxpipe.tracing.parameter_use import (
     check_changes,
     check_same_parameters,
     parameters_by_name,
+    with_todays_memory,
 )
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.record import RecorderSettings
@@ -153,7 +154,6 @@ def _survey(root: nn.Module, call: WholeStep, device: torch.device | None) -> _S
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
         survey = run.recorder
         assert isinstance(survey, _Survey)
-        parameters = parameters_by_name(root)
         try:
             survey.know_batch(Template.of(run.example).tensors)
             survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
@@ -173,7 +173,7 @@ def _survey(root: nn.Module, call: WholeStep, device: torch.device | None) -> _S
             survey.note_end(error, raising_source(error))
         if survey.misuse is not None:
             raise survey.misuse
-        check_same_parameters(root, parameters)
+        check_same_parameters(root, survey.parameters)
     return survey
 
 
@@ -258,6 +258,7 @@ class _Survey(SpanRecorder):
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
         self.called: set[str | None] = set()  # modules
         self.num_running = 0  # modules inside each other, the step's own one among them where it is called
+        self.parameters = parameters_by_name(root)  # as modules have left them
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -288,6 +289,8 @@ class _Survey(SpanRecorder):
             return super().call_module(original_call, module, args, kwargs)
         finally:
             self.num_running -= 1
+            if not self.num_running:
+                self.parameters = with_todays_memory(self._root, self.parameters)
 
     def _note_look(self) -> None:
         self._has_looked = True
@@ -337,17 +340,21 @@ class _Survey(SpanRecorder):
                 self.add_input(f"{INPUT_PREFIX}made_{self._count}", tensor)
             return result
 
-    def after_call(self, number: int, num_nodes: int) -> None:
-        self._uses += [(number, leaf) for leaf in self.calls[-1].arguments if isinstance(leaf, TensorKey)]
-        new = list(self.graph.nodes)[num_nodes:]
-        for node in new:
+    def has_begun(self, number: int) -> bool:
+        return bool(self.users)
+
+    def after_call(self, number: int, nodes: Sequence[fx.Node]) -> None:
+        call = self.calls[-1]
+        user = math.inf if call.is_aside else number  # one that is left out of the region needs them from it
+        self._uses += [(user, leaf) for leaf in call.arguments if isinstance(leaf, TensorKey)]
+        for node in nodes:
             if node.op != "call_module":
                 with self._noted_misuse():
                     check_changes(self._root, node.meta.get("mutated_storages", ()))
-        if not self._has_looked and any(self._uses_parameters(node) for node in new):
+        if not self._has_looked and any(self._uses_parameters(node) for node in nodes):
             self.users.append(number)
             self._is_user_last, self._reachable = True, set()
-            self.calls_model |= any(node.op == "call_module" for node in new)
+            self.calls_model |= any(node.op == "call_module" for node in nodes)
 
     def _uses_parameters(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -409,7 +416,7 @@ class _Survey(SpanRecorder):
 
     def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
         """The tensors made within the span that later code uses; all of them where that is not known."""
-        calls = [call for call in self.calls if first <= call.number <= last]
+        calls = [call for call in self.calls if first <= call.number <= last and not call.is_aside]
         sides = {call.number: [side for side in call.sides if side[:2] not in self.caches] for call in calls}
         made = [key for call in calls for key in (*call.keys, *(key for *_, key in sides[call.number])) if key.call >= first]
         used = self._used_after(last)

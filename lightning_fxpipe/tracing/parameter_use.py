@@ -70,18 +70,22 @@ def check_call(
 
 def _check_written(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raises where a call writes into a parameter's memory, under whatever name, or gives it away."""
+    if written := written_by(func, args, kwargs):
+        check_changes(root, written)
+
+
+def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
+    """The memory into which a call of torch writes, or which it gives away, as far as its name and schema say."""
     written: list[Any] = [kwargs["out"]] if "out" in kwargs else []
     written += written_arguments(func, args, kwargs)
-    if _is_in_place(func) or func in _GIVING_MEMORY:
+    if is_in_place(func) or func in _GIVING_MEMORY:
         written += [*args[:1], *(kwargs[name] for name in ("input", "tensor") if name in kwargs)]
     # A list is that of a `_foreach_` function.
     leaves = (leaf for one in written for leaf in (one if isinstance(one, (list, tuple)) else (one,)))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    if tensors:
-        check_changes(root, map(storage_key, tensors))
+    return {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
 
 
-def _is_in_place(func: Callable[..., Any]) -> bool:
+def is_in_place(func: Callable[..., Any]) -> bool:
     """Whether a function of torch changes its first argument, as its name says."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
@@ -95,6 +99,13 @@ def parameters_by_name(root: nn.Module, *, memory: bool = True) -> dict[str, tup
     with unwatched_torch():
         named = root.named_parameters()
         return {fqn: (id(parameter), _memory_of(fqn, parameter) if memory else 0) for fqn, parameter in named}
+
+
+def with_todays_memory(root: nn.Module, before: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """What :func:`parameters_by_name` has said, after a call of a module: its forward may give parameters other memory, as by
+    ``self.weight.data = torch.renorm(...)``, in a rank's stage as on one device."""
+    now = parameters_by_name(root)
+    return {fqn: (identity, now.get(fqn, (0, memory))[1]) for fqn, (identity, memory) in before.items()}
 
 
 def _memory_of(fqn: str, parameter: Tensor) -> int:

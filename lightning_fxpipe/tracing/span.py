@@ -11,7 +11,8 @@ made it. Numbers are the same in every run of the step, fake or real, as long as
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +28,9 @@ from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.rng import python_rng
+from lightning_fxpipe.tracing.calls_aside import CallsAside
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.parameter_use import is_in_place, written_by
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX
@@ -101,6 +104,7 @@ class StepRegion:
         recorder.know_batch(Template.of(example).tensors)
         with suppress(_SpanEnds):
             run_step(root, self.step, example, say_nothing)
+        recorder.aside.erase(recorder.graph)
         return [recorder.tensors[key] for key in self.span.wanted]
 
     def chosen(self, num_results: int) -> tuple[int, ...]:
@@ -131,6 +135,7 @@ class SpanRecorder(Recorder):
         calls: The step's own calls within the span.
         inputs: Where each input of the graph comes from.
         tensors: The tensors that the step's calls have made so far, and those of the batch.
+        aside: Calls within the span that are no part of the region.
     """
 
     def __init__(self, settings: RecorderSettings, span: Span) -> None:
@@ -138,6 +143,7 @@ class SpanRecorder(Recorder):
         self.calls: list[RecordedCall] = []
         self.inputs: list[TensorKey] = []
         self.tensors: dict[TensorKey, Tensor] = {}
+        self.aside = CallsAside()
         self._span = span
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
@@ -171,6 +177,7 @@ class SpanRecorder(Recorder):
             return original_call(module, *args, **kwargs)
         if self._is_nested or path is None:
             return record()
+        self.aside.check_module(path, module)
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
 
     def _may_leave_tensors(self) -> bool:
@@ -209,29 +216,38 @@ class SpanRecorder(Recorder):
         arguments, structure = tree_flatten((args, kwargs))
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()
-        num_nodes, sides = len(self.graph.nodes), dict(self.sides)
+        held = [leaf for leaf, key in zip(arguments, described, strict=True) if isinstance(key, TensorKey) and key.is_held]
+        last, sides = next(reversed(self.graph.nodes), None), dict(self.sides)
         result = self.record(record, partial(function, *args, **kwargs))
-        keys = self._remember_result(number, result)
+        nodes = _nodes_after(self.graph, last)
+        is_aside = False
+        if not is_module and self.has_begun(number):
+            is_aside = self.aside.takes(nodes, arguments, held, written_by(function, args, kwargs), result)
+        keys = self._remember_result(number, result, described[0] if is_aside and is_in_place(function) else None)
         new_sides = [(side, tensor) for side, tensor in self.sides.items() if sides.get(side) is not tensor]
-        in_graph = len(self.graph.nodes) > num_nodes
         self.calls.append(
             RecordedCall(
                 number=number,
                 name=name,
                 arguments=described,
                 structure=structure,
-                result=self._template_of(result) if in_graph else None,
-                keys=keys if in_graph else (),
+                result=self._template_of(result) if nodes else None,
+                keys=keys if nodes else (),
                 sides=tuple(
                     (path, attribute, self._remember(tensor, TensorKey(number, len(keys) + position, f"{path}.{attribute}")))
                     for position, ((path, attribute), tensor) in enumerate(new_sides)
                 ),
                 is_module=is_module,
                 source=source,
+                is_aside=is_aside,
             )
         )
-        self.after_call(number, num_nodes)
+        self.after_call(number, nodes)
         return result
+
+    def has_begun(self, number: int) -> bool:
+        """Whether a call comes after the first that uses parameters."""
+        return number > self._span.first
 
     def record(self, record: Callable[[], Any], execute: Callable[[], Any]) -> Any:
         """Makes a call of the span with ``record``; ``execute`` would make it unrecorded."""
@@ -240,8 +256,8 @@ class SpanRecorder(Recorder):
     def before_call(self) -> None:
         """Called before each call of the step."""
 
-    def after_call(self, number: int, num_nodes: int) -> None:
-        """Called after each call of the span; ``num_nodes`` is the graph's length before it."""
+    def after_call(self, number: int, nodes: Sequence[fx.Node]) -> None:
+        """Called after each call of the span, with the nodes that it has added."""
         if number == self._span.last:
             raise _SpanEnds
 
@@ -258,9 +274,9 @@ class SpanRecorder(Recorder):
         """Identity of a tensor that a call of the step made."""
         return self._keys.get(id(tensor))
 
-    def _remember_result(self, number: int, result: Any) -> tuple[TensorKey, ...]:
+    def _remember_result(self, number: int, result: Any, key: TensorKey | None = None) -> tuple[TensorKey, ...]:
         tensors = Template.of(result).tensors
-        return tuple(self._remember(tensor, TensorKey(number, position)) for position, tensor in enumerate(tensors))
+        return tuple(self._remember(tensor, key or TensorKey(number, position)) for position, tensor in enumerate(tensors))
 
     def _remember(self, tensor: Tensor, key: TensorKey) -> TensorKey:
         """The first identity of a tensor is its own; an in-place call returns one that is known."""
@@ -287,6 +303,12 @@ class SpanRecorder(Recorder):
         node = self.add_input(f"{INPUT_PREFIX}{len(self.inputs)}", tensor)
         self.inputs.append(key)
         return node
+
+
+def _nodes_after(graph: fx.Graph, last: fx.Node | None) -> list[fx.Node]:
+    """The calls at the end of a graph; what follows its last input may be another one."""
+    nodes = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+    return [node for node in nodes if node.op != "placeholder"][::-1]
 
 
 def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., None]) -> Any:

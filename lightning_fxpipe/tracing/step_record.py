@@ -21,6 +21,11 @@ class TensorKey:
     position: int
     name: str = ""
 
+    @property
+    def is_held(self) -> bool:
+        """Whether no call of the step has made it: it is a parameter, buffer or constant."""
+        return self.call < 0 and bool(self.name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedCall:
@@ -37,6 +42,7 @@ class RecordedCall:
         sides: Tensors that the call left on modules as attributes: path of the module, attribute, identity.
         is_module: Whether it is the call of a module.
         source: ``file:line`` of the call.
+        is_aside: Whether the last stage makes it itself when the region has run, see ``tracing.calls_aside``.
     """
 
     number: int
@@ -48,6 +54,7 @@ class RecordedCall:
     sides: tuple[tuple[str, str, TensorKey], ...]
     is_module: bool
     source: str | None
+    is_aside: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,10 @@ class Layer(nn.Module):
             self.length = 7
         elif what == "nan":
             self.frozen.data.fill_(float("nan"))
+        elif what == "decay":
+            self.trained.data.mul_(0.999)
+        elif what == "renorm":
+            self.trained.data = torch.renorm(self.trained.data[None], p=2, dim=0, maxnorm=0.3)[0]
         else:
             setattr(self, what, getattr(self, what) + 1)
 
@@ -63,7 +67,7 @@ def test_what_each_call_changes_is_a_reason_and_is_put_back(what: str, name: str
     assert layer.frozen.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("what", ["flag", "length", "buffer", "norm"])
+@pytest.mark.parametrize("what", ["flag", "length", "buffer", "norm", "renorm"])
 def test_what_changes_once_and_buffers_are_none(what: str) -> None:
     changes = seen_after(what, Layer())
     assert changes.reason() is None
@@ -80,8 +84,24 @@ def test_buffers_are_put_back() -> None:
 def test_frozen_parameters_of_which_there_are_no_copies_are_an_error() -> None:
     """What adapters are put around can be all memory there is."""
     changes = seen_after("data", Layer(num_trained=1))
-    with pytest.raises(UnsupportedError, match=r"(?s)changes parameters that are frozen.*0\.frozen"):
+    with pytest.raises(UnsupportedError, match=r"(?s)forward changes parameters.*0\.frozen"):
         changes.reason()
+
+
+def test_parameters_that_train_and_are_moved_with_each_call_are_an_error() -> None:
+    changes = seen_after("decay", Layer())
+    with pytest.raises(UnsupportedError, match=r"(?s)forward changes parameters.*0\.trained.*num_microbatches=1"):
+        changes.reason()
+
+
+def test_rows_of_an_embedding_are_bounded_by_each_microbatch() -> None:
+    """Each looks up rows of its own."""
+    embedding = nn.Embedding(6, 4, max_norm=0.1)
+    changes = StageChanges(nn.Sequential(embedding))
+    embedding(torch.arange(3))
+    changes.note_first()
+    embedding(torch.arange(3, 6))
+    assert changes.reason() is None
 
 
 def test_parameters_that_are_no_numbers_before_and_after_have_not_changed() -> None:
