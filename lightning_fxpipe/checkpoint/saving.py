@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map
 from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
-from lightning_fxpipe.checkpoint.collect import identity
 from lightning_fxpipe.checkpoint.folders import original_errors
 from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.groups import closed_with
+from lightning_fxpipe.distributed.values import identity
 from lightning_fxpipe.errors import text_of
 
 Write = Callable[[Path, "dist.ProcessGroup | None"], None]

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import folder_writer, tree_map
-from lightning_fxpipe.checkpoint.collect import Key, collect, identity
 from lightning_fxpipe.checkpoint.formats import with_items
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.saving import Write, copied_state, on_every_rank, write_parts
 from lightning_fxpipe.checkpoint.stage_state import ENTRY, held, in_order, names_in_parts, taken_parts
 from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import identity, receive_value, send_value
+
+# Which state, and what of it.
+Key = tuple[str | int, str]
 
 # In our entry of a file: for each optimizer and group the FQNs of the numbered parameters.
 GROUP_FQNS = "group_fqns"
@@ -43,7 +46,7 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
     optimizers = checkpoint.get("optimizer_states", [])
     for index, optimizer in enumerate(optimizers):
         parts |= {(index, fqn): state for fqn, state in optimizer["state"].items()}
-    collected = collect(parts, topology)
+    collected = _collected(parts, topology)
     if collected is not None:
         del parts
         collected = _on_cpu(collected)
@@ -87,6 +90,28 @@ def save_file_at(location: Location, checkpoint: dict[str, Any], fqns: Collectio
                 torch.save(whole, file)
 
     on_every_rank(topology.control_group, write)
+
+
+def _collected(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | None:
+    """What any rank has, on rank 0, in which the values that it has itself go before; None on others. Called by every rank.
+
+    Args:
+        mine: This rank's values: tensors, containers of tensors, or anything that can be pickled.
+        topology: This rank's place.
+    """
+    if topology.num_stages == 1:
+        return dict(mine)
+    names = gathered(topology.control_group, list(mine))
+    known = set(names[topology.last_stage])  # which is on rank 0
+    result = dict(mine)
+    for stage in range(topology.last_stage):
+        wanted = [name for name in names[stage] if name not in known]
+        known.update(wanted)
+        if stage == topology.stage_index and wanted:
+            send_value({name: mine[name] for name in wanted}, topology.last_rank, topology.control_group)
+        elif topology.is_last and wanted:
+            result |= receive_value(topology.rank_of(stage), topology.control_group)
+    return result if topology.is_last else None
 
 
 def _of_any_rank(names: list[str], topology: Topology) -> list[str]:

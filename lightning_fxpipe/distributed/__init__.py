@@ -3,6 +3,7 @@
 - ``topology``: which rank holds which stage.
 - ``groups``: process groups that end with what they were made for.
 - ``agreement``: collectives for plain values: equal on all ranks, the last stage's, votes.
+- ``values``: values with tensors inside, from a rank to another or to all.
 - ``commands``: what the last stage tells the others to do.
 - ``lifeline``: a connection of our own, on which the ranks hear that one has failed or died.
 - ``gloo_sockets``: frees a rank that waits in a collective for another which is gone.

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.user_code.exchange import named_tensors
 
 # torch's stubs give the types of the values, not of the properties.
@@ -104,14 +104,10 @@ class WholeModel:
 
     def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Each rank that has something which another has not, and that in the same order everywhere."""
-        names = canonical_fqns(self._module)
-        owned: dict[int, dict[str, Tensor]] = {}
-        for _, _, fqn, tensor in named_tensors(self._module):
-            stages = self._plan.stages_of(names[fqn])
-            if stages and len(stages) < self._topology.num_stages:
-                owned.setdefault(self._topology.rank_of(stages[0]), {})[names[fqn]] = tensor
-        for owner in sorted(owned):
-            yield owner, list(owned[owner].values())
+        for stage, tensors in first_held(self._module, self._plan).items():
+            wanted = [t for fqn, t in tensors.items() if len(self._plan.stages_of(fqn)) < self._topology.num_stages]
+            if wanted:
+                yield self._topology.rank_of(stage), wanted
 
     def _broadcast(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
         """The owner's tensors on every rank: one message for each dtype."""

@@ -30,6 +30,7 @@ from lightning_fxpipe.pytree.sizes import as_bytes
 from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.runtime.batch_result import BatchResult
 from lightning_fxpipe.runtime.replay import watched_step
+from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.stages.memory import memory_for_rank
 from lightning_fxpipe.user_code.exchange import named_tensors
 from lightning_fxpipe.user_code.frames import user_source
@@ -166,13 +167,13 @@ class WholeSteps:
 
     def _missing(self) -> list[tuple[int, Tensor]]:
         """What the last stage lacks, with the rank that has it, in the same order on every rank."""
-        names = canonical_fqns(self._module)
-        found: dict[str, tuple[int, Tensor]] = {}
-        for _, _, fqn, tensor in named_tensors(self._module):
-            stages = self._plan.stages_of(names[fqn])
-            if stages and self._topology.last_stage not in stages:
-                found.setdefault(names[fqn], (self._topology.rank_of(stages[0]), tensor))
-        return list(found.values())
+        held, last = first_held(self._module, self._plan), self._topology.last_stage
+        return [
+            (self._topology.rank_of(stage), tensor)
+            for stage, tensors in held.items()
+            for fqn, tensor in tensors.items()
+            if last not in self._plan.stages_of(fqn)
+        ]
 
     def _own_versions(self) -> list[tuple[int, int]]:
         return [(id(tensor), version_of(tensor)) for *_, tensor in named_tensors(self._module) if not tensor.is_meta]

@@ -2,6 +2,7 @@
 
 - ``build``: the stage modules of a cut graph.
 - ``shard``: leaves a rank with its own share.
+- ``holders``: which stage has which tensor.
 - ``gather``: makes the module whole again after its runs.
 - ``gradients``: of parameters that several stages hold; clipping over all stages.
 - ``memory``: how much there is, and what autograd takes of it.

@@ -8,17 +8,16 @@ the module stays split.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe.deferred_init.materialise import put_in_place
 from lightning_fxpipe.distributed.agreement import any_rank
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_value
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.stages.memory import available_memory
 from lightning_fxpipe.stages.shard import Dropped
 from lightning_fxpipe.user_code.exchange import named_tensors
@@ -37,8 +36,10 @@ def gather(root: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Se
         dropped: What this rank has dropped, to get back into the same objects.
     """
     received: dict[str, Tensor] = {}
-    for stage in range(topology.num_stages):
-        received.update(_of_stage(root, plan, topology, stage))
+    for stage, mine in first_held(root, plan).items():
+        sent = broadcast_value(mine, topology.rank_of(stage), topology.control_group)
+        if stage != topology.stage_index:
+            received.update(sent)
     parameters = {id(entry.placeholder): entry.parameter for entry in dropped}
     names = canonical_fqns(root)
     made: dict[int, Tensor] = {}
@@ -50,44 +51,8 @@ def gather(root: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Se
         setattr(module, name, made[id(tensor)])
 
 
-def _of_stage(root: nn.Module, plan: PartitionPlan, topology: Topology, stage: int) -> dict[str, Tensor]:
-    """On the other ranks what ``stage`` is the first to hold, by FQN, on the CPU."""
-    source, group = topology.rank_of(stage), topology.control_group
-    is_source = topology.stage_index == stage
-    mine = _held_first(root, plan, stage) if is_source else {}
-    # Sent by value where the bytes are not all: sparse and quantized tensors, subclasses.
-    described: list[Any] = [
-        {fqn: (tuple(t.shape), t.dtype) if _is_plain(t) else t.detach().cpu() for fqn, t in mine.items()} if is_source else None
-    ]
-    dist.broadcast_object_list(described, src=source, group=group)
-    found: dict[str, Tensor] = {}
-    for fqn, description in described[0].items():
-        if isinstance(description, Tensor):
-            found[fqn] = description
-            continue
-        shape, dtype = description
-        # A copy of the stage's own: not every transport knows every dtype, so bytes are sent.
-        tensor = mine[fqn].detach().cpu().contiguous() if is_source else torch.empty(shape, dtype=dtype)
-        if tensor.numel():
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=group)
-        found[fqn] = tensor
-    return {} if is_source else found
-
-
-def _held_first(root: nn.Module, plan: PartitionPlan, stage: int) -> dict[str, Tensor]:
-    """The tensors of which ``stage`` is the first holder."""
-    tensors = {fqn: tensor for _, _, fqn, tensor in named_tensors(root) if not tensor.is_meta}
-    return {fqn: tensor for fqn, tensor in tensors.items() if plan.stages_of(fqn)[:1] == (stage,)}
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
-
-
 def _filled(placeholder: Tensor, parameter: nn.Parameter | None, value: Tensor) -> Tensor:
-    """A tensor with the values, in the placeholder's layout; the parameter that the placeholder stands for, if there is one."""
-    if _is_plain(value) and value.shape == placeholder.shape and not placeholder.is_contiguous():
-        value = torch.empty_like(placeholder, device=value.device, requires_grad=False).copy_(value)
+    """A tensor with the values; the parameter that the placeholder stands for, if there is one."""
     if not isinstance(placeholder, nn.Parameter):
         return value
     if parameter is None:

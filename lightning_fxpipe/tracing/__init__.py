@@ -2,7 +2,8 @@
 
 Finding the region
     - ``prelude``: what the step does before it calls the model, in a dry run.
-    - ``region``, ``span``: a region of one call, and of several (``calls_aside``: what stands between those, and is no part of it).
+    - ``region``, ``span``: a region of one call, and of several.
+    - ``calls_aside``: what stands between those, and is no part of it.
     - ``discovery``: finds it by one run of the step on fake tensors.
     - ``input_gradient``, ``parameter_use``: steps that do more with the model than to call it.
     - ``recordable``: what can be traced, and when two of them are alike.

@@ -1,0 +1,135 @@
+"""Values with tensors inside, from a rank to another that does not know what it will get, on the CPU.
+
+What describes them goes first, with small tensors in it; then the memory of each other tensor, as bytes: not every transport
+knows every dtype. A tensor that the value has twice is sent once, and lies in memory as it does where it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import storage_key, tree_map
+from lightning_fxpipe.pytree.sizes import as_bytes
+
+# Smaller tensors travel together with what describes the others.
+_SMALL = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Stands for a tensor that is sent by itself.
+
+    Attributes:
+        shape: Its shape with the dimensions in the order in which they lie in memory.
+        order: Where in that order each dimension is.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def send_value(value: Any, target: int, group: dist.ProcessGroup | None) -> None:
+    """Sends tensors in containers, and whatever else can be pickled.
+
+    Args:
+        value: It.
+        target: Rank that calls :func:`receive_value`.
+        group: Of the two, for messages between CPUs.
+    """
+    description, tensors = _taken_apart(value)
+    dist.send_object_list([description], dst=target, group=group)
+    for tensor in tensors:
+        dist.send(tensor, dst=target, group=group)
+
+
+def receive_value(source: int, group: dist.ProcessGroup | None) -> Any:
+    """What ``source`` sends with :func:`send_value`."""
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=source, group=group)
+    return _put_together(box[0], lambda memory: dist.recv(memory, src=source, group=group))
+
+
+def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+    """What ``source`` has; what the others give does not count. Called by every rank of the group.
+
+    Args:
+        value: Tensors in containers, and whatever else can be pickled.
+        source: The rank.
+        group: The ranks, for messages between CPUs.
+    """
+    is_source = dist.get_rank() == source
+    description, tensors = _taken_apart(value) if is_source else (None, ())
+    box = [description]
+    dist.broadcast_object_list(box, src=source, group=group)
+    for tensor in tensors:
+        dist.broadcast(tensor, src=source, group=group)
+    if is_source:
+        return value
+    return _put_together(box[0], lambda memory: dist.broadcast(memory, src=source, group=group))
+
+
+def _taken_apart(value: Any) -> tuple[Any, Iterable[Tensor]]:
+    """What describes a value, and the memory of its tensors; of those on another device one copy at a time."""
+    described: dict[Any, Tensor | _Sent] = {}
+    tensors: dict[int, Tensor] = {}
+
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        key = identity(leaf)
+        if key not in described:
+            described[key] = _described(leaf)
+            tensors[id(described[key])] = leaf
+        return described[key]
+
+    structure = tree_map(describe, value)
+    stand_ins = [entry for entry in described.values() if isinstance(entry, _Sent)]
+    memory = (tensors[id(entry)].detach().permute(_inverse(entry.order)) for entry in stand_ins)
+    # Pickled together: what stands for a tensor in the structure is then the object in the list, on the other side, too.
+    return (structure, stand_ins), (as_bytes(tensor.cpu().contiguous()) for tensor in memory)
+
+
+def _put_together(description: Any, receive: Callable[[Tensor], Any]) -> Any:
+    structure, stand_ins = description
+    tensors: dict[int, Tensor] = {}
+    for entry in stand_ins:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        receive(as_bytes(tensor))
+        tensors[id(entry)] = tensor.permute(entry.order)
+    return tree_map(lambda value: tensors[id(value)] if isinstance(value, _Sent) else value, structure)
+
+
+def identity(tensor: Tensor) -> Any:
+    """Equal for tensors that are the same memory in the same way: further names of a shared parameter."""
+    if not _is_plain(tensor) or not tensor.numel():
+        return id(tensor)
+    return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _described(tensor: Tensor) -> Tensor | _Sent:
+    """The tensor itself where it is sent by value: it is small, or its bytes are not all."""
+    if not _is_plain(tensor):
+        return tensor.detach().cpu()
+    if tensor.nbytes < _SMALL:
+        # A copy, as pickle takes all the memory that a tensor is a view of.
+        return tensor.detach().cpu().clone()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim))
+    if not tensor.permute(order).is_contiguous():
+        order = list(range(tensor.dim()))  # it has gaps, or elements several times: what is sent has not
+    return _Sent(tuple(tensor.shape[dim] for dim in order), _inverse(tuple(order)), tensor.dtype)
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(order)), key=lambda dim: order[dim]))
