@@ -94,9 +94,9 @@ def find_recomputed(traced: TracedRegion, is_kept_apart: Callable[[fx.Node], boo
         is_kept_apart: Whether a ``get_attr`` or ``call_module`` node uses a tensor that only some stages may have.
     """
     with isolated_rng():
-        rehearsal = _Rehearsal(traced, is_kept_apart)
-        rehearsal.run()
-    work, operands = rehearsal.work, rehearsal.operands
+        trial = _Trial(traced, is_kept_apart)
+        trial.run()
+    work, operands = trial.work, trial.operands
     groups = _groups(traced, operands)
     needs = {node: frozenset().union(group, *(operands[member] for member in group)) - {node} for node, group in groups.items()}
     calls = groups.keys()
@@ -113,7 +113,7 @@ def find_recomputed(traced: TracedRegion, is_kept_apart: Callable[[fx.Node], boo
         users = {user for member in groups.get(node, ()) for user in member.users} - groups.get(node, frozenset())
         if users and users <= chosen:
             chosen |= groups[node]  # nothing else uses it, so it runs where they run
-    return Recomputation(nodes=frozenset(chosen), needs=needs, unread=rehearsal.unread)
+    return Recomputation(nodes=frozenset(chosen), needs=needs, unread=trial.unread)
 
 
 def _is_cheaper(group: frozenset[fx.Node], needs: Mapping[fx.Node, Iterable[fx.Node]], work: Mapping[fx.Node, int]) -> bool:
@@ -166,14 +166,14 @@ def _changed_storages(traced: TracedRegion) -> set[int]:
     return {key for node in traced.graph.nodes for key in node.meta.get("mutated_storages", ())}
 
 
-# ------------------------------------------------------------------------------------------------------- the rehearsal
+# ------------------------------------------------------------------------------------------------------- the trial
 
 
 class _Unsuitable(Exception):
     """A call may not run again."""
 
 
-class _Rehearsal:
+class _Trial:
     """Runs, on fake tensors of the example's sizes, every call that depends on no parameter.
 
     Attributes:
@@ -201,7 +201,7 @@ class _Rehearsal:
                         self._results[node] = self._repeat.blank(node)
                 elif node.op != "output" and self._may_run(node):
                     try:
-                        self._rehearse(node)
+                        self._run_node(node)
                     except Exception as error:  # whatever it is that it cannot do without data, it stays where it is
                         _logger.debug("Not computed by each stage that uses it: %s (%s)", node_words(node), error)
 
@@ -231,7 +231,7 @@ class _Rehearsal:
             return False
         return self._traced.world.is_contiguous(value)
 
-    def _rehearse(self, node: fx.Node) -> None:
+    def _run_node(self, node: fx.Node) -> None:
         blanks = {operand: self._repeat.blank(operand) for operand in node.all_input_nodes if operand not in self._results}
         with modes_of(node), _OperatorWatch(blanks.values()) as watch:
             result = self._repeat.call(node, self._results | blanks, partial(self._call_module, watch))

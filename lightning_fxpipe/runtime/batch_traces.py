@@ -17,7 +17,7 @@ from lightning_fxpipe.pytree.containers import fingerprint
 from lightning_fxpipe.pytree.shapes import Shapes
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces, ValuesNeeded
-from lightning_fxpipe.tracing.reads import current_reads
+from lightning_fxpipe.tracing.guards import guarded_values
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.iterators import StepIterators
@@ -117,7 +117,7 @@ class BatchTraces:
             constants,
             tuple(module.training for module in self._root.modules()),
             tuple(parameter.requires_grad for parameter in self._root.parameters()),
-            tuple(current_reads(self._root, self._traces.read_keys).values()),
+            tuple(guarded_values(self._root, self._traces.guard_keys).values()),
         )
 
         def find() -> Found:

@@ -42,7 +42,7 @@ from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun, safe
-from lightning_fxpipe.tracing.prelude import rehearsed
+from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.step_code import may_differ_between_batches
@@ -193,7 +193,7 @@ class StepTail:
             return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
 
         function, log = self.step.function, StepLog(held_metrics(self.root))
-        with rehearsed(self.root, function, (batch, *self.step.rest), {}, notes_changes=True) as again:
+        with dry_run(self.root, function, (batch, *self.step.rest), {}, notes_changes=True) as again:
             set_rng_state(self.rng_at_start)
             self.draws.begin_microbatch(*samples)
             with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):

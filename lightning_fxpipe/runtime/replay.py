@@ -105,7 +105,7 @@ def watched_step(root: nn.Module, draws: BatchDraws) -> Iterator[StepMode]:
     mode.check_refused()
 
 
-class RegionRehearsed(BaseException):
+class DryRunEnds(BaseException):
     """Ends a step whose region runs without data, where its last call is, or the first that leaves tensors on modules."""
 
 
@@ -196,7 +196,7 @@ class _Replay(StepMode):
         self._run = run
         # The region's first call may stand in a block without gradients, which is none of the others' business.
         self._ambient = CallContext.current(replayer.device_type)
-        self._is_inside = self._is_rehearsal = False
+        self._is_inside = self._is_dry_run = False
         self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
         self._keys: dict[int, TensorKey] = {}
         for position, tensor in enumerate(Template.of(batch).tensors):
@@ -241,9 +241,9 @@ class _Replay(StepMode):
                 self._check_same(call, name, args, kwargs)
             if number == self._record.first:
                 self._run_region()
-            if self._is_rehearsal and (number == self._record.last or call.sides):
-                raise RegionRehearsed
-            if call.result is not None and (self._is_rehearsal or not call.is_aside):
+            if self._is_dry_run and (number == self._record.last or call.sides):
+                raise DryRunEnds
+            if call.result is not None and (self._is_dry_run or not call.is_aside):
                 return self._replay(call, args, kwargs)
         self._is_inside = True
         try:
@@ -268,7 +268,7 @@ class _Replay(StepMode):
         except BaseException:
             self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
             raise
-        self._is_rehearsal = outputs is None
+        self._is_dry_run = outputs is None
         for key, output in zip(self._record.outputs, outputs or (), strict=outputs is not None):
             self._remember(output, key)
 

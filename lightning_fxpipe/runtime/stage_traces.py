@@ -20,11 +20,11 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.runtime.lru import LruCache
-from lightning_fxpipe.runtime.replay import RegionRehearsed, Replayer
+from lightning_fxpipe.runtime.replay import DryRunEnds, Replayer
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
-from lightning_fxpipe.tracing.prelude import PreludeFacts, rehearsed
-from lightning_fxpipe.tracing.reads import ReadKey, changed_reads
+from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
+from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
 from lightning_fxpipe.tracing.signals import CannotFollow
@@ -88,7 +88,7 @@ class StageTraces:
         self._known: list[StageTrace] = []  # the one used last comes last
         self.iterators = StepIterators()
         self._warned_of: set[str] = set()
-        self.read_keys: dict[ReadKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
+        self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
         self._looking: set[StepKind] = set()
         self._histories: LruCache[Signature, ShapeHistory] = LruCache(MAX_TRACES)
@@ -149,7 +149,7 @@ class StageTraces:
             return self._made(kind, partial(self._cut_region, kind, region, region.batch_size))
 
     def is_fixed(self, kind: StepKind) -> bool:
-        """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`read_keys`."""
+        """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`guard_keys`."""
         return kind not in self._unfixed
 
     def looks_at_values(self, kind: StepKind) -> bool:
@@ -166,15 +166,15 @@ class StageTraces:
         replayer = Replayer(self._root, record, sizes, self._topology.device.type, traced.held, exchanged)
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
         is_same = True
-        rehearsing = rehearsed(self._root, call.function, call.args, call.kwargs)
-        with suppress(RegionRehearsed), rehearsing as rehearsal, self.iterators.one_run(rehearsal.state):
-            batch, draws = (rehearsal.args[0], rehearsal.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
+        trying = dry_run(self._root, call.function, call.args, call.kwargs)
+        with suppress(DryRunEnds), trying as run, self.iterators.one_run(run.state):
+            batch, draws = (run.args[0], run.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
             try:
                 with replayer.lead(batch, draws, partial(_note_shapes, found, expected)):
-                    call.function(*rehearsal.args, **rehearsal.kwargs)
+                    call.function(*run.args, **run.kwargs)
             except UnsupportedError:
                 is_same = False  # it takes another path
-        self._note_prelude(kind, rehearsal.facts)
+        self._note_prelude(kind, run.facts)
         # A step that skips the model has none.
         if traced.held.are_unseen(exchanged):
             self._unfixed.add(kind)
@@ -192,7 +192,7 @@ class StageTraces:
 
     def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
         if facts is not None:
-            self.read_keys |= dict.fromkeys(facts.reads)
+            self.guard_keys |= dict.fromkeys(facts.guards)
             if not facts.is_fixed:
                 self._unfixed.add(kind)
             if facts.looks_at_values:
@@ -251,7 +251,7 @@ class StageTraces:
         self._note_looks(kind, made.traced)
         self._warn_of_changes(region)
         self._known = [*self._known[-(MAX_TRACES - 1) :], made]
-        self.read_keys |= dict.fromkeys(made.traced.reads)
+        self.guard_keys |= dict.fromkeys(made.traced.guards)
         open_dims = {place for group in symbolic for place in group if not _is_specialised(made.traced, *place)}
         seconds = time.perf_counter() - begin
         record = Traced(
@@ -325,7 +325,7 @@ class StageTraces:
     def _warn_of_changes(self, region: Recordable) -> None:
         """Says once which attribute makes the model be traced again."""
         known = (trace.traced for trace in self._known if trace.traced.computes(region))
-        changed = {name for traced in known for name in changed_reads(self._root, traced.reads)} - self._warned_of
+        changed = {name for traced in known for name in failed_guards(self._root, traced.guards)} - self._warned_of
         self._warned_of |= changed
         if changed:
             self._log.warn(
@@ -371,4 +371,4 @@ def _note_shapes(found: list[tuple[int, ...]], expected: list[tuple[int, ...]], 
     """Runs no region; its calls return tensors without data."""
     found.extend(tuple(tensor.shape) for tensor in inputs)
     if found != expected:
-        raise RegionRehearsed
+        raise DryRunEnds

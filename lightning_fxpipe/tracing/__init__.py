@@ -19,7 +19,7 @@ Recording it
     - ``signals``: what ends a recording before its time.
 
 What a trace depends on
-    - ``reads``, ``code_reads``, ``held_tensors``: plain values and tensors that it has from elsewhere.
+    - ``guards``, ``code_guards``, ``held_tensors``: plain values and tensors that it has from elsewhere.
     - ``trace_log``: tells when a step is traced again, and why.
     - ``repeat``: single calls of a graph once more, to see what is inside.
 """

@@ -84,17 +84,17 @@ def locate_region(
             the step changes them.
     """
     device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
-    survey = _survey(root, WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
-    because = survey.ends_because()
+    discovery = _discover(root, WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
+    because = discovery.ends_because()
     if because:
         _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
-    if not survey.users:
+    if not discovery.users:
         region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=fallback)
         return replace(region, ends_because=because)
-    if len(survey.users) == 1 and not survey.leaves_something_behind() and (needs_model or survey.calls_model):
+    if len(discovery.users) == 1 and not discovery.leaves_something_behind() and (needs_model or discovery.calls_model):
         region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=holds_any)
-        return replace(region, wanted=survey.wanted_of_call(survey.users[0]), ends_because=because)
-    return survey.region(step, batch_size, batch_dim)
+        return replace(region, wanted=discovery.wanted_of_call(discovery.users[0]), ends_because=because)
+    return discovery.region(step, batch_size, batch_dim)
 
 
 def regions(root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, **options: Any) -> Iterator[Recordable]:
@@ -115,16 +115,16 @@ def _smaller(
     for _ in range(_MAX_DEPTH):
         if transparent:
             try:
-                survey = _survey(root, replace(whole, span=replace(whole.span, transparent=transparent)), device)
+                discovery = _discover(root, replace(whole, span=replace(whole.span, transparent=transparent)), device)
             except FxPipeError:
                 return  # the error of the best region says more
         else:
-            survey = _survey(root, whole, device)
-        if not survey.users:
+            discovery = _discover(root, whole, device)
+        if not discovery.users:
             return
         if transparent:
-            yield survey.region(whole.step, whole.batch_size, whole.batch_dim)
-        called = [call.name for call in survey.calls if call.number in survey.users and call.is_module]
+            yield discovery.region(whole.step, whole.batch_size, whole.batch_dim)
+        called = [call.name for call in discovery.calls if call.number in discovery.users and call.is_module]
         deeper = transparent.union(path for path in called if not is_torch_leaf(path, root.get_submodule(path)))
         if deeper == transparent:
             return
@@ -148,62 +148,62 @@ def first_regions(root: nn.Module, call: Callable[..., StepCall], **options: Any
     return regions(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
-def _survey(root: nn.Module, call: WholeStep, device: torch.device | None) -> _Survey:
+def _discover(root: nn.Module, call: WholeStep, device: torch.device | None) -> _Discovery:
     """The calls of a step; none that uses parameters where it cannot run on fake tensors up to one."""
     step = call.step
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
-        survey = run.recorder
-        assert isinstance(survey, _Survey)
+        discovery = run.recorder
+        assert isinstance(discovery, _Discovery)
         try:
-            survey.know_batch(Template.of(run.example).tensors)
-            survey.note_use(run_step(root, step, run.example, lambda *logged, **more: survey.note_use((logged, more))))
-            survey.note_use([_held(module) for module in root.modules()])
-            survey.completed = True
-            survey.caches = _caches(root, step, run.example, survey)
-            own = [(key[0], value) for key, value in run.reads.items() if isinstance(key, tuple)]
-            survey.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
+            discovery.know_batch(Template.of(run.example).tensors)
+            discovery.note_use(run_step(root, step, run.example, lambda *logged, **more: discovery.note_use((logged, more))))
+            discovery.note_use([_held(module) for module in root.modules()])
+            discovery.completed = True
+            discovery.caches = _caches(root, step, run.example, discovery)
+            own = [(key[0], value) for key, value in run.guards.items() if isinstance(key, tuple)]
+            discovery.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
         except HiddenTensor as error:
-            if survey.users:
+            if discovery.users:
                 raise _hidden(step, error) from error
-            survey.note_end(error, error.source)
+            discovery.note_end(error, error.source)
         except (ParameterMisuse, InputGradient):
             raise
         except (Exception, MustStayWhole, RecordError) as error:
             _logger.debug("%s does not run to its end without data", step_name(step), exc_info=error)
-            survey.note_end(error, raising_source(error))
-        if survey.misuse is not None:
-            raise survey.misuse
-        check_same_parameters(root, survey.parameters)
-    return survey
+            discovery.note_end(error, raising_source(error))
+        if discovery.misuse is not None:
+            raise discovery.misuse
+        check_same_parameters(root, discovery.parameters)
+    return discovery
 
 
-def _caches(root: nn.Module, step: StepCall, example: Any, survey: _Survey) -> set[tuple[str, str]]:
+def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery) -> set[tuple[str, str]]:
     """Of the tensors that the step has left on modules those that a second run does not set again, by path and attribute."""
-    left = {(path, attribute) for call in survey.calls for path, attribute, _ in call.sides}
+    left = {(path, attribute) for call in discovery.calls for path, attribute, _ in call.sides}
     if not left:
         return left
     before = {path: OwnAttributes(module) for path, module in root.named_modules()}
-    survey.called.clear()
+    discovery.called.clear()
     try:
-        with survey.paused(), _SecondRun(survey):
+        with discovery.paused(), _SecondRun(discovery):
             run_step(root, step, example, say_nothing)
     except (Exception, RecordError):
         return set()
-    unset = {side for side in left if side[0] in survey.called}
+    unset = {side for side in left if side[0] in discovery.called}
     return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
 
 
 class _SecondRun(TorchFunctionMode):
     """Shows the step's own code ones where it looks at values; a module that looks may do anything, and ends the run."""
 
-    def __init__(self, survey: _Survey) -> None:
+    def __init__(self, discovery: _Discovery) -> None:
         super().__init__()
-        self._survey = survey
+        self._discovery = discovery
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in LOOKS and isinstance(args[0], FakeTensor) and not self._survey.num_running:
+        if func in LOOKS and isinstance(args[0], FakeTensor) and not self._discovery.num_running:
             return look_at_ones(func, args[0])
         return func(*args, **(kwargs or {}))
 
@@ -231,7 +231,7 @@ def _hidden(step: StepCall, error: HiddenTensor) -> TraceError:
     )
 
 
-class _Survey(SpanRecorder):
+class _Discovery(SpanRecorder):
     """Records a whole step, all modules whole, to learn which calls use parameters and what is used after them.
 
     Code after the region may look at values (``loss.item()``), of which there are none: it is shown ones, and no call after
@@ -429,11 +429,11 @@ class _Survey(SpanRecorder):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep(StepRegion):
-    """A step that is surveyed from its first call to its end."""
+    """A step that is looked at from its first call to its end."""
 
     root: nn.Module
     span: Span = Span(first=0, last=-1, wanted=())
 
-    def make_recorder(self, settings: RecorderSettings) -> _Survey:
+    def make_recorder(self, settings: RecorderSettings) -> _Discovery:
         """A recorder for it."""
-        return _Survey(settings, self.span, self.root, self.step.function)
+        return _Discovery(settings, self.span, self.root, self.step.function)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld, size_hint, symbolic_expression, tracing_friendly_torch
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.reporting.wording import without_symbols
-from lightning_fxpipe.tracing.reads import ReadKey, noted_reads
+from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
 from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, context_of, taken_apart
 from lightning_fxpipe.tracing.recording import recording
@@ -49,7 +49,7 @@ class FakeRun:
         input_shapes: Shapes of the fakes.
         batch_symbols: Sizes of their dimensions that are the batch.
         sizes: What the symbols in them are in the example.
-        reads: Plain values that the recorded code has read from modules so far.
+        guards: Plain values that the recorded code has read from modules so far.
     """
 
     world: FakeWorld
@@ -60,7 +60,7 @@ class FakeRun:
     input_shapes: tuple[tuple[Any, ...], ...]
     batch_symbols: frozenset[Any]
     sizes: Mapping[Any, int]
-    reads: Mapping[ReadKey, Any]
+    guards: Mapping[GuardKey, Any]
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def fake_run(
             silenced(),
             tracing_friendly_torch(),
             world.active(),
-            noted_reads(root, lambda: recorder.is_recording) as reads,
+            noted_guards(root, lambda: recorder.is_recording) as guards,
             StepIterators().one_run(),
             recording(recorder),
         ):
@@ -138,7 +138,7 @@ def fake_run(
                         for dim in _batch_dims(tensor, call)
                     ),
                     sizes=sizes,
-                    reads=reads,
+                    guards=guards,
                 )
             except (RecordError, MustStayWhole) as stop:
                 stop.reason = without_symbols(stop.reason, sizes)

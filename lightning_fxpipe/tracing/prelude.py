@@ -3,8 +3,8 @@
 Shapes and constants of the model's arguments usually follow from those of the batch, so that a trace found for one batch
 serves all batches like it. The *prelude*, the step's code before the model's call, may bring in more: an attribute that a
 callback changes (``x[:, : self.length]``), a number that Python draws (a crop), a value of the batch (``lengths.max()``).
-Such attributes are noted while the prelude is rehearsed, and looked up before each batch. For the rest there is only one way:
-to rehearse the prelude for every microbatch.
+Such attributes are noted in a dry run of the prelude, and looked up before each batch. For the rest there is only one way:
+a dry run for every microbatch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version
 from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.rng import python_rng
-from lightning_fxpipe.tracing.reads import ReadKey, noted_reads
+from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
 from lightning_fxpipe.tracing.torch_calls import LOOKS
 from lightning_fxpipe.user_code.objects import is_value, lasting_objects
 from lightning_fxpipe.user_code.placement import Placement
@@ -39,19 +39,19 @@ class PreludeFacts:
     """What the model's arguments depend on, besides the batch's shapes and constants.
 
     Attributes:
-        reads: Plain values that modules and the Trainer have.
+        guards: Plain values that modules and the Trainer have.
         is_fixed: Whether on these only.
         looks_at_values: Whether on values of tensors.
     """
 
-    reads: tuple[ReadKey, ...]
+    guards: tuple[GuardKey, ...]
     is_fixed: bool
     looks_at_values: bool
 
 
 @dataclass
-class Rehearsal:
-    """A step that runs once more than the user knows of.
+class DryRun:
+    """A run of a step of which the user knows nothing, and which leaves nothing behind.
 
     Attributes:
         args, kwargs: Copies of the step's arguments, which it may change.
@@ -70,7 +70,7 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsed(
+def dry_run(
     root: nn.Module,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -78,7 +78,7 @@ def rehearsed(
     device: torch.device | None = None,
     *,
     notes_changes: bool = False,
-) -> Iterator[Rehearsal]:
+) -> Iterator[DryRun]:
     """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
 
     What the step changes is put back afterwards, see ``user_code.undo``; what it logs is dropped. With ``device`` the
@@ -87,46 +87,46 @@ def rehearsed(
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
-    rehearsal = Rehearsal(args, kwargs)
+    run = DryRun(args, kwargs)
     muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
     generators = python_rng()
     left_at: TracebackType | None = None
 
     def note_logger() -> None:
-        rehearsal.has_spoken = True
+        run.has_spoken = True
 
     with (
         silenced() as said,
         undone(root, function) as before,
-        _changes_noted(rehearsal, before, root) if notes_changes else nullcontext(),
+        _changes_noted(run, before, root) if notes_changes else nullcontext(),
         patched_attributes(*muted),
         silenced_loggers(root, note_logger),
         metrics_as_one_call(held_metrics(root).values(), count=False),
-        noted_reads(root, lambda: True) as reads,
+        noted_guards(root, lambda: True) as guards,
         Placement(root, device).pretended() if device is not None else nullcontext(),
         _Looks() as looks,
     ):
-        rehearsal.state = before
+        run.state = before
         said_before = said.tell()
         try:
-            yield rehearsal
+            yield run
         except BaseException as error:
             left_at = error.__traceback__
             raise
         finally:
-            rehearsal.has_spoken |= said.tell() > said_before
+            run.has_spoken |= said.tell() > said_before
             has_drawn = python_rng() != generators or before.is_drawn_from()
             depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
             is_fixed = not (looks.happened or has_drawn or depends)
-            rehearsal.facts = PreludeFacts(reads=tuple(reads), is_fixed=is_fixed, looks_at_values=looks.happened)
+            run.facts = PreludeFacts(guards=tuple(guards), is_fixed=is_fixed, looks_at_values=looks.happened)
 
 
 @contextmanager
-def _changes_noted(rehearsal: Rehearsal, before: Snapshot, root: nn.Module) -> Iterator[None]:
+def _changes_noted(run: DryRun, before: Snapshot, root: nn.Module) -> Iterator[None]:
     """Around all that is patched for a dry run, which is no change of the step's."""
     versions = [(buffer, version_of(buffer)) for buffer in root.buffers() if not buffer.is_inference()]
     yield
-    rehearsal.has_changed_any = (
+    run.has_changed_any = (
         any(version_of(buffer) != version for buffer, version in versions)
         or next(before.written_tensors(), None) is not None
         or next(before.differences(), None) is not None

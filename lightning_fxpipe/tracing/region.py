@@ -20,7 +20,7 @@ from lightning_fxpipe._compat.lightning import takes_batch_idx
 from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.input_gradient import depends_on_parameters, input_gradient
-from lightning_fxpipe.tracing.prelude import rehearsed
+from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.frames import user_source
@@ -119,9 +119,9 @@ def find_region(
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
-            rehearsed(root, step.function, step.args, step.kwargs, device) as rehearsal,
+            dry_run(root, step.function, step.args, step.kwargs, device) as run,
         ):
-            step.function(*rehearsal.args, **rehearsal.kwargs)
+            step.function(*run.args, **run.kwargs)
     except (_RegionReached, Exception):
         if not found:
             raise
@@ -136,7 +136,7 @@ def find_region(
         batch_dim=batch_dim,
         prelude_paths=tuple(prelude),
         context=reached.context,
-        prelude=rehearsal.facts,
+        prelude=run.facts,
     )
     leaves = [leaf for leaf in tree_leaves((region.args, region.kwargs)) if isinstance(leaf, Tensor)]
     trained = [leaf for leaf in leaves if leaf.requires_grad] if torch.is_grad_enabled() else []

@@ -29,12 +29,12 @@ from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
 from lightning_fxpipe.reporting.wording import error_words, without_symbols
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.tracing.code_reads import code_reads
+from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
+from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
-from lightning_fxpipe.tracing.reads import ReadKey, changed_reads
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, Lessons, MustStayWhole, RecordAgain, RecordError
@@ -72,7 +72,7 @@ class TracedRegion:
     kept_whole: Mapping[str, str]
     record: StepRecord | None = field(default=None, repr=False)
     drawing: frozenset[str] = frozenset()
-    reads: Mapping[ReadKey, Any] = field(default_factory=dict, repr=False)
+    guards: Mapping[GuardKey, Any] = field(default_factory=dict, repr=False)
     looks: tuple[Look, ...] = field(default=(), repr=False)
 
     @cached_property
@@ -136,7 +136,7 @@ class TracedRegion:
 
     def covers(self, call: Recordable) -> bool:
         """Whether the graph computes this call."""
-        is_same = self.computes(call) and not changed_reads(self.root, self.reads) and self.held.refresh()
+        is_same = self.computes(call) and not failed_guards(self.root, self.guards) and self.held.refresh()
         return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
 
     def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
@@ -311,7 +311,7 @@ def _record(
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(learned.kept_whole),
         record=call.record_of(recorder),
-        reads={**code_reads(root, actually_opened), **run.reads},
+        guards={**code_guards(root, actually_opened), **run.guards},
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),

@@ -137,7 +137,7 @@ def test_what_is_logged_returned_or_kept_is_an_output() -> None:
     assert [names[key.call] for key in region.span.wanted] == ["encoder", "mean", "__getitem__", "decoder"]
 
 
-def test_code_that_looks_at_values_after_the_calls_does_not_end_the_survey() -> None:
+def test_code_that_looks_at_values_after_the_calls_does_not_end_discovery() -> None:
     def step(module: Any, x: Tensor) -> Any:
         h = module.encoder(x)
         out = module.decoder(h[:, :3])

@@ -1,4 +1,4 @@
-"""A step that changes parameters, or looks at gradients, is refused when it is surveyed: before the first batch."""
+"""A step that changes parameters, or looks at gradients, is refused in discovery: before the first batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lit(L.LightningModule):
         return loss
 
 
-def survey(before: Action = lambda _: None, after: Action = lambda _: None) -> None:
+def discover(before: Action = lambda _: None, after: Action = lambda _: None) -> None:
     module = Lit(before, after)
     locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
 
@@ -109,30 +109,30 @@ def test_a_step_that_changes_parameters_is_refused(name: str, when: str) -> None
     """Where it stands after the model's call, it would change those of the last stage only."""
     action, fqn = CHANGES[name]
     with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameter_use.*{fqn}.*hook"):
-        survey(**{when: action})
+        discover(**{when: action})
 
 
 def test_a_step_that_looks_at_gradients_is_refused() -> None:
     """They are put together for the batch after the step; in it there are none, and it would log zeros."""
     with pytest.raises(ParameterMisuse, match=r"(?s)gradient of a parameter.*model\.weight"):
-        survey(after=lambda module: module.model.weight.grad)
+        discover(after=lambda module: module.model.weight.grad)
 
 
 def test_a_step_that_sets_gradients_is_refused() -> None:
     with pytest.raises(ParameterMisuse, match=r"(?s)gradient of a parameter.*model\.bias"):
-        survey(before=lambda module: setattr(module.model.bias, "grad", torch.zeros(6)))
+        discover(before=lambda module: setattr(module.model.bias, "grad", torch.zeros(6)))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_freezes_parameters_is_refused(when: str) -> None:
     with pytest.raises(ParameterMisuse, match=r"(?s)freezes or thaws.*model\.weight"):
-        survey(**{when: lambda module: module.model.requires_grad_(False)})
+        discover(**{when: lambda module: module.model.requires_grad_(False)})
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_replaces_parameters_is_refused(when: str) -> None:
     with pytest.raises(ParameterMisuse, match=r"(?s)replaces.*model\.bias"):
-        survey(**{when: lambda module: setattr(module.model, "bias", nn.Parameter(torch.zeros(6)))})
+        discover(**{when: lambda module: setattr(module.model, "bias", nn.Parameter(torch.zeros(6)))})
 
 
 RUNNING = (
@@ -202,7 +202,7 @@ def test_what_a_step_may_do() -> None:
         module.seen = module.model.weight.norm(), module.model.weight.data.mean(), module.model.weight.shape
         module.copied = {name: value.clone() for name, value in module.model.state_dict().items()}
 
-    survey(after=harmless)
+    discover(after=harmless)
 
 
 @pytest.mark.parametrize("is_caught", [False, True], ids=["", "caught"])

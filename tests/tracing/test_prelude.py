@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.tracing.prelude import rehearsed
+from lightning_fxpipe.tracing.prelude import dry_run
 
 LOOKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "item": lambda x, n: x.sum().item(),
@@ -33,10 +33,10 @@ HARMLESS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def looks(code: Callable[[Tensor, Tensor], Any]) -> bool:
-    with rehearsed(nn.Identity(), code, (torch.rand(4, 3), torch.tensor([0, 1, 2, 3])), {}) as rehearsal:
-        code(*rehearsal.args)
-    assert rehearsal.facts is not None
-    return rehearsal.facts.looks_at_values
+    with dry_run(nn.Identity(), code, (torch.rand(4, 3), torch.tensor([0, 1, 2, 3])), {}) as run:
+        code(*run.args)
+    assert run.facts is not None
+    return run.facts.looks_at_values
 
 
 @pytest.mark.parametrize("name", LOOKS)

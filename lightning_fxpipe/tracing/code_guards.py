@@ -1,5 +1,5 @@
-"""Plain values that recorded code reads from elsewhere than modules: global variables, attributes of classes, the learning
-rates and callbacks of the Trainer.
+"""Guards for plain values that recorded code reads from elsewhere than modules: global variables, attributes of classes, the
+learning rates and callbacks of the Trainer.
 
 Nothing tells when they are read, so it is taken from the code: what the forward of an opened module names, and the methods and
 functions of the user's that it names. Too many are no harm but for a trace more.
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.tracing.reads import ReadKey, Unplain, snapshot
+from lightning_fxpipe.tracing.guards import GuardKey, Unplain, snapshot
 from lightning_fxpipe.user_code.code_names import globals_read, is_own_code, names_of
 from lightning_fxpipe.user_code.kinds import is_users
 
@@ -72,14 +72,14 @@ _RUN_NAMES = {
 }
 
 
-def code_reads(root: nn.Module, opened: Iterable[str]) -> dict[ReadKey, Any]:
+def code_guards(root: nn.Module, opened: Iterable[str]) -> dict[GuardKey, Any]:
     """What the code of opened modules may read, with the values of today.
 
     Args:
         root: The module.
         opened: Paths of the modules whose forward is recorded.
     """
-    found: dict[ReadKey, Any] = {}
+    found: dict[GuardKey, Any] = {}
     for path in opened:
         module = root.get_submodule(path)
         for key, value in _named(root, path, type(module)):
@@ -88,7 +88,7 @@ def code_reads(root: nn.Module, opened: Iterable[str]) -> dict[ReadKey, Any]:
     return found
 
 
-def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[ReadKey, Any]]:
+def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[GuardKey, Any]]:
     classes = [base for base in cls.__mro__ if is_own_code(base.__module__)]
     in_classes = {name: value for base in reversed(classes) for name, value in vars(base).items()}
     waiting: list[Any] = [in_classes.get("forward")]
@@ -114,7 +114,7 @@ def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[ReadKey, Any
                 yield from _of_variable(function, name, value, named)
 
 
-def _of_variable(function: FunctionType, name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[ReadKey, Any]]:
+def _of_variable(function: FunctionType, name: str, value: Any, named: frozenset[str]) -> Iterator[tuple[GuardKey, Any]]:
     module = str(function.__globals__.get("__name__", ""))
     if isinstance(value, nn.Module):
         return  # what is read from modules is noted where it is

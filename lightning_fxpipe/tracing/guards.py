@@ -1,4 +1,4 @@
-"""Plain values that the recorded Python reads from modules: ``self.temperature``, ``self.global_step``, ``self.config.scale``.
+"""Guards: plain values that the recorded Python reads from modules: ``self.temperature``, ``self.config.scale``.
 
 In a graph they are constants. So a trace remembers which it has read and with what value, and is used only while they are the
 same; otherwise a callback that anneals a temperature would anneal nothing. Modules that stay whole read theirs anew each time.
@@ -26,7 +26,7 @@ class OtherKey(Protocol):
 
 
 # (path of the module, name of the attribute); the Trainer's counters have None as path.
-ReadKey = tuple[str | None, str] | OtherKey
+GuardKey = tuple[str | None, str] | OtherKey
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
@@ -41,17 +41,17 @@ class Unplain(Exception):
 
 
 @contextmanager
-def noted_reads(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[dict[ReadKey, Any]]:
+def noted_guards(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[dict[GuardKey, Any]]:
     """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``."""
     # Metrics are read by whoever asks for their hash, such as `named_modules`; what they have counted is no setting.
     modules = [(path, module) for path, module in root.named_modules() if not isinstance(module, METRICS)]
     paths = {id(module): path for path, module in reversed(modules)}
-    reads: dict[ReadKey, Any] = {}
+    guards: dict[GuardKey, Any] = {}
     is_nested = False
 
-    def note(key: ReadKey, value: Any) -> None:
+    def note(key: GuardKey, value: Any) -> None:
         with suppress(Unplain):
-            reads.setdefault(key, snapshot(value))
+            guards.setdefault(key, snapshot(value))
 
     def read(module: nn.Module, name: str) -> Any:
         nonlocal is_nested
@@ -72,12 +72,12 @@ def noted_reads(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[d
             note((None, name), value)
 
     with watched_trainer_counters(root, read_counter), patched_attributes((nn.Module, "__getattribute__", read)):
-        yield reads
+        yield guards
 
 
-def current_reads(root: nn.Module, keys: Any) -> dict[ReadKey, Any]:
-    """What the same reads give now."""
-    found: dict[ReadKey, Any] = {}
+def guarded_values(root: nn.Module, keys: Any) -> dict[GuardKey, Any]:
+    """What is there now in the places that guards have."""
+    found: dict[GuardKey, Any] = {}
     for key in keys:
         try:
             found[key] = snapshot(_value_of(root, key))
@@ -86,7 +86,7 @@ def current_reads(root: nn.Module, keys: Any) -> dict[ReadKey, Any]:
     return found
 
 
-def _value_of(root: nn.Module, key: ReadKey) -> Any:
+def _value_of(root: nn.Module, key: GuardKey) -> Any:
     if not isinstance(key, tuple):
         return key.value(root)
     path, name = key
@@ -94,13 +94,13 @@ def _value_of(root: nn.Module, key: ReadKey) -> Any:
     return getattr(owner, name, None)
 
 
-def changed_reads(root: nn.Module, reads: Mapping[ReadKey, Any]) -> list[str]:
+def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any]) -> list[str]:
     """Names of those that have another value now."""
-    now = current_reads(root, reads)
-    return [_name(key) for key, value in reads.items() if now[key] != value]
+    now = guarded_values(root, guards)
+    return [_name(key) for key, value in guards.items() if now[key] != value]
 
 
-def _name(key: ReadKey) -> str:
+def _name(key: GuardKey) -> str:
     if not isinstance(key, tuple):
         return str(key)
     path, name = key

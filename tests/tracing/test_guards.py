@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.tracing.reads import changed_reads, noted_reads, snapshot
+from lightning_fxpipe.tracing.guards import failed_guards, noted_guards, snapshot
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 
@@ -39,9 +39,9 @@ def call_of(x: Tensor) -> RegionCall:
 
 def test_what_the_recorded_code_reads_is_noted_with_its_value() -> None:
     traced = trace_region(Annealed(), call_of(torch.ones(2, 3)))
-    assert traced.reads["", "temperature"] == 2.0
-    assert traced.reads["", "cold"] is False
-    assert {name for _, name in traced.reads} == {"temperature", "options", "config", "cold"}
+    assert traced.guards["", "temperature"] == 2.0
+    assert traced.guards["", "cold"] is False
+    assert {name for _, name in traced.guards} == {"temperature", "options", "config", "cold"}
 
 
 def test_a_trace_is_not_used_once_something_that_it_has_read_changes() -> None:
@@ -64,15 +64,15 @@ def test_a_trace_is_not_used_once_something_that_it_has_read_changes() -> None:
 def test_modules_that_stay_whole_read_theirs_anew_and_note_nothing() -> None:
     model = nn.Sequential(Annealed(), nn.Linear(3, 3))
     traced = trace_region(model, call_of(torch.ones(2, 3)))
-    assert not any(path == "0" for path, _ in traced.reads)
+    assert not any(path == "0" for path, _ in traced.guards)
 
 
 def test_names_of_what_changed() -> None:
     model = nn.Sequential(Annealed())
-    with noted_reads(model, lambda: True) as reads:
+    with noted_guards(model, lambda: True) as guards:
         assert model[0].temperature
     model[0].temperature = 1.5
-    assert changed_reads(model, reads) == ["0.temperature"]
+    assert failed_guards(model, guards) == ["0.temperature"]
 
 
 def test_a_snapshot_compares_contents_and_not_objects() -> None:

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_fxpipe.tracing.code_reads import CodeKey, RunKey, code_reads
-from lightning_fxpipe.tracing.reads import changed_reads, current_reads, snapshot
+from lightning_fxpipe.tracing.code_guards import CodeKey, RunKey, code_guards
+from lightning_fxpipe.tracing.guards import failed_guards, guarded_values, snapshot
 
 SCALE = 1.0
 OPTIONS = {"dropout": 0.1, "layers": [1, 2]}
@@ -63,11 +63,11 @@ class AsksTheRun(nn.Module):
 
 
 def names_of(module: nn.Module) -> list[str]:
-    return sorted(str(key) for key in code_reads(module, [""]) if isinstance(key, (CodeKey, RunKey)))
+    return sorted(str(key) for key in code_guards(module, [""]) if isinstance(key, (CodeKey, RunKey)))
 
 
 def test_what_forward_names_and_its_methods_and_functions_is_read() -> None:
-    found = code_reads(Model(), [""])
+    found = code_guards(Model(), [""])
     assert {key.names for key in found if isinstance(key, CodeKey)} >= {("SCALE",), ("OPTIONS",), ("Settings", "width")}
     assert ("", "bias") in found
     assert not any("UNNAMED" in name or "method" in name for name in names_of(Model()))
@@ -85,9 +85,9 @@ def test_a_module_in_a_global_variable_is_no_plain_value(monkeypatch: pytest.Mon
 
 
 def test_only_opened_modules_are_looked_at() -> None:
-    assert code_reads(nn.Sequential(Model()), []) == {}
-    assert code_reads(nn.Sequential(nn.Linear(2, 2)), ["", "0"]) == {}
-    assert ("0", "bias") in code_reads(nn.Sequential(Model()), ["0"])
+    assert code_guards(nn.Sequential(Model()), []) == {}
+    assert code_guards(nn.Sequential(nn.Linear(2, 2)), ["", "0"]) == {}
+    assert ("0", "bias") in code_guards(nn.Sequential(Model()), ["0"])
 
 
 CHANGES: dict[str, tuple[Any, str, Any]] = {
@@ -100,24 +100,24 @@ CHANGES: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    reads = code_reads(model, [""])
-    assert not changed_reads(model, reads)
+    reads = code_guards(model, [""])
+    assert not failed_guards(model, reads)
     monkeypatch.setattr(*CHANGES[name])
-    assert len(changed_reads(model, reads)) == 1
+    assert len(failed_guards(model, reads)) == 1
 
 
 def test_a_change_in_a_container_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    reads = code_reads(model, [""])
+    reads = code_guards(model, [""])
     monkeypatch.setitem(OPTIONS, "layers", [1, 3])
-    assert changed_reads(model, reads) == [f"{__name__}.OPTIONS"]
+    assert failed_guards(model, reads) == [f"{__name__}.OPTIONS"]
 
 
 def test_a_variable_that_is_gone_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    reads = code_reads(model, [""])
+    reads = code_guards(model, [""])
     monkeypatch.delattr(HERE, "SCALE")
-    assert changed_reads(model, reads) == [f"{__name__}.SCALE"]
+    assert failed_guards(model, reads) == [f"{__name__}.SCALE"]
 
 
 def test_rates_and_callbacks_are_read_where_code_names_them() -> None:
@@ -125,20 +125,20 @@ def test_rates_and_callbacks_are_read_where_code_names_them() -> None:
     optimizer, callback = torch.optim.SGD([weight], lr=0.1), Annealing()
     module = AsksTheRun()
     module._trainer = SimpleNamespace(optimizers=[optimizer], callbacks=[callback])
-    reads = code_reads(module, [""])
+    reads = code_guards(module, [""])
     assert names_of(module) == ["trainer.callbacks", "trainer.param_groups"]
     weight.data.add_(1)  # what is trained is no setting
-    assert not changed_reads(module, reads)
+    assert not failed_guards(module, reads)
     optimizer.param_groups[0]["lr"] = 0.2
-    assert changed_reads(module, reads) == ["trainer.param_groups"]
+    assert failed_guards(module, reads) == ["trainer.param_groups"]
     callback.temperature = 0.5
-    assert changed_reads(module, reads) == ["trainer.callbacks", "trainer.param_groups"]
+    assert failed_guards(module, reads) == ["trainer.callbacks", "trainer.param_groups"]
     assert names_of(Model()) == [name for name in names_of(Model()) if "trainer" not in name]
 
 
 def test_a_module_without_a_trainer_has_no_rates() -> None:
     module = AsksTheRun()
-    assert set(current_reads(module, code_reads(module, [""])).values()) <= {None}
+    assert set(guarded_values(module, code_guards(module, [""])).values()) <= {None}
 
 
 def test_a_value_is_compared_as_deep_as_it_is_not_too_much() -> None:
