@@ -49,6 +49,10 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 # Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
 NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
 
+# What ``torch.nn.utils.rnn`` packs and pads sequences with. torch 2.11-2.15.
+PACK_PADDED: Callable[..., Any] = torch._VF._pack_padded_sequence
+PAD_PACKED: Callable[..., Any] = torch._VF._pad_packed_sequence
+
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _META = torch.device("meta")

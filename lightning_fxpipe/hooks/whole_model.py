@@ -31,11 +31,12 @@ _PROPERTIES: dict[str, Any] = {name: value for name in dir(Tensor) if hasattr(va
 _DESCRIBING_METHODS = (
     *("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "is_contiguous", "ndimension"),
     *("is_floating_point", "is_complex", "is_signed", "requires_grad_", "register_hook", "__len__", "__hash__", "type"),
-    *("register_post_accumulate_grad_hook", "retain_grad", "get_device"),
+    *("register_post_accumulate_grad_hook", "retain_grad", "get_device", "is_inference"),
 )
 _DESCRIBING_PROPERTIES = (
     *("shape", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_meta", "itemsize", "nbytes", "grad_fn", "is_cuda"),
     *("is_cpu", "is_sparse", "is_quantized", "is_nested", "output_nr", "retains_grad", "is_mps", "is_xpu"),
+    "_version",
 )
 _DESCRIBING = frozenset(
     [getattr(Tensor, name) for name in _DESCRIBING_METHODS if hasattr(Tensor, name)]

@@ -28,8 +28,9 @@ from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
 
-# torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's.
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+# torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's, and
+# recurrent layers keep a second list of their weights.
+_TORCHS_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
 _BUFFERS = "buffers"  # the root of a path to one
 
 

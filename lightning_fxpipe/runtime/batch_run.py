@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement, digest
@@ -52,7 +53,7 @@ class PipelineRuntime:
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
         sparing: Knows the ranks that get batches without values; None where all have them.
-        no_placeholders: In this context a look at a tensor of another stage is an error.
+        no_placeholders: In this context a look at a tensor of another stage is an error; yields what watches for it.
 
     Attributes:
         passes: What has gone through the stages, and goes back.
@@ -69,7 +70,7 @@ class PipelineRuntime:
         schedule: ScheduleName = "auto",
         loss: LossOptions | None = None,
         sparing: Sparing | None = None,
-        no_placeholders: Callable[[], AbstractContextManager[None]] = nullcontext,
+        no_placeholders: Callable[[], AbstractContextManager[TorchFunctionMode | None]] = nullcontext,
     ) -> None:
         self._root = root
         self._no_placeholders = no_placeholders
@@ -169,7 +170,9 @@ class PipelineRuntime:
             yield
             return
         try:
-            with self._no_placeholders():
+            with self._no_placeholders() as watch:
+                if call is not None:
+                    call.watch = watch
                 yield
         except PeerError:
             raise

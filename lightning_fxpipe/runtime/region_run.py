@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.split import split_batch
@@ -40,6 +42,7 @@ class RegionRun:
     Attributes:
         setup: The microbatches.
         at_region: Called when what the step does before the region is done.
+        watch: Watches the step's own code, and not what runs in the region.
         has_run: Whether all ranks have done their part.
         leaving: How the step has left the region.
         rng_before_region: State of the generators when the step had come to the region.
@@ -60,6 +63,7 @@ class RegionRun:
     ) -> None:
         self.setup = make_setup()
         self.at_region: Callable[[], None] | None = None
+        self.watch: TorchFunctionMode | None = None
         self.has_run = False
         self.leaving = Leaving()
         self.rng_before_region: dict[str, Any] | None = None
@@ -88,7 +92,7 @@ class RegionRun:
             arguments=(batch, self._step.rest[1:]),
             draws=self._draws,
             inputs=self._inputs,
-            run=self.leaving.noted(self._run),
+            run=self.leaving.noted(self._run_unwatched),
         )
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -96,6 +100,10 @@ class RegionRun:
         if inputs is None:
             raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
         return list(inputs)
+
+    def _run_unwatched(self, inputs: list[Tensor]) -> list[Tensor]:
+        with nullcontext() if self.watch is None else function_mode_removed(self.watch):
+            return self._run(inputs)
 
     def _run(self, inputs: list[Tensor]) -> list[Tensor]:
         """The region's outputs on the last stage, from its inputs.

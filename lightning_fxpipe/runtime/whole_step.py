@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import return_memory, version_of
 from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
@@ -159,11 +160,11 @@ class WholeSteps:
             return_memory()
 
     @contextmanager
-    def no_placeholders(self) -> Iterator[None]:
-        """In the block, a look at a tensor of another stage raises :class:`UnsupportedError`."""
+    def no_placeholders(self) -> Iterator[TorchFunctionMode]:
+        """In the block, a look at a tensor of another stage raises :class:`UnsupportedError`; yields what watches for it."""
         placeholders = {id(tensor): tensor for *_, tensor in named_tensors(self._module) if tensor.is_meta}
-        with WholeView(placeholders, _refuse_look, _refuse_look, self._topology.device):
-            yield
+        with WholeView(placeholders, _refuse_look, _refuse_look, self._topology.device) as view:
+            yield view
 
     def _missing(self) -> list[tuple[int, Tensor]]:
         """What the last stage lacks, with the rank that has it, in the same order on every rank."""

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import (
     NEEDS_VALUES,
+    PACK_PADDED,
     SYMBOLIC_TYPES,
     FakeTensor,
     depends_on_data,
@@ -44,7 +45,7 @@ from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.inner_results import InnerCalls
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
-from lightning_fxpipe.tracing.recurrent import shaped
+from lightning_fxpipe.tracing.recurrent import PackedSequences, shaped
 from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, OpenedSets, RecordAgain, RecordError
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
@@ -115,6 +116,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._device_type = settings.device_type
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
+        self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples: Examples | None = None
         self._module_call = nn.Module.__call__
@@ -152,10 +154,13 @@ class Recorder(GraphWriter, TorchFunctionMode):
             args = tuple(tree_map(self._bound, args))
         if func is torch.autograd.grad:
             raise RecordError("torch.autograd.grad differentiates what several stages compute")
+        longest = self._bound(self._record_function(torch.max, args[1:2], {})) if func is PACK_PADDED else None
         operation, target, extra = target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with self.paused(), watch_mutation(touched) as mutated:
-            result = self._result_of_function(func, args, kwargs)
+            result = self._packed_sequences.result(func, args, longest)
+            if result is None:
+                result = self._result_of_function(func, args, kwargs)
         if func in NORMALISATIONS:
             statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
             mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))
@@ -339,6 +344,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
             result = original_call(module, *args, **kwargs)
             return result, {(inner, name): t for inner, own in before.items() for name, t in own.assigned_tensors().items()}
 
+        packed = None if kwargs or has_hooks(module) else self._packed_sequences.result_of_layer(module, args)
+        if packed is not None:
+            return packed, {}
         before = self._template_of((args, kwargs))
         try:
             return call(module, *args, **kwargs)

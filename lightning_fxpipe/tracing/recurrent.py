@@ -1,7 +1,9 @@
-"""Results of torch's recurrent layers on fake tensors, without a step for each position.
+"""Results of torch's recurrent layers on fake tensors, without a step for each position; and of packing sequences for them.
 
 torch unrolls an LSTM, GRU or RNN that runs on fake tensors: hundreds of calls for a text, and the length is a constant of the
-trace from then on. The results' shapes are documented, so nothing of that is needed.
+trace from then on. The results' shapes are documented, so nothing of that is needed. How many entries packed sequences have
+depends on their lengths, so torch cannot pack fakes at all. Here that number is an unknown size; the length of the longest,
+which tensors have as a dimension, is what the call that is recorded has, as any number that code looks at.
 """
 
 from __future__ import annotations
@@ -10,21 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from lightning_fxpipe._compat.torch import FakeTensor
+from lightning_fxpipe._compat.torch import PACK_PADDED, PAD_PACKED, FakeTensor, unknown_size
 
 
 def _results(input: Tensor, states: tuple[Tensor, ...], weights: Any, positions: tuple[Any, ...], directions: int) -> Any:
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (input, *states, *weights))
 
-    def made(*shape: Any) -> Tensor:
-        tensor = torch.empty(shape, dtype=input.dtype, device=input.device, requires_grad=trains)
-        return tensor.view(shape)  # a result, which may be changed in place, and not a leaf
-
     # With projections the first state is narrower than the others; the output consists of first states.
-    output = made(*positions, states[0].shape[-1] * directions)
-    return output, *(made(*state.shape) for state in states)
+    output = _made(input, (*positions, states[0].shape[-1] * directions), trains)
+    return output, *(_made(input, tuple(state.shape), trains) for state in states)
 
 
 def _layer(input: Tensor, hx: Any, params: Any, *rest: Any) -> Any:
@@ -58,3 +57,59 @@ def shaped(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[...,
         return function  # what dtype it returns is then the affair of the operators inside
     packed = isinstance(args[2], Tensor) and isinstance(args[1], Tensor)
     return _packed if packed else _layer
+
+
+class PackedSequences:
+    """The packed sequences of one recording, known by their ``batch_sizes``."""
+
+    def __init__(self) -> None:
+        self._num_sequences: dict[int, tuple[Tensor, Any]] = {}  # with the tensor, which keeps its identity
+
+    def result(self, function: Callable[..., Any], args: tuple[Any, ...], longest: Any) -> Any:
+        """What a function of torch gives that packs sequences or pads packed ones; None for another, or what is not known.
+
+        Args:
+            function: The function.
+            args: Its arguments, with fakes.
+            longest: Where it packs, the length of the longest sequence.
+        """
+        if function is PACK_PADDED and isinstance(longest, int):
+            return self._pack(*args, longest=longest)
+        if function is PAD_PACKED and id(args[1]) in self._num_sequences:
+            return self._pad(*args)
+        return None
+
+    def result_of_layer(self, layer: nn.Module, args: tuple[Any, ...]) -> Any:
+        """What a recurrent layer gives for packed sequences that are known; None for other calls."""
+        if not isinstance(layer, nn.RNNBase) or not args or not isinstance(args[0], PackedSequence):
+            return None
+        packed, states = args[0], args[1] if len(args) > 1 else None
+        if id(packed.batch_sizes) not in self._num_sequences or torch.is_autocast_enabled(packed.data.device.type):
+            return None
+        weights = [*layer.parameters(), *(() if states is None else _states(states))]
+        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (packed.data, *weights))
+        directions = 2 if layer.bidirectional else 1
+        width = layer.proj_size or layer.hidden_size
+        count = self._num_sequences[id(packed.batch_sizes)][1]
+        output = _made(packed.data, (packed.data.shape[0], directions * width), trains)
+        last = [width, layer.hidden_size] if isinstance(layer, nn.LSTM) else [width]
+        left = tuple(_made(packed.data, (directions * layer.num_layers, count, size), trains) for size in last)
+        return packed._replace(data=output), left if len(left) > 1 else left[0]
+
+    def _pack(self, sequences: Tensor, lengths: Tensor, batch_first: bool, *, longest: int) -> tuple[Tensor, Tensor]:
+        trains = torch.is_grad_enabled() and sequences.requires_grad
+        data = _made(sequences, (unknown_size(sequences), *sequences.shape[2:]), trains)
+        batch_sizes = torch.empty(longest, dtype=torch.int64)
+        self._num_sequences[id(batch_sizes)] = batch_sizes, sequences.shape[0 if batch_first else 1]
+        return data, batch_sizes
+
+    def _pad(self, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, length: int) -> tuple[Tensor, Tensor]:
+        count = self._num_sequences[id(batch_sizes)][1]
+        sizes = (count, length) if batch_first else (length, count)
+        trains = torch.is_grad_enabled() and data.requires_grad
+        return _made(data, (*sizes, *data.shape[1:]), trains), torch.empty(count, dtype=torch.int64)
+
+
+def _made(like: Tensor, shape: tuple[Any, ...], trains: bool) -> Tensor:
+    tensor = torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=trains)
+    return tensor.view(shape)  # a result, which may be changed in place, and not a leaf

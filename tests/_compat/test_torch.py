@@ -693,3 +693,17 @@ def test_distributions_draw_standard_normal_numbers_by_a_function_of_theirs() ->
     expected = torch.randn(4, 3)
     torch.manual_seed(1)
     assert torch.equal(made[0].rsample((4,)), expected)
+
+
+def test_sequences_are_packed_and_padded_by_these_functions() -> None:
+    seen: list[Any] = []
+
+    class Notes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Notes():
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 1), torch.tensor([3, 1]))
+        nn.utils.rnn.pad_packed_sequence(packed)
+    assert seen.count(_compat.PACK_PADDED) == seen.count(_compat.PAD_PACKED) == 1

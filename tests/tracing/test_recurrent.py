@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_fxpipe._compat.torch import FakeWorld, symbolic_expression, tree_leaves
+from lightning_fxpipe._compat.torch import FakeWorld, size_hint, symbolic_expression, tree_leaves
 from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.staging import call_of
@@ -77,3 +78,34 @@ class CallsTorch(nn.Module):
 def test_the_function_itself_is_one_call_of_the_graph() -> None:
     traced = trace_region(CallsTorch(), call_of(torch.randn(BATCH, LENGTH, WIDTH)), opened=None)
     assert [node.target for node in traced.graph.nodes].count(torch.gru) == 1
+
+
+class Packs(nn.Module):
+    """Packs sequences, and pads them again."""
+
+    def __init__(self, kind: Any, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer = kind(WIDTH, 6, **{**options, "batch_first": True})
+        self.is_sorted = "proj_size" in options
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=self.is_sorted)
+        output, state = self.layer(packed)
+        padded, _ = pad_packed_sequence(output, batch_first=True)
+        longer, _ = pad_packed_sequence(output, batch_first=True, total_length=LENGTH + 1)
+        return padded, longer, state
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_packed_sequences_are_described_but_for_their_number_of_entries(kind: Any, options: dict[str, Any]) -> None:
+    """What is packed and padded again has the shapes, dtypes and gradients that it has on real data."""
+    model, x, lengths = Packs(kind, options), torch.randn(BATCH, LENGTH, WIDTH), torch.tensor([4, 3, 1])
+    traced = trace_region(model, call_of(x, lengths), opened=None)
+    (output,) = (node for node in traced.graph.nodes if node.op == "output")
+    found = [node.meta["val"] for node in output.all_input_nodes]
+    expected = [leaf for leaf in tree_leaves(model(x, lengths)) if isinstance(leaf, Tensor)]
+    sizes = [tuple(size_hint(size) for size in tensor.shape) for tensor in found]
+    assert sizes == [tuple(tensor.shape) for tensor in expected]
+    assert [(t.dtype, t.requires_grad) for t in found] == [(t.dtype, t.requires_grad) for t in expected]
+    assert traced.covers(call_of(x, torch.tensor([4, 2, 2])))
+    assert not traced.covers(call_of(x, torch.tensor([5, 2, 2]))), "the longest sequence is a dimension of the results"
