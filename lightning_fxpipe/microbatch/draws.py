@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_map
 from lightning_fxpipe.pytree.shapes import batch_dim_of
-from lightning_fxpipe.pytree.sizes import SymbolicSize
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 
 
@@ -155,6 +155,18 @@ class Draw:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Draw:
+        """A call with fakes: sizes stay symbolic, of tensors the shape, dtype and device are kept."""
+
+        def described(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return LikeTensor(shape=tuple(as_size(size) for size in leaf.shape), dtype=leaf.dtype, device=leaf.device)
+            return as_size(leaf) if isinstance(leaf, SYMBOLIC_TYPES) else leaf
+
+        listed = tuple(tuple(arg) if isinstance(arg, torch.Size) else arg for arg in args)
+        return cls(function=function, args=tree_map(described, listed), kwargs=tree_map(described, dict(kwargs)))
 
     def make(self, draws: BatchDraws, sizes: Mapping[Any, int]) -> Tensor | None:
         """Draws its numbers for given values of the symbols; None where the stage must draw them."""

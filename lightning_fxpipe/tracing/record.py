@@ -35,8 +35,7 @@ from lightning_fxpipe._compat.torch import (
     tree_leaves,
     tree_map,
 )
-from lightning_fxpipe.microbatch.draws import Draw, LikeTensor, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
-from lightning_fxpipe.pytree.sizes import as_size
+from lightning_fxpipe.microbatch.draws import Draw, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
 from lightning_fxpipe.pytree.structure import graft
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
@@ -191,7 +190,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         with self.paused():
             numbers = torch.empty(shape_drawn_ahead(func, args, kwargs), dtype=result.dtype, device=result.device)
             node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", numbers)
-        node.meta["draw"] = Draw(function=func, args=_without_data(args), kwargs=_without_data(kwargs))
+        node.meta["draw"] = Draw.of(func, args, kwargs)
         return node
 
     def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -494,14 +493,3 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
 def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
-
-
-def _without_data(value: Any) -> Any:
-    """Arguments of a draw: sizes stay symbolic, of tensors the shape, dtype and device are kept."""
-
-    def described(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return LikeTensor(shape=tuple(as_size(size) for size in leaf.shape), dtype=leaf.dtype, device=leaf.device)
-        return as_size(leaf) if isinstance(leaf, SYMBOLIC_TYPES) else leaf
-
-    return tree_map(described, tuple(value) if isinstance(value, torch.Size) else value)
