@@ -193,7 +193,7 @@ class StepTail:
             return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
 
         function, log = self.step.function, StepLog(held_metrics(self.root))
-        with dry_run(self.root, function, (batch, *self.step.rest), {}, notes_changes=True) as again:
+        with dry_run(self.root, function, (batch, *self.step.rest), {}) as again:
             set_rng_state(self.rng_at_start)
             self.draws.begin_microbatch(*samples)
             with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):

@@ -24,7 +24,7 @@ from lightning_fxpipe.runtime.replay import DryRunEnds, Replayer
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
-from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run
+from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
 from lightning_fxpipe.tracing.signals import CannotFollow
@@ -166,7 +166,7 @@ class StageTraces:
         replayer = Replayer(self._root, record, sizes, self._topology.device.type, traced.held, exchanged)
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
         is_same = True
-        trying = dry_run(self._root, call.function, call.args, call.kwargs)
+        trying = dry_run_of_prelude(self._root, call.function, call.args, call.kwargs)
         with suppress(DryRunEnds), trying as run, self.iterators.one_run(run.state):
             batch, draws = (run.args[0], run.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
             try:

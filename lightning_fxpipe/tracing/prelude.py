@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
-from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
+from lightning_fxpipe._compat.torch import patched_attributes, tree_map
 from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.rng import python_rng
@@ -56,81 +56,75 @@ class DryRun:
     Attributes:
         args, kwargs: Copies of the step's arguments, which it may change.
         state: What the step can change, as it was before.
-        facts: What it has shown, when it is over.
-        has_changed_any: Whether it has changed anything that is put back; noted where that was asked for.
+        has_changed_any: Whether it has changed anything, when it is over.
         has_spoken: Whether it has printed anything, or used a logger.
+        facts: What it has shown of the prelude, when it is over; see :func:`dry_run_of_prelude`.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    state: Snapshot | None = None
-    facts: PreludeFacts | None = None
+    state: Snapshot
     has_changed_any: bool = False
     has_spoken: bool = False
+    facts: PreludeFacts | None = None
 
 
 @contextmanager
 def dry_run(
-    root: nn.Module,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Any,
-    device: torch.device | None = None,
-    *,
-    notes_changes: bool = False,
+    root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: torch.device | None = None
 ) -> Iterator[DryRun]:
-    """Watches the block, in which the step ``function`` runs once more than the user knows of, to its end or to an exception.
+    """Around a run of the step ``function``, to its end or to an exception, of which the user is to know nothing.
 
     What the step changes is put back afterwards, see ``user_code.undo``; what it logs is dropped. With ``device`` the
-    module, wherever it is, is as if it were there. With ``notes_changes`` it is noted whether there is anything to put back.
+    module, wherever it is, is as if it were there.
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
-    run = DryRun(args, kwargs)
     muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
+    with silenced() as said:
+        with undone(root, function) as undoing:
+            run = DryRun(args, kwargs, undoing.before)
+
+            def note_logger() -> None:
+                run.has_spoken = True
+
+            said_before = said.tell()
+            with (
+                patched_attributes(*muted),
+                silenced_loggers(root, note_logger),
+                metrics_as_one_call(held_metrics(root).values(), count=False),
+                Placement(root, device).pretended() if device is not None else nullcontext(),
+            ):
+                try:
+                    yield run
+                finally:
+                    run.has_spoken |= said.tell() > said_before
+        run.has_changed_any = undoing.has_changed_any
+
+
+@contextmanager
+def dry_run_of_prelude(
+    root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: torch.device | None = None
+) -> Iterator[DryRun]:
+    """A dry run that tells, when it is over, what the step's arguments for the model depend on."""
     generators = python_rng()
     left_at: TracebackType | None = None
-
-    def note_logger() -> None:
-        run.has_spoken = True
-
     with (
-        silenced() as said,
-        undone(root, function) as before,
-        _changes_noted(run, before, root) if notes_changes else nullcontext(),
-        patched_attributes(*muted),
-        silenced_loggers(root, note_logger),
-        metrics_as_one_call(held_metrics(root).values(), count=False),
+        dry_run(root, function, args, kwargs, device) as run,
         noted_guards(root, lambda: True) as guards,
-        Placement(root, device).pretended() if device is not None else nullcontext(),
         _Looks() as looks,
     ):
-        run.state = before
-        said_before = said.tell()
         try:
             yield run
         except BaseException as error:
             left_at = error.__traceback__
             raise
         finally:
-            run.has_spoken |= said.tell() > said_before
-            has_drawn = python_rng() != generators or before.is_drawn_from()
+            has_drawn = python_rng() != generators or run.state.is_drawn_from()
             depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
             is_fixed = not (looks.happened or has_drawn or depends)
             run.facts = PreludeFacts(guards=tuple(guards), is_fixed=is_fixed, looks_at_values=looks.happened)
-
-
-@contextmanager
-def _changes_noted(run: DryRun, before: Snapshot, root: nn.Module) -> Iterator[None]:
-    """Around all that is patched for a dry run, which is no change of the step's."""
-    versions = [(buffer, version_of(buffer)) for buffer in root.buffers() if not buffer.is_inference()]
-    yield
-    run.has_changed_any = (
-        any(version_of(buffer) != version for buffer, version in versions)
-        or next(before.written_tensors(), None) is not None
-        or next(before.differences(), None) is not None
-    )
 
 
 def _copied(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:

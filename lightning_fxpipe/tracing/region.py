@@ -20,7 +20,7 @@ from lightning_fxpipe._compat.lightning import takes_batch_idx
 from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.input_gradient import depends_on_parameters, input_gradient
-from lightning_fxpipe.tracing.prelude import dry_run
+from lightning_fxpipe.tracing.prelude import dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.frames import user_source
@@ -119,7 +119,7 @@ def find_region(
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
-            dry_run(root, step.function, step.args, step.kwargs, device) as run,
+            dry_run_of_prelude(root, step.function, step.args, step.kwargs, device) as run,
         ):
             step.function(*run.args, **run.kwargs)
     except (_RegionReached, Exception):

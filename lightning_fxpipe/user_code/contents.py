@@ -210,9 +210,14 @@ def _look_in_module(module: nn.Module, key: Any) -> Any:
 
 def _same_module(one: ModuleContents, other: ModuleContents) -> bool:
     return same_mapping(one[0], other[0]) and all(
-        same_mapping(inside, other[1].get(name, {})) if isinstance(inside, dict) else inside == other[1].get(name)
-        for name, inside in one[1].items()
+        _same_inside(inside, other[1].get(name, {})) for name, inside in one[1].items()
     )
+
+
+def _same_inside(one: Any, other: Any) -> bool:
+    if not one and not other:  # as most are, of most modules
+        return True
+    return same_mapping(one, other) if isinstance(one, dict) else bool(one == other)
 
 
 def changed_in_module(before: ModuleContents, now: ModuleContents) -> list[Any]:

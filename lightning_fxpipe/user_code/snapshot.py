@@ -95,12 +95,15 @@ class Snapshot:
         self._walk()
         self._waiting.clear()
 
-    def restore(self) -> None:
-        """Makes all objects what they were."""
+    def restore(self) -> bool:
+        """Makes all objects what they were; returns whether one was not."""
+        has_changed = False
         for record in self._records:
             now = record.kind.take(record.owner)
             if now is ABSENT or not record.kind.is_same(now, record.contents):
                 record.kind.put(record.owner, record.contents)
+                has_changed = True
+        return has_changed
 
     def differences(self) -> Iterator[Difference]:
         """What is different now, where it can still be reached as before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,22 @@ from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.writes import undone_writes
 
 
+@dataclass
+class Undone:
+    """What a block can change that is undone after it.
+
+    Attributes:
+        before: What it was.
+        has_changed_any: After the block, whether it had changed something.
+    """
+
+    before: Snapshot
+    has_changed_any: bool = False
+
+
 @contextmanager
-def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Snapshot]:
-    """After the block the module and all that its code reaches are what they were, and so are the random generators; yields
-    what they were.
+def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undone]:
+    """After the block the module and all that its code reaches are what they were, and so are the random generators.
 
     What is logged, printed or written to files is the caller's to prevent.
 
@@ -25,15 +38,18 @@ def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Snapshot
         root: The module.
         *functions: Code that runs beside its methods.
     """
-    before = user_state(root, *functions)
+    found = Undone(user_state(root, *functions))
     gradients = [(parameter, parameter.grad) for parameter in root.parameters() if not parameter.is_meta]
     held = [gradient for _, gradient in gradients if gradient is not None]
-    tensors = (*before.tensors(), *root.parameters(), *root.buffers(), *held)
+    tensors = (*found.before.tensors(), *root.parameters(), *root.buffers(), *held)
     try:
-        with isolated_rng(), undone_writes(tensors):
-            yield before
+        with isolated_rng(), undone_writes(tensors) as writes:
+            try:
+                yield found
+            finally:
+                found.has_changed_any = writes.happened
     finally:
-        before.restore()
+        found.has_changed_any |= found.before.restore()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient

@@ -19,17 +19,17 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @contextmanager
-def undone_writes(tensors: Iterable[Tensor]) -> Iterator[None]:
+def undone_writes(tensors: Iterable[Tensor]) -> Iterator[Writes]:
     """After the block the tensors have the values that they had before, whatever was written into them or views of them."""
-    writes = _Writes(list(tensors))
+    writes = Writes(list(tensors))
     try:
         with writes:
-            yield
+            yield writes
     finally:
         writes.undo()
 
 
-class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies the memory of tensors before it is written to."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -47,6 +47,11 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     storage: Any = tensor.untyped_storage()
                     self._before[key] = storage, storage.clone()
         return func(*args, **(kwargs or {}))
+
+    @property
+    def happened(self) -> bool:
+        """Whether one of the tensors was written to."""
+        return bool(self._before)
 
     @cached_property
     def _known(self) -> frozenset[int]:

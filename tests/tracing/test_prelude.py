@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.tracing.prelude import dry_run
+from lightning_fxpipe.tracing.prelude import dry_run_of_prelude
 
 LOOKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "item": lambda x, n: x.sum().item(),
@@ -33,7 +33,7 @@ HARMLESS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def looks(code: Callable[[Tensor, Tensor], Any]) -> bool:
-    with dry_run(nn.Identity(), code, (torch.rand(4, 3), torch.tensor([0, 1, 2, 3])), {}) as run:
+    with dry_run_of_prelude(nn.Identity(), code, (torch.rand(4, 3), torch.tensor([0, 1, 2, 3])), {}) as run:
         code(*run.args)
     assert run.facts is not None
     return run.facts.looks_at_values
