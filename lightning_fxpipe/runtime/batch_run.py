@@ -128,7 +128,7 @@ class PipelineRuntime:
             with log.capture(self._root), step.context(), self._behind_stages(step, call), self.iterators.one_run(), around:
                 output = step.function(batch, *step.rest)
         except BaseException:
-            if call is None or call.leaving.error is None:
+            if call is None or not (call.leaving.has_exited or call.leaving.error is not None):
                 raise
         if call is not None and call.leaving.has_ended_step():
             if not self.passes.has_ended_step:

@@ -51,11 +51,12 @@ class SavedBytes:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         key, num_bytes = _memory(tensor)
+        alone = tensor.detach()  # a result would keep its operation, which keeps the result: for ever
         if key not in self._seen:
             self._seen.add(key)
-            self._alive.append(tensor)
+            self._alive.append(alone)
             self.num_bytes += num_bytes
-        return tensor
+        return alone
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -123,6 +123,7 @@ def dry_run_of_prelude(
         finally:
             has_drawn = python_rng() != generators or run.state.is_drawn_from()
             depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
+            left_at = None  # it has this frame, too, and would keep all of them
             is_fixed = not (looks.happened or has_drawn or depends)
             run.facts = PreludeFacts(guards=tuple(guards), is_fixed=is_fixed, looks_at_values=looks.happened)
 

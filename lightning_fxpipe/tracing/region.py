@@ -80,9 +80,15 @@ def holds_any(module: nn.Module) -> bool:
 class _RegionReached(BaseException):
     """Ends the step at the region's call; not an ``Exception``, so that the step's own handlers let it pass."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
-        self.module, self.args_, self.kwargs_ = module, args, kwargs
-        self.context = CallContext.current(device.type)
+
+@dataclass(frozen=True)
+class _Reached:
+    """The region's call. No exception is kept: it would keep the frames that it came through, and these their tensors."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    context: CallContext
 
 
 def find_region(
@@ -110,12 +116,12 @@ def find_region(
         if id(module) in paths and holds_any(module):
             if is_region(module):
                 found_on = device or device_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-                found.append(_RegionReached(module, args, kwargs, found_on))
-                raise found[-1]
+                found.append(_Reached(paths[id(module)], args, kwargs, CallContext.current(found_on.type)))
+                raise _RegionReached
             prelude[paths[id(module)]] = None
         return original_call(module, *args, **kwargs)
 
-    found: list[_RegionReached] = []  # the first counts, though the step may catch it with all that it catches
+    found: list[_Reached] = []  # the first counts, though the step may catch it with all that it catches
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
@@ -129,9 +135,9 @@ def find_region(
         raise _no_region(step.function)
     reached = found[0]
     region = RegionCall(
-        path=paths[id(reached.module)],
-        args=reached.args_,
-        kwargs=reached.kwargs_,
+        path=reached.path,
+        args=reached.args,
+        kwargs=reached.kwargs,
         batch_size=batch_size,
         batch_dim=batch_dim,
         prelude_paths=tuple(prelude),
@@ -183,10 +189,12 @@ class Leaving:
     pipeline the other ranks wait for what this one was to compute.
 
     Attributes:
-        error: What the region has raised.
+        error: The error that the region has raised.
+        has_exited: Whether the step has been left where it was over for this rank.
     """
 
     error: BaseException | None = None
+    has_exited = False
 
     def noted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, the region, of which is noted what it raises."""
@@ -194,6 +202,9 @@ class Leaving:
         def noting(*args: Any) -> Any:
             try:
                 return run(*args)
+            except StageExit:  # with every batch: what is kept of it would keep the batch until Python looks for cycles
+                self.has_exited = True
+                raise
             except BaseException as error:
                 self.error = error
                 raise
@@ -202,9 +213,9 @@ class Leaving:
 
     def has_ended_step(self) -> bool:
         """Whether this rank's part of the step was over with the region; raises the error with which it failed."""
-        if self.error is not None and not isinstance(self.error, StageExit):
+        if self.error is not None:
             raise self.error
-        return self.error is not None
+        return self.has_exited
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,16 @@ def test_each_memory_counts_once_and_not_what_is_there_anyway() -> None:
     # The linear layer keeps its input, and tanh its result, which the next layer's input is.
     assert saved(nn.Linear(8, 8), x) == 0
     assert saved(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), x) == 3 * 16 * FLOAT
+
+
+def test_what_was_counted_is_given_back() -> None:
+    """A saved result that kept the operation which has made it would never be: Python does not see such cycles."""
+    run, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), torch.randn(3, 8, requires_grad=True)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    run[1].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
+    saved(run, x)
+    gc.collect()
+    assert [reference() for reference in kept] == [None]
 
 
 def test_what_is_computed_again_is_not_kept() -> None:

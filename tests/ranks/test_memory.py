@@ -1,0 +1,64 @@
+"""What a batch has needed is given back when its step is over, without Python's search for cycles, which may be long in coming."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe import FxPipeStrategy
+from tests.lit import make_trainer
+from tests.ranks.pool import RankPool
+from tests.ranks.runs import Net
+
+Ranks = Callable[[int], RankPool]
+WIDTH = 64  # of weights that nothing else is as large as
+
+
+class Wide(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(12, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
+
+
+class Counts(L.Callback):
+    """Counts the tensors that are as wide as the model after each batch: weights, gradients, activations."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
+        wide = [
+            each for each in gc.get_objects() if issubclass(type(each), Tensor) and WIDTH in each.shape and not each.is_meta
+        ]
+        self.found.append(len({each.untyped_storage().data_ptr() for each in wide}))
+
+
+def count(schedule: Any) -> list[int]:
+    """Runs on every rank."""
+    torch.manual_seed(1)
+    counts = Counts()
+    strategy = FxPipeStrategy(num_microbatches=4, schedule=schedule)
+    trainer = make_trainer(max_epochs=2, limit_val_batches=0, strategy=strategy, devices=2, callbacks=[counts])
+    gc.collect()
+    gc.disable()
+    try:
+        trainer.fit(Wide())
+    finally:
+        gc.enable()
+    return counts.found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_batch_is_kept(ranks: Ranks, schedule: str) -> None:
+    """An exception that ends a stage's step keeps the frames that it came through while somebody has it, and these their
+    tensors; a hook that gives autograd the very result of an operation keeps both for ever."""
+    for found in ranks(2).run(count, schedule):
+        assert len(found) == 12
+        assert max(found[1:]) <= found[0] + 1, found
