@@ -1,4 +1,4 @@
-"""What a batch has needed is given back when its step is over, without Python's search for cycles, which may be long in coming."""
+"""What a batch has needed is given back when its step is over; Python's search for cycles may be long in coming."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ class Counts(L.Callback):
         self.found: list[int] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *args: Any) -> None:
-        wide = [
-            each for each in gc.get_objects() if issubclass(type(each), Tensor) and WIDTH in each.shape and not each.is_meta
-        ]
-        self.found.append(len({each.untyped_storage().data_ptr() for each in wide}))
+        tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and not each.is_meta]
+        self.found.append(len({each.untyped_storage().data_ptr() for each in tensors if WIDTH in each.shape}))
 
 
 def count(schedule: Any) -> list[int]:
@@ -61,4 +59,5 @@ def test_no_batch_is_kept(ranks: Ranks, schedule: str) -> None:
     tensors; a hook that gives autograd the very result of an operation keeps both for ever."""
     for found in ranks(2).run(count, schedule):
         assert len(found) == 12
-        assert max(found[1:]) <= found[0] + 1, found
+        assert max(found[:5]) <= found[0], found
+        assert max(found[6:]) <= found[6], found  # the first epoch's last batch is smaller, and has buffers of its own

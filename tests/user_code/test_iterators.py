@@ -52,9 +52,9 @@ def test_what_is_drawn_in_a_dry_run_comes_again(name: str) -> None:
     holder = Holder(ITERATORS[name]())
     assert is_iterator(holder.items)
     for _ in range(2):
-        with undone(holder) as before:
+        with undone(holder) as undoing:
             drawn = [str(next(holder.items)), str(next(holder.inside["list"][0]))]
-            assert before.is_drawn_from()
+            assert undoing.before.is_drawn_from()
         assert drawn == expected[:2]
     assert holder.items is holder.inside["list"][0]
     assert [str(next(holder.items)) for _ in expected] == expected
@@ -152,7 +152,7 @@ def test_an_iterator_that_a_step_makes_is_one_for_all_its_runs_on_a_batch(name: 
         iterators.forget()
         seen = []
         for _ in range(2):
-            with undone(tried) as before, iterators.one_run(before):
+            with undone(tried) as undoing, iterators.one_run(undoing.before):
                 seen.append(tried.step())
         with iterators.one_run():
             item = tried.step()
