@@ -53,6 +53,9 @@ NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
 PACK_PADDED: Callable[..., Any] = torch._VF._pack_padded_sequence
 PAD_PACKED: Callable[..., Any] = torch._VF._pad_packed_sequence
 
+# The attributes in which recurrent layers keep a second list of their weights. torch 2.11-2.15.
+RECURRENT_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _META = torch.device("meta")

@@ -36,7 +36,6 @@ _DESCRIBING_METHODS = (
 _DESCRIBING_PROPERTIES = (
     *("shape", "dtype", "requires_grad", "is_leaf", "ndim", "layout", "is_meta", "itemsize", "nbytes", "grad_fn", "is_cuda"),
     *("is_cpu", "is_sparse", "is_quantized", "is_nested", "output_nr", "retains_grad", "is_mps", "is_xpu"),
-    "_version",
 )
 _DESCRIBING = frozenset(
     [getattr(Tensor, name) for name in _DESCRIBING_METHODS if hasattr(Tensor, name)]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import version_of
+from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, version_of
 from lightning_fxpipe.distributed.agreement import gathered
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.contents import ABSENT
@@ -30,7 +30,7 @@ from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snap
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's, and
 # recurrent layers keep a second list of their weights.
-_TORCHS_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+_TORCHS_OWN = frozenset({*vars(nn.Module()), *RECURRENT_WEIGHT_LISTS})
 _BUFFERS = "buffers"  # the root of a path to one
 
 

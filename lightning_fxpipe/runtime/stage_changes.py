@@ -71,11 +71,9 @@ class StageChanges:
         summed = {fqn: p for fqn, p in own.items() if p.element_size() > 1}
         frozen = {fqn: p for fqn, p in summed.items() if not p.requires_grad}
         # An embedding's are those of the rows that are looked up, whatever the microbatch.
-        bounded = [
-            module.weight for module in root.modules() if isinstance(module, _EMBEDDINGS) and module.max_norm is not None
-        ]
-        known = {id(parameter) for parameter in bounded}
-        self._trained = {fqn: p for fqn, p in summed.items() if p.requires_grad and id(p) not in known}
+        embeddings = [module for module in root.modules() if isinstance(module, _EMBEDDINGS)]
+        bounded = {id(module.weight) for module in embeddings if module.max_norm is not None}
+        self._trained = {fqn: p for fqn, p in summed.items() if p.requires_grad and id(p) not in bounded}
         self._totals_after_first: dict[str, _Totals] = {}
         copies = sum(p.numel() * p.element_size() for p in frozen.values()) <= _COPIED_SHARE * num_trained
         self._frozen = {fqn: _Frozen(p, _Totals.of(p), p.detach().clone() if copies else None) for fqn, p in frozen.items()}

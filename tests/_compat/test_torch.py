@@ -707,3 +707,8 @@ def test_sequences_are_packed_and_padded_by_these_functions() -> None:
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 1), torch.tensor([3, 1]))
         nn.utils.rnn.pad_packed_sequence(packed)
     assert seen.count(_compat.PACK_PADDED) == seen.count(_compat.PAD_PACKED) == 1
+
+
+def test_recurrent_layers_keep_their_weights_a_second_time() -> None:
+    own = vars(nn.LSTM(2, 3)).keys() - vars(nn.Linear(2, 3)).keys()
+    assert set(_compat.RECURRENT_WEIGHT_LISTS) == {name for name in own if "flat" in name and "names" not in name}
