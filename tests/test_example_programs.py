@@ -100,5 +100,5 @@ def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
         for step in steps:
             # A part that is never charged has lost its function's name.
             silent = {name for name, seconds in step.items() if seconds <= 0}
-            assert silent <= {"attributes of the module", "weights and checks of the loss"}
+            assert not silent
             assert len(step) >= 14

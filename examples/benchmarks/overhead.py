@@ -5,8 +5,7 @@
 
 Each rank's main thread keeps the time that it works, not the time that it waits (``time.thread_time``), so other programs on
 the machine change little. The time of a step is divided among the parts below; a part's time is without that of parts inside.
-What the strategy adds is compared with the whole step. The checks of the loss, on batches 1, 10, 100 and so on, are left out:
-the measured steps lie between two of them.
+What the strategy adds is compared with the whole step.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
+        self.after_steps: list[dict[str, float]] = []
         self._stack = ["Lightning and optimizer"]
         self._since = time.thread_time()
 
@@ -64,9 +65,9 @@ class Parts:
         self.seconds[self._stack[-1]] += now - self._since
         self._since = now
 
-    def snapshot(self) -> dict[str, float]:
+    def end_step(self) -> None:
         self._charge()
-        return dict(self.seconds)
+        self.after_steps.append(dict(self.seconds))
 
     # ------------------------------------------------------------------ what is measured
 
@@ -101,66 +102,65 @@ class Parts:
         setattr(owner, name, timed)
 
 
+# Here the strategy does not find it: what a step reaches of its own is the step's, and every rank gets the last stage's.
+PARTS: ContextVar[Parts] = ContextVar("parts")
+
+
 def instrument(parts: Parts) -> None:
     """Wraps the package's functions, by part."""
-    from lightning_fxpipe import (
-        attributes,
-        gradients,
-        metrics,
-        precision,
-        randomness,
-        reduction,
-        runtime,
-        schedule,
-        session,
-        step,
-    )
+    import torch
+
+    from lightning_fxpipe.distributed.commands import Commands
+    from lightning_fxpipe.hooks.user_hooks import Hooks
+    from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
+    from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
+    from lightning_fxpipe.runtime.attributes import StepAttributes
+    from lightning_fxpipe.schedules.pipelining import Pipeline
+    from lightning_fxpipe.strategy import session
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
 
-    parts.wrap("strategy hooks", FxPipeStrategy, "training_step")
-    parts.wrap("strategy hooks", FxPipeStrategy, "backward")
-    parts.wrap("strategy hooks", precision.PipelinePrecision, "before_backward")
-    for name in ("batch_size", "plan_passes", "split_batch"):
-        parts.wrap("split the batch", runtime, name)
-    parts.wrap("split the batch", session, "merge_outputs")
-    parts.wrap("find trace and schedule", runtime.PipelineRuntime, "_prepare")
-    parts.wrap("weights and checks of the loss", reduction.LossCheck, "weights")
-    parts.wrap("weights and checks of the loss", reduction.LossCheck, "begin")
-    parts.wrap("random numbers", randomness.BatchRandomness, "__init__")
-    parts.wrap_context("random numbers", randomness.BatchRandomness, "microbatch")
-    parts.wrap_context("random numbers", step, "own_random_numbers")
-    parts.wrap("random numbers", step, "rng_state")
-    parts.wrap("random numbers", step.BatchRun, "changed_rng")
-    parts.wrap_context("logging", metrics.StepLog, "capture")
-    for name in ("begin_microbatch", "_add", "entries"):
-        parts.wrap("logging", metrics.StepLog, name)
+    for name in ("training_step", "backward", "optimizer_step", "on_train_batch_start"):
+        parts.wrap("strategy hooks", FxPipeStrategy, name)
+    parts.wrap_context("user hooks see the whole model", Hooks, "running")
+    parts.wrap_context("user hooks see the whole model", Hooks, "suspended")
+    parts.wrap("split the batch", batch_run, "count_samples")
+    parts.wrap("find trace and schedule", batch_run.BatchTraces, "find")
+    parts.wrap("find trace and schedule", batch_run.PassSetups, "get")
+    parts.wrap("random numbers", region_pass, "seed_generators")
+    for module in (batch_run, region_run):
+        parts.wrap("random numbers", module, "rng_state")
+    parts.wrap_context("logging", StepLog, "capture")
+    parts.wrap("logging", StepLog, "_add")
     parts.wrap("logging", session, "replay")
-    parts.wrap("share with the other ranks", metrics.ResultChannel, "share")
-    parts.wrap("attributes of the module", attributes.StepAttributes, "__init__")
-    parts.wrap("attributes of the module", attributes.StepAttributes, "changes")
-    parts.wrap("attributes of the module", session.Session, "_common_buffers")
-    for followed in (runtime.AssignedValues, runtime.AppendedEntries):
-        for name in ("__init__", "end_microbatch", "join"):
-            parts.wrap("attributes of the module", followed, name)
+    parts.wrap("share with the other ranks", ResultChannel, "share")
+    for name in ("tell", "hear"):
+        parts.wrap("share with the other ranks", Commands, name)
+    for name in ("__init__", "begin_region", "changes"):
+        parts.wrap("attributes of the module", StepAttributes, name)
+    for name in ("parameters_by_name", "check_same_parameters"):
+        parts.wrap("parameters of the module", session, name)
     parts.wrap("metrics of the module", session, "held_metrics")
     for name in ("__init__", "changes"):
         parts.wrap("metrics of the module", session.MetricStates, name)
-    parts.wrap_context("gradients", gradients.ParkedGradients, "collect")
-    parts.wrap("gradients", gradients.ParkedGradients, "install")
-    parts.wrap("gradients", gradients.SharedParameters, "sum_gradients")
-    parts.wrap("around the microbatches", step.BatchRun, "run_microbatch")
-    parts.wrap("schedule and backward", schedule.Pipeline, "step")
-    parts.wrap("whole batch", runtime.PipelineRuntime, "run")
-    run_stage = step.BatchRun._run_stage
+    for name in ("_forward_one", "_backward_one"):
+        parts.wrap("around the microbatches", region_pass.RegionPass, name)
+    parts.wrap("around the microbatches", one_f_one_b.InterleavedPass, "_one")
+    parts.wrap("step of each microbatch, undone", one_f_one_b.StepTail, "run")
+    parts.wrap("Lightning and optimizer", torch.optim.Optimizer, "zero_grad")
+    parts.wrap("Lightning and optimizer", torch.optim.AdamW, "step")
+    parts.wrap("schedule and backward", Pipeline, "step")
+    parts.wrap("schedule and backward", torch.autograd, "backward")
+    parts.wrap("whole batch", batch_run.PipelineRuntime, "run")
+    compute = region_pass.StageRun.compute
 
-    def timed_stage(self: Any, index: int, setup: Any, *args: Any) -> Any:
-        if not hasattr(setup.stage.module, "timed"):
-            setup.stage.module.timed = True
-            parts.wrap("stages", setup.stage.module, "forward")
-        with parts.part("around the microbatches"):
-            return run_stage(self, index, setup, *args)
+    def timed_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._setup.stage.module
+        if not hasattr(module, "timed"):
+            module.timed = True
+            parts.wrap("stages", module, "forward")
+        return compute(self, *args, **kwargs)
 
-    step.BatchRun._run_stage = timed_stage  # type: ignore[method-assign]
+    region_pass.StageRun.compute = timed_compute  # type: ignore[method-assign]
 
 
 # --------------------------------------------------------------------------- in the ranks
@@ -174,7 +174,7 @@ def run_worker(work: Work, logged: int, output: Path) -> None:
     torch.set_num_threads(1)
     parts = Parts()
     instrument(parts)
-    snapshots: list[dict[str, float]] = []
+    PARTS.set(parts)
 
     class LitGPT(L.LightningModule):
         def __init__(self) -> None:
@@ -182,7 +182,7 @@ def run_worker(work: Work, logged: int, output: Path) -> None:
             self.model = make_model(work)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            with parts.part("user's step"):
+            with PARTS.get().part("user's step"):
                 (ids,) = batch
                 loss = loss_of(self.model(ids[:, :-1]), ids[:, 1:])
                 for index in range(logged):
@@ -194,12 +194,12 @@ def run_worker(work: Work, logged: int, output: Path) -> None:
 
     class Snapshots(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            snapshots.append(parts.snapshot())
+            PARTS.get().end_step()
 
     trainer = make_trainer(work, Snapshots())
     batches = make_batches(work)
     trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
-    measured = snapshots[work.warmup_steps - 1 :]
+    measured = parts.after_steps[work.warmup_steps - 1 :]
     steps = [{name: b[name] - a.get(name, 0.0) for name in b} for a, b in zip(measured, measured[1:], strict=False)]
     output.write_text(json.dumps(steps))
 

@@ -70,11 +70,6 @@ def init_process_group(cluster_environment: Any, backend: str | None, device: to
     _init_dist_connection(cluster_environment, backend, timeout=timeout, device_id=device_id)
 
 
-def set_forward_cache(metric: Any, value: Any) -> None:
-    """Sets what ``self.log(name, metric)`` logs for the step: the value of the last ``forward``. torchmetrics 1.9."""
-    metric._forward_cache = value
-
-
 def set_rank_zero_only(global_rank: int) -> None:
     """Tells all of Lightning's ``rank_zero_only`` decorators this process's rank. Lightning 2.6."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only

@@ -84,10 +84,6 @@ class Folder:
             )
         return found
 
-    def names_under(self, root: str) -> list[str]:
-        """The second part of all keys under an entry: names of the model's state, say."""
-        return list(dict.fromkeys(str(path[1]) for path in self.paths.values() if path[0] == root and len(path) > 1))
-
     def entries(self, pattern: str) -> list[str]:
         """The entries, first parts of keys, that a pattern matches."""
         roots = dict.fromkeys(str(path[0]) for path in self.paths.values())

@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import numbers
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class StepLog:
         What a module overrides ``log`` with runs, and collects where it calls Lightning's.
         """
         owner = lightning_class(module)
-        signature = inspect.signature(owner.log) if owner is not None else inspect.Signature()
+        signature = _signature_of(owner.log) if owner is not None else inspect.Signature()
 
         def log(*args: Any, **kwargs: Any) -> None:
             arguments = signature.bind(module, *args, **kwargs).arguments
@@ -152,6 +153,11 @@ def _checked(name: str, value: Any) -> float:
             todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
         )
     return plain_number(value)
+
+
+@cache
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 class ResultChannel:

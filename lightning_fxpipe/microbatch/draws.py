@@ -2,8 +2,9 @@
 
 What user code draws outside the stages (samplers, augmentation, noise in the step) must be the same on every rank, or the ranks
 would train on different data; and it should be what one device draws for the whole batch. So all ranks start with the same
-generator states and stay in lock step, the first microbatch draws for the whole batch, and the others take their part of it
-(:class:`BatchDraws`). Numbers without a batch dimension (mixup's lambda) are the same for all microbatches.
+generator states and stay in lock step. Where the step's code runs for each microbatch (``runtime.one_f_one_b``), the first
+draws for the whole batch, and the others take their part of it (:class:`BatchDraws`). Numbers without a batch dimension
+(mixup's lambda) are the same for all microbatches.
 
 With one microbatch the generator's state travels with the boundary tensors from stage to stage, so that dropout, too, is that
 of one device. With several, stages work on different microbatches at once, and each draws numbers of its own, seeded by the
@@ -16,7 +17,7 @@ import hashlib
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -29,21 +30,18 @@ from torch.nn import functional
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_map
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
-from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.rng import isolated_rng
 
 
-@contextmanager
-def own_random_numbers(*key: int | str) -> Iterator[None]:
-    """Runs the block with the default generators seeded from ``key``; afterwards they continue where they were."""
+def seed_generators(*key: int | str) -> None:
+    """Seeds the default generators from ``key``."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
-    with isolated_rng():
-        torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-        yield
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def set_generator_state(state: Tensor) -> None:
@@ -65,68 +63,13 @@ def continued_random_numbers(state: Tensor | None, *key: int | str) -> Iterator[
     current = torch.get_rng_state()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     on_cuda = torch.cuda.get_rng_state() if cuda else None
-    with own_random_numbers(*key):
+    with isolated_rng():
+        seed_generators(*key)
         if on_cuda is not None:
             torch.cuda.set_rng_state(on_cuda)
         torch.set_rng_state(current)
         if state is not None:
             set_generator_state(state)
-        yield
-
-
-class BatchRandomness:
-    """What the user's code draws during one batch: by the first microbatch for all.
-
-    Args:
-        key: Identifies the batch within the run.
-        batch_size: Samples in the batch.
-        batch_dim: Dimension of the batch in its tensors.
-    """
-
-    def __init__(self, key: Sequence[int | str], batch_size: int, batch_dim: int = 0) -> None:
-        self.draws = BatchDraws(batch_size, batch_dim)
-        self._batch_size, self._batch_dim = batch_size, batch_dim
-        self._key = key
-        self._start = rng_state()
-
-    @contextmanager
-    def microbatch(self, index: int, start: int, size: int) -> Iterator[None]:
-        """Runs the block, the step's code for one microbatch of samples ``start`` to ``start + size``.
-
-        Only the first moves the generators on. What a later one draws anew, it draws from numbers of its own, the same on every
-        rank; Python's and numpy's generators give each the same numbers.
-        """
-        self.draws.begin_microbatch(start, size)
-        if index == 0:
-            yield
-            return
-        with own_random_numbers(*self._key, index, "step"):
-            random.setstate(self._start["python"])
-            if "numpy" in self._start:
-                sys.modules["numpy"].random.set_state(self._start["numpy"])
-            yield
-
-    @contextmanager
-    def whole_batch(self) -> Iterator[None]:
-        """Runs the block, the step's code for the batch in one piece, with the numbers that its microbatches had.
-
-        The generators are afterwards what they are now.
-        """
-        self.draws.begin_microbatch(0, self._batch_size)
-        with isolated_rng():
-            set_rng_state(self._start)
-            yield
-
-    def restart(self) -> None:
-        """Forgets what has been drawn: the step begins again, and moves the generators on from where they were before it."""
-        set_rng_state(self._start)
-        self.draws = BatchDraws(self._batch_size, self._batch_dim)
-
-    @contextmanager
-    def in_one_piece(self) -> Iterator[None]:
-        """Runs the block, the step's code for the batch in one piece, once, with one device's numbers."""
-        self.restart()
-        self.draws.begin_microbatch(0, self._batch_size)
         yield
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from lightning_fxpipe._compat.torch import storage_key
 
 Unit = Sequence[fx.Node]
-Predecessors = Sequence[frozenset[int]]
 
 
 def predecessors(graph: fx.Graph, units: Sequence[Unit]) -> list[frozenset[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.commands import Command, Commands
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import LogEntry
 from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, ParkedLoss, StepTail
 from lightning_fxpipe.runtime.pass_setup import PassSetups
@@ -40,6 +41,7 @@ class BatchPasses:
         self._passes: list[RegionPass] = []
         self._interleaved: InterleavedPass | None = None
         self._has_ended_step = False
+        self._changes_nothing = False  # the step's tail, and what else runs beside it; as the batch after a look has shown
 
     @property
     def has_ended_step(self) -> bool:
@@ -95,6 +97,7 @@ class BatchPasses:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
+        self._changes_nothing = False
         one, joined, buffers = self._run_undone(setup, values, step, tries=tries, measures=True)
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
             return False
@@ -109,6 +112,7 @@ class BatchPasses:
         *,
         tries: StageChanges | None = None,
         measures: bool = False,
+        tail: StepTail | None = None,
     ) -> tuple[RegionPass, tuple[Tensor, ...] | None, list[str]]:
         """The region's call in the running batch, forward, without gradients and undone. Called by every rank.
 
@@ -118,9 +122,13 @@ class BatchPasses:
             step: The step.
             tries: To find out if samples notice each other, what the stage was before.
             measures: Whether to find out what autograd would keep.
+            tail: On the last stage, the rest of a step that has changed something in this batch; what had changed was undone.
 
         Returns:
             The pass, on the last stage the joined results, and after a try the buffers that it has changed.
+
+        Raises:
+            UnsupportedError: It was the stage that changes something: that is lost.
         """
         one = RegionPass(
             setup,
@@ -132,7 +140,10 @@ class BatchPasses:
             measures=measures,
         )
         with undone(self._root), torch.no_grad():
+            before = None if tail is None else tail.state()
             joined = one.run_forward()
+            if before is not None and not before.is_current():
+                raise _changes_late(step, before.changed_names())
             return one, joined, [] if tries is None else tries.buffers()
 
     def _own_parameters(self) -> list[nn.Parameter]:
@@ -143,6 +154,7 @@ class BatchPasses:
     ) -> tuple[Tensor, ...] | None:
         """The region's call in the running batch, forward and backward. Called by every rank."""
         may_end = self._interleaving.only_logs_loss
+        before = None if tail is None or not may_end or self._changes_nothing else tail.state()
         self._interleaved = InterleavedPass(
             setup,
             values,
@@ -152,12 +164,15 @@ class BatchPasses:
             weights=() if tail is None else self._interleaving.weights(tail),
             scale=step.scale,
             keeps_results=not may_end,
+            undoes_together=self._changes_nothing,
         )
         joined = self._interleaved.run()
+        if before is not None:
+            self._changes_nothing = before.is_current()
         self._has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
         lacks_results = joined is None and not self._has_ended_step
         if may_end and self._hears_of(Command.FORWARD, is_wanted=lacks_results):
-            _, joined, _ = self._run_undone(setup, values, step)
+            _, joined, _ = self._run_undone(setup, values, step, tail=tail)
         return joined
 
     def _hears_of(self, command: Command, *, is_wanted: bool) -> bool:
@@ -255,3 +270,13 @@ class BatchPasses:
         self._passes = []
         self._interleaved = None
         self._has_ended_step = False
+
+
+def _changes_late(step: Step, names: Sequence[str]) -> UnsupportedError:
+    return UnsupportedError(
+        "The model's forward changes something in this batch that it did not change before: 1F1B cannot keep that.",
+        where=getattr(step.function, "__qualname__", step.kind.value),
+        observed=", ".join(names),
+        expected="what batches before it changed, or attributes of the module that runs",
+        todo='Set FxPipeStrategy(schedule="gpipe").',
+    )

@@ -119,7 +119,7 @@ class PipelineRuntime:
             return BatchResult(num_microbatches=0)
         log = StepLog(metrics)
         draws = BatchDraws(num_samples, self._batch_dim)
-        call = None if found is None else self._region_call(step, batch, num_samples, found, draws)
+        call = None if found is None else self._region_call(step, batch, num_samples, found, draws, metrics)
         if call is not None:
             call.at_region = at_region
         around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
@@ -181,7 +181,9 @@ class PipelineRuntime:
                 raise
             raise StepFailed(error) from error
 
-    def _region_call(self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws) -> RegionRun:
+    def _region_call(
+        self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws, metrics: Mapping[str, nn.Module]
+    ) -> RegionRun:
         trace, shapes = found
         traced = trace.traced
         sizes = traced.bind_sizes(shapes)
@@ -198,6 +200,7 @@ class PipelineRuntime:
             self.passes,
             step,
             batch,
+            metrics=metrics,
             batch_dim=self._batch_dim,
             trace=trace,
             sizes=sizes,

@@ -15,8 +15,8 @@ The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
-from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.metrics.step_log import LogEntry, StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import (
@@ -39,13 +38,15 @@ from lightning_fxpipe.microbatch.loss_weights import (
     without_gradient,
 )
 from lightning_fxpipe.pytree.sizes import plain_number
-from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
+from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun, safe
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.step_code import may_differ_between_batches
+from lightning_fxpipe.user_code.undo import UndoneRuns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ class StepTail:
 
     Attributes:
         root: The LightningModule.
+        metrics: Its metrics, by name.
         step: The step.
         batch: The batch.
         batch_sizes: Values of the region's symbols for it.
@@ -98,6 +100,7 @@ class StepTail:
     """
 
     root: nn.Module
+    metrics: Mapping[str, nn.Module]
     step: Step
     batch: Any
     batch_sizes: Mapping[Any, int]
@@ -114,12 +117,21 @@ class StepTail:
         """Samples in each microbatch."""
         return [leg.part.size for leg in self.setup.legs for _ in range(leg.part.count)]
 
-    def run(self, number: int, results: Sequence[Tensor]) -> TailRun:
+    def state(self) -> Snapshot:
+        """What its runs may change, but for attributes of submodules."""
+        return user_state(self.root, self.step.function, enters_modules=False)
+
+    def undone_runs(self) -> UndoneRuns:
+        """Undoes all runs of a batch."""
+        return UndoneRuns(self.root, self.step.function)
+
+    def run(self, number: int, results: Sequence[Tensor], runs: UndoneRuns | None = None) -> TailRun:
         """The step on a microbatch, as a dry run.
 
         Args:
             number: Of the microbatch in the batch.
             results: What the last stage gave for it.
+            runs: Undoes it; None: it is undone by itself, whatever it changes.
         """
         leg, index = self._leg(number)
         row = leg.start + index * leg.rows
@@ -127,7 +139,8 @@ class StepTail:
             v if v is None else cut(v, dim, row, leg.rows) for v, dim in zip(self.values, self.setup.input_dims, strict=True)
         ]
         start = sum(self.sizes[:number])
-        return self._run(self.microbatches[number], leg.sizes, (start, leg.part.size), (results, own), is_first=number == 0)
+        part = self.microbatches[number]
+        return self._run(part, leg.sizes, (start, leg.part.size), (results, own), runs, is_first=number == 0)
 
     def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
         """Finds out whether the batch's loss is a sum over its microbatches, and if the step does more; nothing is left behind.
@@ -139,7 +152,7 @@ class StepTail:
         """
         with torch.no_grad():
             samples = (0, sum(self.sizes))
-            whole = self._run(self.batch, self.batch_sizes, samples, (joined, self.values), is_first=True)
+            whole = self._run(self.batch, self.batch_sizes, samples, (joined, self.values), None, is_first=True)
             parts = [self.run(number, self._cut(joined, number)) for number in range(len(self.sizes))]
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
@@ -169,6 +182,7 @@ class StepTail:
         sizes: Mapping[Any, int],
         samples: tuple[int, int],
         made: tuple[Sequence[Tensor], Sequence[Tensor | None]],
+        runs: UndoneRuns | None,
         *,
         is_first: bool,
     ) -> TailRun:
@@ -179,6 +193,7 @@ class StepTail:
             sizes: Values of the region's symbols for it.
             samples: Where it begins in the batch, and how many it has.
             made: What the last stage gave for it, and the region's inputs.
+            runs: Undoes it; None: it is undone by itself.
             is_first: Whether what it draws begins with what the step draws.
         """
         results, values = made
@@ -192,8 +207,9 @@ class StepTail:
             at_region.update(rng_state())
             return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
 
-        function, log = self.step.function, StepLog(held_metrics(self.root))
-        with dry_run(self.root, function, (batch, *self.step.rest), {}) as again:
+        function, log = self.step.function, StepLog(self.metrics)
+        undoing = None if runs is None else runs.one()
+        with dry_run(self.root, function, (batch, *self.step.rest), {}, undoing=undoing, metrics=self.metrics) as again:
             set_rng_state(self.rng_at_start)
             self.draws.begin_microbatch(*samples)
             with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):
@@ -238,6 +254,8 @@ class InterleavedPass:
         weights: On the last stage, the factor of each microbatch's loss in the batch's loss.
         scale: On the last stage, by which the loss is multiplied for its backward pass.
         keeps_results: Whether the step goes on with the results of the whole batch.
+        undoes_together: Whether the step has shown that it changes nothing, nor does what else runs meanwhile: then one look
+            at the end of the batch shows whether that is still so.
     """
 
     def __init__(
@@ -251,7 +269,10 @@ class InterleavedPass:
         weights: Sequence[float],
         scale: float,
         keeps_results: bool,
+        undoes_together: bool,
     ) -> None:
+        self._undoes_together = undoes_together
+        self._runs: UndoneRuns | None = None
         self._weights = weights
         self._keeps_results = keeps_results
         self._scale = scale
@@ -275,7 +296,7 @@ class InterleavedPass:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            with self._setup.norms.deferred():
+            with self._setup.norms.deferred(), isolated_rng(), self._undone_runs():
                 for leg in self._setup.legs:
                     assert leg.interleaved is not None
                     leg.interleaved().step(partial(self._one, leg))
@@ -288,6 +309,17 @@ class InterleavedPass:
             return None
         return self._setup.joined([results[number] for number in sorted(results)])
 
+    @contextmanager
+    def _undone_runs(self) -> Iterator[None]:
+        if self._tail is None or not self._undoes_together:
+            yield
+            return
+        with self._tail.undone_runs() as self._runs:
+            yield
+        if self._runs.has_assigned:
+            self._logged = None
+        self._runs = None
+
     @property
     def does_more(self) -> bool:
         """Whether a microbatch has shown that the step does more than to log its loss, after a run."""
@@ -299,7 +331,7 @@ class InterleavedPass:
             return tuple(output.contiguous() for output in outputs)
         number = leg.part.first + index
         assert self._tail is not None
-        done = self._tail.run(number, outputs)
+        done = self._tail.run(number, outputs, self._runs)
         loss, logged = done.loss, done.logged_losses()
         self._logged = logged if not self._losses or logged == self._logged else None
         if self._keeps_results or self.does_more:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,11 @@ from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.draws import (
     continued_random_numbers,
     generator_state,
-    own_random_numbers,
+    seed_generators,
     set_generator_state,
 )
 from lightning_fxpipe.microbatch.split import Pass
+from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from lightning_fxpipe.stages.build import Stage, TensorSpec
@@ -144,7 +145,7 @@ class StageRun:
     def compute(
         self, leg: Leg, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What the stage gives for one microbatch.
+        """What the stage gives for one microbatch. Seeds the generators, unless their state goes from stage to stage.
 
         Args:
             leg: The microbatches of its size.
@@ -161,8 +162,9 @@ class StageRun:
         """
         setup = self._setup
         key = (*self._random_key, leg.part.first + index, setup.stage.index)
-        numbers = continued_random_numbers(state, *key) if setup.carries_random_state else own_random_numbers(*key)
-        with numbers, setup.norms.noted():
+        if not setup.carries_random_state:
+            seed_generators(*key)
+        with continued_random_numbers(state, *key) if setup.carries_random_state else nullcontext(), setup.norms.noted():
             outputs = setup.stage.module(*received, *self._inputs(leg, index))
             after = generator_state(setup.device) if setup.carries_random_state else None
         for output, spec, node in zip(outputs, leg.sent[: len(outputs)], setup.stage.boundary_out, strict=True):
@@ -277,7 +279,7 @@ class RegionPass:
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
         """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
-        with self.setup.norms.deferred():
+        with self.setup.norms.deferred(), nullcontext() if self.setup.carries_random_state else isolated_rng():
             for leg in self.setup.legs:
                 with self._running(leg):
                     leg.forward.step(self._forward_one)

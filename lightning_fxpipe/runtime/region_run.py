@@ -33,7 +33,8 @@ class RegionRun:
         passes: Sends the batch through the stages.
         step: The step.
         batch: The batch.
-        batch_dim: Its dimension of samples.
+        metrics: The module's metrics, by name.
+        batch_dim: The batch's dimension of samples.
         trace: What the step calls.
         sizes: Values of the trace's symbols for the batch.
         make_setup: Makes the microbatches; anew where the batch turns out not to be cut.
@@ -55,6 +56,7 @@ class RegionRun:
         step: Step,
         batch: Any,
         *,
+        metrics: Mapping[str, nn.Module],
         batch_dim: int,
         trace: StageTrace,
         sizes: Mapping[Any, int],
@@ -70,6 +72,7 @@ class RegionRun:
         self._root = root
         self._passes = passes
         self._step = step
+        self._metrics = metrics
         self._batch, self._batch_dim = batch, batch_dim
         self._trace, self._traced = trace, trace.traced
         self._sizes = sizes
@@ -148,6 +151,7 @@ class RegionRun:
         passes = [leg.part for leg in self.setup.legs]
         return StepTail(
             root=self._root,
+            metrics=self._metrics,
             step=self._step,
             batch=self._batch,
             batch_sizes=self._sizes,

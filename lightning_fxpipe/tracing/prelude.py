@@ -9,8 +9,8 @@ a dry run for every microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,7 @@ from lightning_fxpipe.user_code.placement import Placement
 from lightning_fxpipe.user_code.silence import silenced
 from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step_code import reads_run_state, uses_arguments_after_batch
-from lightning_fxpipe.user_code.undo import undone
+from lightning_fxpipe.user_code.undo import Undone, undone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +71,27 @@ class DryRun:
 
 @contextmanager
 def dry_run(
-    root: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, device: torch.device | None = None
+    root: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Any,
+    device: torch.device | None = None,
+    *,
+    undoing: AbstractContextManager[Undone] | None = None,
+    metrics: Mapping[str, nn.Module] | None = None,
 ) -> Iterator[DryRun]:
     """Around a run of the step ``function``, to its end or to an exception, of which the user is to know nothing.
 
-    What the step changes is put back afterwards, see ``user_code.undo``; what it logs is dropped. With ``device`` the
-    module, wherever it is, is as if it were there.
+    What the step changes is put back afterwards, by ``undoing`` or as in ``user_code.undo``; what it logs is dropped. With
+    ``device`` the module, wherever it is, is as if it were there. ``metrics`` are the module's, where they are known.
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
     muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
     with silenced() as said:
-        with undone(root, function) as undoing:
-            run = DryRun(args, kwargs, undoing.before)
+        with undoing or undone(root, function) as found:
+            run = DryRun(args, kwargs, found.before)
 
             def note_logger() -> None:
                 run.has_spoken = True
@@ -93,14 +100,14 @@ def dry_run(
             with (
                 patched_attributes(*muted),
                 silenced_loggers(root, note_logger),
-                metrics_as_one_call(held_metrics(root).values(), count=False),
+                metrics_as_one_call((held_metrics(root) if metrics is None else metrics).values(), count=False),
                 Placement(root, device).pretended() if device is not None else nullcontext(),
             ):
                 try:
                     yield run
                 finally:
                     run.has_spoken |= said.tell() > said_before
-        run.has_changed_any = undoing.has_changed_any
+        run.has_changed_any = found.has_changed_any
 
 
 @contextmanager

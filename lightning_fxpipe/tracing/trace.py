@@ -125,12 +125,11 @@ class TracedRegion:
 
     def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
         """What the module returns, of the type that it returns, from the graph's outputs and the values of the symbols."""
-        values: list[Any] = [
-            Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
+        made = dict(zip(self.wanted, outputs, strict=True))
+        values = [
+            made[index] if index in made else Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
             for index in range(self.output_structure.num_tensors)
         ]
-        for index, output in zip(self.wanted, outputs, strict=True):
-            values[index] = output
         numbers = [size.value(sizes or {}) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
         return self.output_structure.fill(values, numbers)
 

@@ -105,6 +105,13 @@ class Snapshot:
                 has_changed = True
         return has_changed
 
+    def is_current(self) -> bool:
+        """Whether all objects are still what they were."""
+        return not any(
+            (now := record.kind.take(record.owner)) is ABSENT or not record.kind.is_same(now, record.contents)
+            for record in self._records
+        )
+
     def differences(self) -> Iterator[Difference]:
         """What is different now, where it can still be reached as before."""
         for index, record in enumerate(self._records):

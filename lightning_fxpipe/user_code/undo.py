@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
-from lightning_fxpipe.user_code.writes import undone_writes
+from lightning_fxpipe.user_code.writes import Writes, undone_writes
 
 
 @dataclass
@@ -21,11 +21,18 @@ class Undone:
 
     Attributes:
         before: What it was.
-        has_changed_any: After the block, whether it had changed something.
+        has_written: After the block, whether it had written to a tensor.
+        has_assigned: After the block, whether it had changed something else.
     """
 
     before: Snapshot
-    has_changed_any: bool = False
+    has_written: bool = False
+    has_assigned: bool = False
+
+    @property
+    def has_changed_any(self) -> bool:
+        """After the block, whether it had changed something."""
+        return self.has_written or self.has_assigned
 
 
 @contextmanager
@@ -47,12 +54,49 @@ def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undone]:
             try:
                 yield found
             finally:
-                found.has_changed_any = writes.happened
+                found.has_written = writes.happened
     finally:
-        found.has_changed_any |= found.before.restore()
+        found.has_assigned = found.before.restore()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+class UndoneRuns:
+    """Undoes several runs of user code that should change nothing, with one look at what they can change before the first and
+    one after the last. Between them other code runs, which may write to tensors and to what submodules hold.
+
+    A context manager around all of them. Attributes of submodules and ``.grad`` are not looked at, and random generators are
+    not put back.
+
+    Args:
+        root: The module.
+        *functions: Code that runs beside its methods.
+
+    Attributes:
+        has_assigned: After the block, whether something but tensors had changed; it is what it was again.
+    """
+
+    def __init__(self, root: nn.Module, *functions: Callable[..., Any]) -> None:
+        self.has_assigned = False
+        self._before = user_state(root, *functions, enters_modules=False)
+        self._writes = Writes([*self._before.tensors(), *root.parameters(), *root.buffers()])
+
+    def __enter__(self) -> UndoneRuns:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.has_assigned = self._before.restore()
+
+    @contextmanager
+    def one(self) -> Iterator[Undone]:
+        """One of the runs; after the block tensors have the values that they had before."""
+        found = Undone(self._before)
+        try:
+            with self._writes:
+                yield found
+        finally:
+            found.has_written = self._writes.undo()
 
 
 class Remembered:

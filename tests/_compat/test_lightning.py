@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from torchmetrics import MeanMetric
 
 import lightning_fxpipe.strategy.strategy
 from lightning_fxpipe import rng
@@ -502,26 +501,6 @@ def test_validates_by_time_tells_times_from_numbers(interval: Any, by_time: bool
 
 
 # ------------------------------------------------------------------ torchmetrics
-
-
-def test_lightning_logs_for_a_step_what_a_metrics_forward_cache_is() -> None:
-    class Logging(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.metric, self.layer = MeanMetric(), nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.metric(3.0)
-            _compat_lightning.set_forward_cache(self.metric, torch.tensor(7.0))
-            self.log("mean", self.metric, on_step=True, on_epoch=True)
-            return self.layer(torch.ones(1, 1)).sum()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    trainer = make_trainer(max_steps=1, log_every_n_steps=1)
-    trainer.fit(Logging(), DataLoader([0, 1]))
-    assert (float(trainer.callback_metrics["mean_step"]), float(trainer.callback_metrics["mean_epoch"])) == (7.0, 3.0)
 
 
 def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 import lightning_fxpipe.runtime.schedule_choice
-from lightning_fxpipe import FxPipeStrategy, UnsupportedError
+from lightning_fxpipe import FxPipeError, FxPipeStrategy, UnsupportedError
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.region_pass import RegionPass
 from tests.lit import LitModel, Recorder, make_loader, make_trainer
@@ -150,6 +150,16 @@ class SometimesWithData(LitModel):
         return make_loader(self.name).dataset[68:][0][:, 0]
 
 
+class CountsWithData(SometimesWithData):
+    """Nothing but what is counted shows it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        if batch[0][-1, 0] in self.last:
+            self.seen += 1
+        return loss
+
+
 class CountingLogger(DummyLogger):
     """Counts what it is asked for."""
 
@@ -204,6 +214,11 @@ def fit_in_turns(kind: type[LitModel]) -> dict[str, Any]:
     return fit(kind, strategy=strategy, devices=2)
 
 
+def fit_forward_first(kind: type[LitModel]) -> dict[str, Any]:
+    """Runs on every rank."""
+    return fit(kind, strategy=FxPipeStrategy(schedule="gpipe", num_microbatches=4), devices=2)
+
+
 @pytest.mark.parametrize(
     ("kind", "num_spared", "num_again"),
     [
@@ -211,6 +226,7 @@ def fit_in_turns(kind: type[LitModel]) -> dict[str, Any]:
         *((kind, 0, 0) for kind in (Perplexity, GivesMore, Counts, InBuffer, InMetric, Draws, UsesLogger, Prints)),
         (SometimesWithBatch, 0, 0),
         (SometimesWithData, NUM_BATCHES - 1, 1),
+        (CountsWithData, NUM_BATCHES - 1, 1),
     ],
 )
 def test_only_a_step_that_logs_its_loss_is_left_out(
@@ -226,6 +242,68 @@ def test_only_a_step_that_logs_its_loss_is_left_out(
         assert each["metrics"] == pytest.approx(expected["metrics"], abs=TOLERANCE)
         assert each["seen"] == pytest.approx(expected["seen"], abs=TOLERANCE)
         torch.testing.assert_close(each["state"], expected["state"], rtol=0, atol=TOLERANCE)
+
+
+class CountsBackward(LitModel):
+    """A hook that runs between the microbatches' losses changes what is no tensor."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.seen = 0
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            if not parameter.is_meta:
+                parameter.register_hook(self.count)
+
+    def count(self, gradient: Tensor) -> None:
+        self.seen += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch)
+
+
+def test_what_runs_between_the_losses_is_not_undone(ranks: Ranks) -> None:
+    """One look at the end of a batch cannot tell it from what the step changes: there each microbatch's step is undone."""
+    found, expected = ranks(2).run(fit_in_turns, CountsBackward)[0], ranks(2).run(fit_forward_first, CountsBackward)[0]
+    assert found["seen"] == expected["seen"] > 0
+    assert found["spared"] == NUM_BATCHES
+
+
+class NotesLate(SometimesWithData):
+    """A hook of the model's changes what is no module's, and begins with that late."""
+
+    notes: list[float]
+
+    def on_fit_start(self) -> None:
+        self.notes = []
+        modules = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
+        modules[-1].register_forward_hook(self.note)
+
+    def note(self, module: Any, args: Any, result: Tensor) -> None:
+        if self.num_batches == NUM_BATCHES - 1:
+            self.notes.append(float(result.mean()))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.num_batches = batch_idx
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self._loss(batch)
+
+
+def fit_noting() -> str:
+    """Runs on every rank."""
+    try:
+        fit_in_turns(NotesLate)
+    except FxPipeError as error:
+        return f"{error.what} {error.observed}"
+    return ""
+
+
+def test_what_the_model_changes_late_is_refused(ranks: Ranks) -> None:
+    """It would be lost: the batch's one look takes it for the step's, and undoes it."""
+    for message in ranks(2).run(fit_noting):
+        assert "The model's forward changes something in this batch" in message
 
 
 class BecomesMaximum(LitModel):
