@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat.torch import storage_key
@@ -327,8 +326,3 @@ def cut(tensor: Tensor, dim: int | None, start: int, rows: int, *, num_rows: int
     # `.data` gives each microbatch a version counter of its own: a call that changes its input in place would otherwise
     # invalidate what the microbatches before it saved for backward.
     return (tensor if tensor.requires_grad else tensor.data).narrow(dim, start * entries, rows * entries)
-
-
-def join(parts: list[Tensor], dim: int | None) -> Tensor:
-    """What microbatches gave, for the batch."""
-    return parts[0] if dim is None or len(parts) == 1 else torch.cat(parts, dim)

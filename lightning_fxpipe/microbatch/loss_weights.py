@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, autograd
+from torch.autograd.graph import GradientEdge
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.rng import isolated_rng
@@ -121,13 +122,27 @@ def imported_weight(path: str) -> Any:
     raise ValueError(f"loss_weight={path!r}: no such module; expected a path such as 'package.module.function'")
 
 
-def without_gradient(tensors: Sequence[Tensor]) -> Tensor:
+def without_gradient(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Zero, with gradients of zero for the tensors.
 
     The loss of a microbatch with weight zero. Its own may be nan, and nan times zero is nan.
     """
+    if not tensors:
+        return torch.zeros((), device=device, requires_grad=True)
     zero: Tensor = _WithoutGradient.apply(*tensors)  # type: ignore[no-untyped-call]
     return zero
+
+
+def reached(loss: Tensor, ends: Sequence[GradientEdge]) -> list[bool]:
+    """Of each end of a graph, whether gradients of the loss come to it from there."""
+    known = [(end.node, end.output_nr) for end in ends]
+    seen, waiting = set[Any](), [(loss.grad_fn, loss.output_nr)]
+    while waiting:
+        edge = waiting.pop()
+        if edge not in seen:
+            seen.add(edge)
+            waiting += edge[0].next_functions if edge[0] is not None and edge not in known else ()
+    return [end in seen for end in known]
 
 
 class _WithoutGradient(autograd.Function):

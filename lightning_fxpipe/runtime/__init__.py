@@ -11,6 +11,7 @@ Through the stages
     - ``pass_setup``: stages, microbatches and schedules, kept for batches of the same shapes (``lru``).
     - ``batch_passes``: the passes of the running batch.
     - ``stage_changes``: what a stage's forward changes by itself.
+    - ``joined_results``: what the last stage gives for the microbatches, put together as it comes.
     - ``region_pass``: forward, then backward, as one operation of autograd; checks what a stage sends.
     - ``one_f_one_b``: forward and backward by turns (1F1B), and that the losses of microbatches make the batch's.
     - ``schedule_choice``: which of the two.

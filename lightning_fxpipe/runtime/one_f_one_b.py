@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
@@ -33,6 +34,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     LossOptions,
     Verdict,
     compare,
+    reached,
     tolerance,
     weighted_sum,
     without_gradient,
@@ -40,7 +42,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.region_in_place import region_in_place
-from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun, safe
+from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
@@ -280,7 +282,7 @@ class InterleavedPass:
         self._setup = setup
         self._parameters = parameters
         self._tail = tail
-        self._results: dict[int, tuple[Tensor, ...]] = {}  # by number of the microbatch
+        self._results = setup.joining()
         self._losses: dict[int, float] = {}
         self._logged: tuple[LogEntry, ...] | None = ()  # by each of them, where that is all it does
         self._loss: Tensor | None = None  # one of them
@@ -304,10 +306,7 @@ class InterleavedPass:
         finally:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
-        results, self._results = self._results, {}
-        if not self._setup.is_last or len(results) < len(self._losses):
-            return None
-        return self._setup.joined([results[number] for number in sorted(results)])
+        return self._results.take() if self._setup.is_last and self._results.are_complete else None
 
     @contextmanager
     def _undone_runs(self) -> Iterator[None]:
@@ -331,20 +330,24 @@ class InterleavedPass:
             return tuple(output.contiguous() for output in outputs)
         number = leg.part.first + index
         assert self._tail is not None
+        if self._keeps_results:  # as they are before the step, which may change its own in place
+            given = tuple(output.detach() for output in outputs)
+            self._results.put(given, leg.start + index * leg.rows, leg.rows, received)
+        trained = [output for output in outputs if output.requires_grad]
+        ends = [get_gradient_edge(output) for output in trained]
         done = self._tail.run(number, outputs, self._runs)
         loss, logged = done.loss, done.logged_losses()
         self._logged = logged if not self._losses or logged == self._logged else None
-        if self._keeps_results or self.does_more:
-            self._results[number] = safe(tuple(output.detach() for output in outputs), received)
-        trained = [output for output in outputs if output.requires_grad]
-        nothing = without_gradient(trained) if trained else torch.zeros((), device=self._setup.device, requires_grad=True)
-        if loss is None:
-            self._losses[number] = float("nan")
-            return nothing
-        self._loss = loss.detach()
-        self._losses[number] = float(self._loss)
-        weight = self._weights[number]
-        return loss.reshape(()) * (weight * self._scale) + nothing if weight else nothing
+        self._losses[number], weight = float("nan"), self._weights[number]
+        if loss is not None:
+            self._loss = loss.detach()
+            self._losses[number] = float(self._loss)
+        if loss is None or not weight:
+            return without_gradient(trained, self._setup.device)
+        weighted = loss.reshape(()) * (weight * self._scale)
+        # Each output gets a gradient: the stage before waits for those of what it has sent.
+        unused = [output for output, is_used in zip(trained, reached(loss, ends), strict=True) if not is_used]
+        return weighted + without_gradient(unused, self._setup.device) if unused or not trained else weighted
 
     def logged_loss(self) -> tuple[Tensor, list[LogEntry]]:
         """The batch's loss by its microbatches, and what the step logs, where it is the only thing that the step does."""

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.independence.division import cut, join
+from lightning_fxpipe.independence.division import cut
 from lightning_fxpipe.independence.trials import counting_call, mixing_call, mixing_call_of_one
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.draws import (
@@ -32,6 +33,7 @@ from lightning_fxpipe.microbatch.draws import (
 )
 from lightning_fxpipe.microbatch.split import Pass
 from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.runtime.joined_results import JoinedResults
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from lightning_fxpipe.stages.build import Stage, TensorSpec
@@ -123,9 +125,9 @@ class PassSetup:
         last = self.legs[-1]
         return last.start + last.part.count * last.rows
 
-    def joined(self, parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What the last stage gave for all microbatches, in order, as results for the batch."""
-        return tuple(join([part[k] for part in parts], dim) for k, dim in enumerate(self.joined_dims))
+    def joining(self) -> JoinedResults:
+        """Takes what the last stage gives for the microbatches."""
+        return JoinedResults([spec.shape for spec in self.joined_specs], self.joined_dims, self.num_rows)
 
 
 class StageRun:
@@ -211,10 +213,13 @@ class StageRun:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """The graph of one microbatch on this rank: what it began with, and what it ended with."""
+    """The graph of one microbatch on this rank: what it began with, and where it ended.
+
+    The outputs themselves have been sent or joined; their memory is given back, but for what autograd has saved.
+    """
 
     received: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    ends: tuple[GradientEdge | None, ...]  # None for an output that does not train
 
 
 class RegionPass:
@@ -256,7 +261,7 @@ class RegionPass:
         self._run = StageRun(setup, values, random_key)
         self._training = training
         self._kept: dict[int, _Kept] = {}  # by number of the microbatch
-        self._parts: dict[int, tuple[Tensor, ...]] = {}
+        self._results = setup.joining()
         self._gradients: Sequence[Tensor | None] = ()
         self._only: Sequence[Tensor] | None = None
         self._joined: tuple[Tensor, ...] = ()
@@ -286,11 +291,7 @@ class RegionPass:
         if self._tries is not None:
             self.obstacle = self.obstacle or self._tries.reason()
             self._tries = None  # it holds copies
-        if not self.setup.is_last:
-            return None
-        parts = [self._parts[index] for index in sorted(self._parts)]
-        self._parts = {}
-        return self.setup.joined(parts)
+        return self._results.take() if self.setup.is_last else None
 
     def take_joined(self) -> tuple[Tensor, ...]:
         """The joined results, once."""
@@ -298,7 +299,7 @@ class RegionPass:
         return joined
 
     def _trains(self) -> bool:
-        return any(output.requires_grad for kept in self._kept.values() for output in kept.outputs)
+        return any(end is not None for kept in self._kept.values() for end in kept.ends)
 
     def _forward_one(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One microbatch through this rank's stage.
@@ -329,14 +330,15 @@ class RegionPass:
         if self._tries is not None and number == 0:
             self._tries.note_first()
         if self._training and torch.is_grad_enabled():
-            self._kept[number] = _Kept(received=received, outputs=outputs)
+            ends = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
+            self._kept[number] = _Kept(received=received, ends=ends)
         detached = tuple(output.detach() for output in outputs)
         if not setup.is_last:
             contiguous = tuple(output.contiguous() for output in detached)
             return contiguous if state is None else (*contiguous, state)
         if state is not None:
             set_generator_state(state)
-        self._parts[number] = safe(detached, received if not self._training else ())
+        self._results.put(detached, leg.start + index * leg.rows, leg.rows, () if self._training else received)
         return (torch.zeros((), device=setup.device),)
 
     # ------------------------------------------------------------------ backward
@@ -367,11 +369,11 @@ class RegionPass:
                 "Trying to backward through the pipelined calls a second time: what they saved has been freed. "
                 "Specify retain_graph=True where backward is called the first time."
             )
-        gradients = self._own_gradients(leg, index) if self.setup.is_last else _spread(kept.outputs, leg.sent, received)
+        gradients = self._own_gradients(leg, index) if self.setup.is_last else _spread(kept.ends, leg.sent, received)
         pairs = [
-            (output, gradient)
-            for output, gradient in zip(kept.outputs, gradients, strict=True)
-            if output.requires_grad and gradient is not None
+            (end, gradient)
+            for end, gradient in zip(kept.ends, gradients, strict=True)
+            if end is not None and gradient is not None
         ]
         for tensor in kept.received:
             tensor.grad = None
@@ -379,7 +381,7 @@ class RegionPass:
         if self._only is not None:
             inputs = [tensor for tensor in (*kept.received, *self._only) if tensor.requires_grad]
         if pairs and inputs != []:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
+            torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
         if self.setup.stage.index == 0:
             return (torch.zeros((), device=self.setup.device),)
         trained = [t for t, spec in zip(kept.received, leg.received, strict=False) if spec.requires_grad]
@@ -446,16 +448,12 @@ class _Pipelined(torch.autograd.Function):
         return None, None
 
 
-def _spread(outputs: Sequence[Tensor], specs: Sequence[TensorSpec], received: Sequence[Tensor]) -> list[Tensor | None]:
+def _spread(
+    ends: Sequence[GradientEdge | None], specs: Sequence[TensorSpec], received: Sequence[Tensor]
+) -> list[Tensor | None]:
     """The received gradients, each at the place of the output that it belongs to."""
     waiting = iter(received)
-    return [next(waiting) if spec.requires_grad else None for _, spec in zip(outputs, specs, strict=False)]
-
-
-def safe(outputs: tuple[Tensor, ...], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Outputs that the next receives do not overwrite."""
-    buffers = {tensor.untyped_storage().data_ptr() for tensor in received}
-    return tuple(output.clone() if output.untyped_storage().data_ptr() in buffers else output for output in outputs)
+    return [next(waiting) if spec.requires_grad else None for _, spec in zip(ends, specs, strict=False)]
 
 
 def gradient_specs(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
