@@ -1,17 +1,19 @@
-"""Step time of one GPT: one process, a hand-written pipeline, and ``Trainer(strategy="fxpipe")``.
+"""Step time and memory of one GPT: one process, a hand-written pipeline, and ``Trainer(strategy="fxpipe")``.
 
     python examples/benchmarks/step_time.py                       # a compute-bound size, two processes
     python examples/benchmarks/step_time.py --stages 2 --microbatches 16 --rounds 5
 
-Three candidates run the same model on the same batches, in alternation (A B C A B C ...):
+Four candidates run the same model on the same batches, in alternation (A B C D A B C D ...):
 
   (a) single   one process, accumulating over the same microbatches
-  (b) torch    a training loop written by hand on torch.distributed.pipelining, with the same cut and schedule
-  (c) fxpipe   Trainer(strategy="fxpipe") on an ordinary LightningModule
+  (b) whole    one process, each batch at once
+  (c) torch    a training loop written by hand on torch.distributed.pipelining, with the same cut and schedule
+  (d) fxpipe   Trainer(strategy="fxpipe") on an ordinary LightningModule
 
 Each runs in processes of its own with one thread each. A step's time is the period between the ends of two successive
 optimizer steps, of the slowest rank; a run's time is the median over its steps. The table gives the median and the range over
-the rounds, and ratios within each round. Efficiency is (a) / (stages x step); its ideal is M / (M + P - 1).
+the rounds, and ratios within each round. Efficiency is (a) / (stages x step); its ideal is M / (M + P - 1). Memory is the
+largest resident set of the rank that takes most, over what the imports take.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-CANDIDATES = ("single", "torch", "fxpipe")
+CANDIDATES = ("single", "whole", "torch", "fxpipe")
+MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,20 @@ def main() -> None:
         return
     times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     losses: dict[str, list[float]] = {}
+    peaks: dict[str, float] = {}
     for index in range(rounds):
         for name in CANDIDATES:
-            step_ms, losses[name] = launch(name, work)
+            step_ms, peak_mib, losses[name] = launch(name, work)
+            peaks[name] = max(peak_mib, peaks.get(name, 0.0))
             times[name].append(step_ms)
             print(f"round {index + 1}/{rounds}  {name:7s} {step_ms:8.1f} ms", file=sys.stderr, flush=True)
-    report(work, times, losses)
+    report(work, times, losses, peaks)
     if output:
-        output.write_text(json.dumps({"work": asdict(work), "step_ms": times, "losses": losses}, indent=1))
+        found = {"work": asdict(work), "step_ms": times, "peak_mib": peaks, "losses": losses}
+        output.write_text(json.dumps(found, indent=1))
 
 
-def report(work: Work, times: dict[str, list[float]], losses: dict[str, list[float]]) -> None:
+def report(work: Work, times: dict[str, list[float]], losses: dict[str, list[float]], peaks: dict[str, float]) -> None:
     """Prints the table, and whether all did the same work."""
     from lightning_fxpipe.reporting.table import render_table
     from lightning_fxpipe.schedules.pipelining import bubble_fraction
@@ -90,12 +96,13 @@ def report(work: Work, times: dict[str, list[float]], losses: dict[str, list[flo
                 name,
                 spread(times[name], "{:.0f}"),
                 spread(ratios, "{:.3f}"),
-                spread(efficiencies, "{:.3f}") if name != "single" else "-",
-                f"{ideal:.3f}" if name != "single" else "-",
+                spread(efficiencies, "{:.3f}") if name in ("torch", "fxpipe") else "-",
+                f"{ideal:.3f}" if name in ("torch", "fxpipe") else "-",
+                f"{peaks[name]:.0f}",
                 f"{difference:.1e}",
             )
         )
-    headers = ("Candidate", "Step ms", "Ratio to torch", "Efficiency", "Ideal", "Largest loss difference")
+    headers = ("Candidate", "Step ms", "Ratio to torch", "Efficiency", "Ideal", "Peak MiB", "Largest loss difference")
     print(render_table(f"Step time: {work}", headers, rows, right_aligned=headers[1:]))
 
 
@@ -104,9 +111,9 @@ def spread(values: list[float], form: str) -> str:
     return f"{middle} ({low}-{high})"
 
 
-def launch(candidate: str, work: Work) -> tuple[float, list[float]]:
-    """Runs one candidate in fresh processes; returns its step time in milliseconds and its losses."""
-    world_size = 1 if candidate == "single" else work.stages
+def launch(candidate: str, work: Work) -> tuple[float, float, list[float]]:
+    """Runs one candidate in fresh processes; returns its step time in milliseconds, its peak in MiB and its losses."""
+    world_size = work.stages if candidate in ("torch", "fxpipe") else 1
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -130,7 +137,8 @@ def launch(candidate: str, work: Work) -> tuple[float, list[float]]:
             logs = "\n".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(world_size))
             raise SystemExit(f"{candidate} failed:\n{logs}")
         reports = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(world_size)]
-    return max(report["step_ms"] for report in reports), next(r["losses"] for r in reports if r["losses"])
+    step_ms, peak_mib = (max(report[key] for report in reports) for key in ("step_ms", "peak_mib"))
+    return step_ms, peak_mib, next(r["losses"] for r in reports if r["losses"])
 
 
 # --------------------------------------------------------------------------- in the ranks
@@ -142,6 +150,7 @@ class Clock:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._ends: list[float] = []
+        self._base_bytes = resident_bytes("VmRSS")
         self.losses: list[float] = []
 
     def step_done(self, loss: Any) -> None:
@@ -153,16 +162,27 @@ class Clock:
         ends = self._ends[self._work.warmup_steps - 1 :]
         return {
             "step_ms": 1000 * statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False)),
+            "peak_mib": (resident_bytes("VmHWM") - self._base_bytes) / MIB,
             "losses": self.losses,
         }
 
 
+def resident_bytes(field: str) -> int:
+    """The resident set of this process, now (``VmRSS``) or at its largest (``VmHWM``)."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
+
+
 def run_worker(candidate: str, output: Path, work: Work) -> None:
+    import lightning  # noqa: F401  here for all: what imports take is no candidate's
     import torch
+
+    import lightning_fxpipe  # noqa: F401
 
     torch.set_num_threads(1)
     clock = Clock(work)
-    {"single": run_single, "torch": run_torch, "fxpipe": run_fxpipe}[candidate](work, clock)
+    runners = {"single": run_single, "whole": run_whole, "torch": run_torch, "fxpipe": run_fxpipe}
+    runners[candidate](work, clock)
     output.write_text(json.dumps(clock.report()))
 
 
@@ -218,6 +238,10 @@ def make_trainer(work: Work, callback: Any) -> Any:
         enable_model_summary=False,
         callbacks=[callback],
     )
+
+
+def run_whole(work: Work, clock: Clock) -> None:
+    run_single(replace(work, microbatches=1), clock)
 
 
 def run_single(work: Work, clock: Clock) -> None:
