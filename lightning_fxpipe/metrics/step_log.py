@@ -78,7 +78,8 @@ class StepLog:
         What a module overrides ``log`` with runs, and collects where it calls Lightning's.
         """
         owner = lightning_class(module)
-        signature = _signature_of(owner.log) if owner is not None else inspect.Signature()
+        # Of Lightning's own method: what a dry run has put in its place holds the module, and with it the Trainer.
+        signature = _signature_of(inspect.unwrap(owner.log)) if owner is not None else inspect.Signature()
 
         def log(*args: Any, **kwargs: Any) -> None:
             arguments = signature.bind(module, *args, **kwargs).arguments
