@@ -66,6 +66,11 @@ class _Record:
     parent: int  # index of the record in whose contents it was found first; -1 for a root
     key: Any  # there; the name of a root
 
+    def has_changed(self) -> bool:
+        """Whether something else is in the object now."""
+        now = self.kind.take(self.owner)
+        return now is ABSENT or not self.kind.is_same(now, self.contents)
+
 
 class Snapshot:
     """What can be reached from some objects, at one moment.
@@ -99,18 +104,14 @@ class Snapshot:
         """Makes all objects what they were; returns whether one was not."""
         has_changed = False
         for record in self._records:
-            now = record.kind.take(record.owner)
-            if now is ABSENT or not record.kind.is_same(now, record.contents):
+            if record.has_changed():
                 record.kind.put(record.owner, record.contents)
                 has_changed = True
         return has_changed
 
     def is_current(self) -> bool:
         """Whether all objects are still what they were."""
-        return not any(
-            (now := record.kind.take(record.owner)) is ABSENT or not record.kind.is_same(now, record.contents)
-            for record in self._records
-        )
+        return not any(record.has_changed() for record in self._records)
 
     def differences(self) -> Iterator[Difference]:
         """What is different now, where it can still be reached as before."""
@@ -184,8 +185,7 @@ class Snapshot:
         """Where an object was reached; None where it was not, or where it has changed and :meth:`differences` does not tell."""
         index = first = self._first.get(id(value), len(self._records))
         while index < len(self._records) and (record := self._records[index]).owner is value:
-            now = record.kind.take(value)
-            if (now is ABSENT or not record.kind.is_same(now, record.contents)) and not self._is_reached(index):
+            if record.has_changed() and not self._is_reached(index):
                 return None
             index += 1
         return None if index == first else self._path(first)

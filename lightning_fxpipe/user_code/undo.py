@@ -21,18 +21,11 @@ class Undone:
 
     Attributes:
         before: What it was.
-        has_written: After the block, whether it had written to a tensor.
-        has_assigned: After the block, whether it had changed something else.
+        has_changed_any: After the block, whether it had changed something.
     """
 
     before: Snapshot
-    has_written: bool = False
-    has_assigned: bool = False
-
-    @property
-    def has_changed_any(self) -> bool:
-        """After the block, whether it had changed something."""
-        return self.has_written or self.has_assigned
+    has_changed_any: bool = False
 
 
 @contextmanager
@@ -54,9 +47,9 @@ def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undone]:
             try:
                 yield found
             finally:
-                found.has_written = writes.happened
+                found.has_changed_any = writes.happened
     finally:
-        found.has_assigned = found.before.restore()
+        found.has_changed_any |= found.before.restore()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
@@ -96,7 +89,8 @@ class UndoneRuns:
             with self._writes:
                 yield found
         finally:
-            found.has_written = self._writes.undo()
+            found.has_changed_any = self._writes.happened
+            self._writes.undo()
 
 
 class Remembered:

@@ -57,17 +57,13 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _known(self) -> frozenset[int]:
         return frozenset(storage_key(tensor) for tensor in self._tensors if _has_memory(tensor))
 
-    def undo(self) -> bool:
-        """Writes the copies back, and returns whether there were any.
-
-        Not through tensors, so that a graph that has saved one does not take this for a change.
-        """
-        copies, self._before = self._before, {}
-        for storage, before in copies.values():
+    def undo(self) -> None:
+        """Writes the copies back. Not through tensors, so that a graph that has saved one does not take this for a change."""
+        for storage, before in self._before.values():
             if storage.nbytes() != before.nbytes():
                 storage.resize_(before.nbytes())
             storage.copy_(before)
-        return bool(copies)
+        self._before.clear()
 
 
 def _has_memory(tensor: Tensor) -> bool:

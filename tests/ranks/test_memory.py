@@ -18,13 +18,14 @@ from tests.ranks.runs import Net
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 64  # of weights that nothing else is as large as
+NUM_CLASSES = 23  # nor has results as large
 
 
 class Wide(Net):
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(12, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES))
 
 
 class Counts(L.Callback):
@@ -38,10 +39,22 @@ class Counts(L.Callback):
         self.found.append(len({each.untyped_storage().data_ptr() for each in tensors if WIDTH in each.shape}))
 
 
-def count(schedule: Any) -> list[int]:
+class Results(L.Callback):
+    """Counts the samples of which there are results of the model when the backward pass begins."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_before_backward(self, *args: Any) -> None:
+        results = [
+            each for each in gc.get_objects() if type(each) is Tensor and each.dim() == 2 and each.shape[1] == NUM_CLASSES
+        ]
+        self.found.append(sum({each.untyped_storage().data_ptr(): len(each) for each in results}.values()))
+
+
+def count(counts: Any, schedule: Any) -> list[int]:
     """Runs on every rank."""
     torch.manual_seed(1)
-    counts = Counts()
     strategy = FxPipeStrategy(num_microbatches=4, schedule=schedule)
     trainer = make_trainer(max_epochs=2, limit_val_batches=0, strategy=strategy, devices=2, callbacks=[counts])
     gc.collect()
@@ -57,7 +70,14 @@ def count(schedule: Any) -> list[int]:
 def test_no_batch_is_kept(ranks: Ranks, schedule: str) -> None:
     """An exception that ends a stage's step keeps the frames that it came through while somebody has it, and these their
     tensors; a hook that gives autograd the very result of an operation keeps both for ever."""
-    for found in ranks(2).run(count, schedule):
+    for found in ranks(2).run(count, Counts(), schedule):
         assert len(found) == 12
         assert max(found[:5]) <= found[0], found
         assert max(found[6:]) <= found[6], found  # the first epoch's last batch is smaller, and has buffers of its own
+
+
+def test_results_of_microbatches_are_not_kept(ranks: Ranks) -> None:
+    """A microbatch's results are copied to their place in the batch's as they come; its backward pass needs their graph only.
+    The batch's are the step's own, and gone when it has made a loss of them."""
+    found, _ = ranks(2).run(count, Results(), "gpipe")  # rank 0 has the last stage
+    assert found[1:5] == [0] * 4, found  # after the first batch, which is looked at more closely

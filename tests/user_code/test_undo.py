@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_fxpipe.user_code.undo import Remembered, undone
+from lightning_fxpipe.user_code.undo import Remembered, UndoneRuns, undone
 
 
 class Tracker:
@@ -176,3 +176,20 @@ def test_what_is_remembered_comes_back() -> None:
     assert module.number == 1.0
     assert module.mean.tolist() == [0.0, 0.0]
     assert module.losses[0].tolist() == [0.0]
+
+
+def test_several_runs_are_undone_with_one_look() -> None:
+    """Each run's writes are undone after it, for the next run to begin as the first; the rest after all of them."""
+    module = Holder()
+    before = state(module)
+    runs = UndoneRuns(module)
+    with runs:
+        for has_written in (True, False):
+            with runs.one() as run:
+                if has_written:
+                    module.mean.add_(1)
+            assert run.has_changed_any is has_written, "of this run alone"
+            assert module.mean.tolist() == [0.0, 0.0]
+        module.number = 2.0
+    assert runs.has_assigned
+    assert state(module) == before
