@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,8 @@ def _comparable(state: Any) -> tuple[Any, ...]:
     """A state of numpy's generator, of which arrays are no part."""
     if state is None:
         return ()
+    if isinstance(state, dict):  # of another generator than numpy's usual one
+        return (pickle.dumps(state),)
     name, keys, *rest = state
     return name, keys.tobytes(), *rest
 

@@ -80,3 +80,17 @@ def test_python_rng_changes_when_python_or_numpy_draw_and_not_with_torch(advance
         assert rng.python_rng() == before
         advance()
         assert rng.python_rng() != before
+
+
+def test_states_of_another_generator_than_numpys_usual_one() -> None:
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        state = rng.rng_state()
+        assert rng.same_rng(state, rng.rng_state())
+        numpy.random.rand()
+        assert not rng.same_rng(state, rng.rng_state())
+        rng.set_rng_state(state)
+        assert rng.same_rng(state, rng.rng_state())
+    finally:
+        numpy.random.set_bit_generator(usual)

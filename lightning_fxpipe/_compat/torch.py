@@ -11,6 +11,7 @@ import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -204,18 +205,26 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes into, by its schema, to which there is no public way. torch 2.11-2.15.
-
-    Of a function that is no operator none. The schemas of batch norm do not say that they write their running statistics.
-    """
-    schema = getattr(func, "_schema", None)
+    """The tensors that an operator writes into. Of a function that is no operator none."""
     found: list[Any] = []
-    for position, argument in enumerate(schema.arguments if schema is not None else ()):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or argument.name in ("running_mean", "running_var"):
-            value = kwargs.get(argument.name) if argument.name in kwargs else (*args, *[None] * (position + 1))[position]
-            found += value if isinstance(value, (list, tuple)) else [value]
+    for position, name in _written_places(func) if isinstance(func, torch._ops.OpOverload) else ():
+        value = kwargs[name] if name in kwargs else (*args, *[None] * (position + 1))[position]
+        found += value if isinstance(value, (list, tuple)) else [value]
     return [value for value in found if isinstance(value, Tensor)]
+
+
+@cache  # an operator is there as long as the process
+def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an operator writes into, by its schema, to which there is no public way.
+
+    The schemas of batch norm do not say that they write their running statistics. torch 2.11-2.15.
+    """
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in ("running_mean", "running_var")
+    )
 
 
 def version_of(tensor: Tensor) -> int:

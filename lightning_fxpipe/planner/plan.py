@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class StageSpec:
         return self.output_bytes - self.relayed_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
     """A complete plan.
 
@@ -155,8 +156,16 @@ class PartitionPlan:
 
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Indices of the stages that hold the parameter or buffer ``fqn``, in order; empty where every rank does."""
-        holders = tuple(stage.index for stage in self.stages if fqn in stage.fqns)
-        return holders or ((self.num_stages - 1,) if fqn in self.outside_fqns else ())
+        return self._holders.get(fqn, ())
+
+    @cached_property
+    def _holders(self) -> dict[str, tuple[int, ...]]:
+        found = dict.fromkeys(self.outside_fqns, (self.num_stages - 1,))
+        by_stage: dict[str, tuple[int, ...]] = {}
+        for stage in self.stages:
+            for fqn in dict.fromkeys(stage.fqns):
+                by_stage[fqn] = (*by_stage.get(fqn, ()), stage.index)
+        return found | by_stage
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ from lightning_fxpipe.microbatch.loss_weights import (
     weighted_sum,
     without_gradient,
 )
+from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.pytree.sizes import plain_number
-from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
+from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.tracing.prelude import dry_run
@@ -96,8 +97,8 @@ class StepTail:
         traced: The region.
         setup: How it is cut.
         values: Its inputs and draws for the whole batch.
-        rng_at_start: State of the generators when the step began.
-        rng_after_prelude: And when it came to the region.
+        at_start: Brings the generators to where they were when the step began.
+        rng_after_prelude: State of the generators when it came to the region.
         draws: Makes what the step draws.
     """
 
@@ -110,9 +111,14 @@ class StepTail:
     traced: TracedRegion
     setup: PassSetup
     values: Sequence[Tensor | None]
-    rng_at_start: dict[str, Any]
+    at_start: Rewind
     rng_after_prelude: dict[str, Any]
     draws: BatchDraws
+
+    @cached_property
+    def prelude_draws(self) -> bool:
+        """Whether the step draws before it comes to the region; a microbatch's, where the batch's has not, does more."""
+        return not self.at_start.is_at(self.rng_after_prelude)
 
     @property
     def sizes(self) -> list[int]:
@@ -199,24 +205,27 @@ class StepTail:
             is_first: Whether what it draws begins with what the step draws.
         """
         results, values = made
-        at_region: dict[str, Any] = {}
+        at_region: Rewind | None = None
 
         def region(_: Sequence[Tensor]) -> list[Tensor]:
-            if is_first:
-                set_rng_state(self.rng_after_prelude)
+            nonlocal at_region
+            at_region = self.at_start
+            if self.prelude_draws:
+                if is_first:
+                    set_rng_state(self.rng_after_prelude)
+                at_region = Rewind(rng_state())
             tail = self.setup.tail
             assert tail is not None
-            at_region.update(rng_state())
             return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
 
         function, log = self.step.function, StepLog(self.metrics)
         undoing = None if runs is None else runs.one()
         with dry_run(self.root, function, (batch, *self.step.rest), {}, undoing=undoing, metrics=self.metrics) as again:
-            set_rng_state(self.rng_at_start)
+            self.at_start.rewind()
             self.draws.begin_microbatch(*samples)
             with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):
                 result = function(*again.args)
-            draws = bool(at_region) and not same_rng(at_region, rng_state())
+            draws = at_region is not None and at_region.have_drawn()
         loss = None if result is None else loss_of(result)
         gives_more = isinstance(result, dict) and len(result) > 1
         return TailRun(

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.microbatch.split import split_batch
 from lightning_fxpipe.pytree.structure import describe
 from lightning_fxpipe.rng import rng_state, set_rng_state
@@ -159,7 +160,7 @@ class RegionRun:
             traced=self._traced,
             setup=self.setup,
             values=values,
-            rng_at_start=at_start,
+            at_start=Rewind(at_start),
             rng_after_prelude=after_prelude,
             draws=BatchDraws(sum(part.count * part.size for part in passes), self._batch_dim),
         )
