@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,28 +94,17 @@ def start_processes(cluster_environment: Any, num_processes: int, num_nodes: int
     return launcher.procs
 
 
-def share_sigterm(trainer: Any, tell: Callable[[], None]) -> Callable[[], None]:
-    """In place of what the Trainer does on SIGTERM calls ``tell``; returns what makes a rank stop at its next batch.
+def note_sigterm(trainer: Any, note: Callable[[], None]) -> None:
+    """Calls ``note`` in place of what the Trainer does on SIGTERM.
 
     The Trainer's own handler has all ranks meet in a broadcast, wherever they are; where not all get the signal they wait for
     each other forever. Lightning 2.6.
     """
-    connector = trainer._signal_connector
-
-    def stop() -> None:
-        connector.received_sigterm = True
-
-    def received(signum: int, frame: Any) -> None:
-        if not connector.received_sigterm:
-            tell()
-        stop()
-
-    connector._sigterm_notifier_fn = received
-    return stop
+    trainer._signal_connector._sigterm_notifier_fn = lambda signum, frame: note()
 
 
-def stop_at_next_batch(trainer: Any) -> None:
-    """What the Trainer does on SIGTERM, as :func:`share_sigterm`. Lightning 2.6."""
+def stop_after_batch(trainer: Any) -> None:
+    """Ends the run when the running batch is over, as the Trainer does on SIGTERM. Lightning 2.6."""
     trainer._signal_connector.received_sigterm = True
 
 
@@ -330,19 +319,31 @@ def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> It
     if not getattr(trainer, "loggers", None):
         yield
         return
-    from lightning.pytorch.loggers.logger import DummyLogger
-
-    class NotedLogger(DummyLogger):
-        def __getattribute__(self, name: str) -> Any:
-            note()
-            return super().__getattribute__(name)
-
     before = trainer.loggers
-    trainer.loggers = [NotedLogger() for _ in before]
+    trainer.loggers = [_noted_logger()(note) for _ in before]
     try:
         yield
     finally:
         trainer.loggers = before
+
+
+@cache
+def _noted_logger() -> Any:
+    from lightning.pytorch.loggers.logger import DummyLogger
+
+    class NotedLogger(DummyLogger):
+        """Calls what it was made with whenever it is used."""
+
+        def __init__(self, note: Callable[[], None]) -> None:
+            super().__init__()
+            self._note = note
+
+        def __getattribute__(self, name: str) -> Any:
+            if name != "_note":
+                object.__getattribute__(self, "_note")()
+            return super().__getattribute__(name)
+
+    return NotedLogger
 
 
 @contextmanager

@@ -69,6 +69,30 @@ def any_rank(vote: bool, topology: Topology) -> bool:
     return any(gathered(topology.control_group, vote))
 
 
+class LateVote:
+    """A vote whose outcome is told one call later, so that no rank waits for another. Made by every rank of the pipeline.
+
+    Args:
+        group: The pipeline's ranks; None without a process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._cast: tuple[Tensor, dist.Work] | None = None
+
+    def any_rank(self, vote: bool) -> bool:
+        """Whether any rank said yes in the call before this one. Called by every rank."""
+        if self._group is None:
+            return vote
+        before, votes = self._cast, torch.tensor(float(vote), device="cpu")
+        if before is not None:
+            before[1].wait()
+        work = dist.all_reduce(votes, group=self._group, async_op=True)
+        assert work is not None
+        self._cast = votes, work
+        return before is not None and bool(before[0])
+
+
 def digest(batch: Any) -> str:
     """Equal for batches with equal tensors."""
     state = hashlib.blake2b(digest_size=8)

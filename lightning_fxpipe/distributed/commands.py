@@ -6,39 +6,74 @@ from enum import IntEnum
 
 import torch
 import torch.distributed.distributed_c10d as dist
+from torch import Tensor
 
-from lightning_fxpipe.distributed.topology import Topology
+# Of numbers that travel with a command.
+MAX_NUMBERS = 63
 
 
 class Command(IntEnum):
     """What comes next."""
 
-    DONE = 0
-    BACKWARD = 1
-    INSTALL = 2  # the gradients of a batch that has run forward and backward
-    FORWARD = 3  # such a batch once more, for its results
+    DONE = 0  # with the backward pass; a number is the factor of the gradients that an interleaved batch has parked
+    BACKWARD = 1  # through one of the batch's passes
+    FORWARD = 2  # once more with an interleaved batch, for its results
+    RESULT = 3  # of a step
 
 
 class Commands:
-    """A channel from the rank with the last stage to all others.
+    """A channel from the rank with the last stage to all others. Made by every rank of the pipeline.
+
+    The last stage does not wait until the others have heard.
 
     Args:
-        topology: This rank's place.
+        group: A group for CPU tensors with all ranks of the pipeline; None without a process group.
+        source: Global rank of the last stage.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self._group = topology.control_group if topology.num_stages > 1 else None
-        self._source = topology.last_rank
+    def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self.source = source
+        self._under_way: tuple[Tensor, dist.Work] | None = None  # memory must stay until it has arrived
+        self._next: tuple[Command, list[float]] | None = None  # heard, and not yet taken
 
-    def tell(self, command: Command, number: int = 0, option: float = 0) -> None:
-        """Called on the last stage; every other rank calls :meth:`hear`."""
-        if self._group is not None:
-            dist.broadcast(torch.tensor([command, number, option], dtype=torch.float64), src=self._source, group=self._group)
+    @property
+    def is_source(self) -> bool:
+        """Whether this rank tells, and the others hear."""
+        return self.group is None or dist.get_rank() == self.source
 
-    def hear(self) -> tuple[Command, int, float]:
-        """The next command."""
-        assert self._group is not None
-        message = torch.zeros(3, dtype=torch.float64)
-        dist.broadcast(message, src=self._source, group=self._group)
-        command, number, option = message.tolist()
-        return Command(int(command)), int(number), float(option)
+    def tell(self, command: Command, *numbers: float) -> None:
+        """Called on the last stage; every other rank calls :meth:`hear`.
+
+        Args:
+            command: The command.
+            *numbers: What belongs to it; at most ``MAX_NUMBERS``.
+        """
+        if self.group is None:
+            return
+        if self._under_way is not None:
+            self._under_way[1].wait()
+        message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
+        message[: 2 + len(numbers)] = torch.tensor([command, len(numbers), *numbers], dtype=torch.float64)
+        work = dist.broadcast(message, src=self.source, group=self.group, async_op=True)
+        assert work is not None
+        self._under_way = message, work
+
+    def hear(self) -> tuple[Command, list[float]]:
+        """The next command, with its numbers."""
+        found, self._next = self._next or self._receive(), None
+        return found
+
+    def hears_of(self, command: Command) -> bool:
+        """Whether the next command is this one, which is heard then; another is left to :meth:`hear`."""
+        self._next = self._next or self._receive()
+        if self._next[0] is not command:
+            return False
+        self._next = None
+        return True
+
+    def _receive(self) -> tuple[Command, list[float]]:
+        message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
+        dist.broadcast(message, src=self.source, group=self.group)
+        command, count, *numbers = message.tolist()
+        return Command(int(command)), numbers[: int(count)]

@@ -122,17 +122,6 @@ def noted_connections() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if watch is None else watch.connections.noted()
 
 
-def terminate_together(share: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-    """Stops every rank when one is asked to.
-
-    Args:
-        share: Arranges for its argument to be called when this rank is asked to stop; returns what stops it.
-    """
-    watch = current_watch()
-    if watch is not None:
-        watch.stop_when_asked(share)
-
-
 @cache  # the process group is the process's, and so are signals and the hook for uncaught errors
 def _watch_of(world: dist.ProcessGroup) -> FailureWatch:
     return FailureWatch(dist.get_rank(world))
@@ -197,8 +186,6 @@ class FailureWatch:
     def end_run(self) -> None:
         """The run is over, with its hooks, in whatever way."""
         self._in_run = False
-        if self._lifeline is not None:
-            self._lifeline.on_stop = None  # it would keep the Trainer, and all that the run had
 
     def failed(self, error: BaseException) -> BaseException:
         """The main thread has an error; returns it, or the one of another rank that it follows from."""
@@ -216,11 +203,6 @@ class FailureWatch:
                 return _raised_for(other)
         self._report(error)
         return error
-
-    def stop_when_asked(self, share: Callable[[Callable[[], None]], Callable[[], None]]) -> None:
-        """See :func:`terminate_together`."""
-        if self._lifeline is not None:
-            self._lifeline.on_stop = share(self._lifeline.ask_to_stop)
 
     # ------------------------------------------------------------------ news
 

@@ -62,7 +62,6 @@ class Lifeline:
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._changed = threading.Condition()
-        self.on_stop: Callable[[], None] | None = None  # called in the lifeline's thread when a rank asks to stop
         self._owner = os.getpid()
         self.done: set[int] = set()  # ranks that have told the user why they stop, or have gone
         self.left: set[int] = set()  # ranks that have ended their program in order
@@ -78,10 +77,6 @@ class Lifeline:
     def tell_done(self) -> None:
         """Tells every rank that the user has been told of this rank's failure."""
         self._send({"done": self._rank})
-
-    def ask_to_stop(self) -> None:
-        """Asks every rank to stop at the next occasion, as a signal would."""
-        self._send({"stop": self._rank})
 
     def leave(self) -> None:
         """Tells every rank that this one ends its program in order."""
@@ -115,9 +110,6 @@ class Lifeline:
                 if "left" in message:
                     self.left.add(message["left"])
                 self._changed.notify_all()
-            stop = self.on_stop
-            if "stop" in message and stop is not None:
-                stop()
             if "failure" in message:
                 self._on_failure(Failure(**message["failure"]))
 

@@ -25,13 +25,14 @@ from torchmetrics import Metric
 from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.distributed.commands import MAX_NUMBERS, Command, Commands
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import metrics_as_one_call
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.user_code.frames import user_source
 
-# Values that travel with the first message; more need a second one.
-_INLINE_VALUES = 62
+# Values that travel with the first message, beside whether there is more; more need a second one.
+_INLINE_VALUES = MAX_NUMBERS - 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +165,14 @@ def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
 class ResultChannel:
     """Gives every rank of a pipeline the loss and the log entries of the last stage.
 
-    A message is a fixed number of floats: the names and options travel only when they change.
+    A message is a number of floats: the names and options travel only when they change.
 
     Args:
-        group: A group for CPU tensors with all ranks of the pipeline; None without a process group.
-        source: Global rank of the last stage.
+        commands: From the last stage to the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
-        self._group = group
-        self._source = source
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
         self._layout: tuple[Any, ...] | None = None
 
     def share(
@@ -186,29 +185,27 @@ class ResultChannel:
             entries: What the step logged.
             news: Anything else that the ranks must know now and then; None costs nothing.
         """
-        if self._group is None or dist.get_world_size(self._group) == 1:
+        if self._commands.group is None:
             return loss, list(entries), news
-        is_source = dist.get_rank() == self._source
+        channel: dict[str, Any] = {"src": self._commands.source, "group": self._commands.group}
         layout = (loss is not None, tuple((e.name, e.options, e.num_samples, e.metric, e.is_double) for e in entries))
         values = [*([] if loss is None else [loss]), *(entry.value for entry in entries)]
-        message = torch.zeros(2 + _INLINE_VALUES, dtype=torch.float64)
+        is_source = self._commands.is_source
         if is_source:
-            message[0], message[1] = float(layout != self._layout or news is not None), len(values)
-            message[2 : 2 + len(values[:_INLINE_VALUES])] = torch.tensor(values[:_INLINE_VALUES], dtype=torch.float64)
-        dist.broadcast(message, src=self._source, group=self._group)
-        if message[0]:
+            has_changed = layout != self._layout or news is not None
+            message = [float(has_changed), float(len(values)), *values[:_INLINE_VALUES]]
+            self._commands.tell(Command.RESULT, *message)
+        else:
+            command, message = self._commands.hear()
+            assert command is Command.RESULT
+        must_describe, count, *received = message
+        if must_describe:
             sent: list[Any] = [(layout, news) if is_source else None]
-            dist.broadcast_object_list(sent, src=self._source, group=self._group)
+            dist.broadcast_object_list(sent, **channel)
             self._layout, news = sent[0]
-        count = int(message[1])
-        received = message[2 : 2 + min(count, _INLINE_VALUES)].tolist()
-        if count > _INLINE_VALUES:
-            rest = (
-                torch.tensor(values[_INLINE_VALUES:], dtype=torch.float64)
-                if is_source
-                else torch.empty(count - _INLINE_VALUES, dtype=torch.float64)
-            )
-            dist.broadcast(rest, src=self._source, group=self._group)
+        if num_missing := int(count) - len(received):
+            rest = torch.tensor(values[_INLINE_VALUES:] if is_source else [0.0] * num_missing, dtype=torch.float64)
+            dist.broadcast(rest, **channel)
             received += rest.tolist()
         assert self._layout is not None
         has_loss, described = self._layout

@@ -30,16 +30,20 @@ class BatchPasses:
         topology: This rank's place.
         setups: Makes the stages.
         interleaving: Whether a batch goes forward and backward by turns.
+        commands: What the last stage tells the others.
     """
 
-    def __init__(self, root: nn.Module, topology: Topology, setups: PassSetups, interleaving: Interleaving) -> None:
+    def __init__(
+        self, root: nn.Module, topology: Topology, setups: PassSetups, interleaving: Interleaving, commands: Commands
+    ) -> None:
         self._root = root
         self._topology = topology
         self._setups = setups
         self._interleaving = interleaving
-        self._commands = Commands(topology)
+        self._commands = commands
         self._passes: list[RegionPass] = []
         self._interleaved: InterleavedPass | None = None
+        self._installed: list[float] = []  # by which factor the gradients of the latter count, where a backward pass says so
         self._has_ended_step = False
         self._changes_nothing = False  # the step's tail, and what else runs beside it; as the batch after a look has shown
 
@@ -171,16 +175,17 @@ class BatchPasses:
             self._changes_nothing = before.is_current()
         self._has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
         lacks_results = joined is None and not self._has_ended_step
-        if may_end and self._hears_of(Command.FORWARD, is_wanted=lacks_results):
+        if may_end and self._runs_again(lacks_results):
             _, joined, _ = self._run_undone(setup, values, step, tail=tail)
         return joined
 
-    def _hears_of(self, command: Command, *, is_wanted: bool) -> bool:
-        """Whether the last stage wants something. Called by every rank; what the others say does not count."""
+    def _runs_again(self, lacks_results: bool) -> bool:
+        """Whether the last stage lacks the results of the batch. Called by every rank; what the others lack does not count."""
         if not self._topology.is_last:
-            return self._commands.hear()[0] is command
-        self._commands.tell(command if is_wanted else Command.DONE)
-        return is_wanted
+            return self._commands.hears_of(Command.FORWARD)
+        if lacks_results:
+            self._commands.tell(Command.FORWARD)
+        return lacks_results
 
     def _run_forward(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace
@@ -206,7 +211,7 @@ class BatchPasses:
             values,
             random_key=(*step.random_key, number) if number else step.random_key,
             training=step.is_training,
-            announce=lambda one: self._commands.tell(Command.BACKWARD, number, int(one.retains)),
+            announce=lambda one: self._commands.tell(Command.BACKWARD, number, one.retains),
             tries=tries,
         )
         self._passes.append(made)
@@ -232,7 +237,7 @@ class BatchPasses:
 
     def _parked(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
         def install(factor: float) -> None:
-            self._commands.tell(Command.INSTALL, option=factor / step.scale)
+            self._installed.append(factor / step.scale)
             interleaved.install(factor / step.scale)
 
         anchor = torch.zeros((), requires_grad=True)
@@ -248,21 +253,22 @@ class BatchPasses:
         """
         for one in self._passes:
             one.retains = retains
+        self._installed = []
         run()
-        self._commands.tell(Command.DONE)
+        self._commands.tell(Command.DONE, *self._installed[:1])
 
     def follow(self) -> None:
         """Runs the backward passes that the last stage asks for, until it asks for no more. Called on the other stages."""
         while True:
-            command, number, option = self._commands.hear()
+            command, numbers = self._commands.hear()
             if command is Command.DONE:
+                for factor in numbers:
+                    assert self._interleaved is not None
+                    self._interleaved.install(factor)
                 return
-            if command is Command.INSTALL:
-                assert self._interleaved is not None
-                self._interleaved.install(option)
-                continue
-            one = self._passes[number]
-            one.retains = bool(option)
+            number, retains = numbers
+            one = self._passes[int(number)]
+            one.retains = bool(retains)
             one.backward()
 
     def end_batch(self) -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement, digest
+from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
 from lightning_fxpipe.metrics.step_log import StepLog
@@ -49,6 +50,7 @@ class PipelineRuntime:
         plan: Where each parameter lives.
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        commands: What the last stage tells the others.
         schedule: Schedule for training.
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
@@ -66,6 +68,7 @@ class PipelineRuntime:
         topology: Topology,
         *,
         num_microbatches: int | None,
+        commands: Commands,
         trace_log: TraceLog,
         schedule: ScheduleName = "auto",
         loss: LossOptions | None = None,
@@ -85,7 +88,7 @@ class PipelineRuntime:
         self._sparing = sparing
         self._log = trace_log
         self._told_of_one_piece = False
-        self.passes = BatchPasses(root, topology, self._setups, interleaving)
+        self.passes = BatchPasses(root, topology, self._setups, interleaving, commands)
 
     @property
     def iterators(self) -> StepIterators:

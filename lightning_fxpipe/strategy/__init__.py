@@ -5,6 +5,7 @@
 - ``support``: what cannot be honoured is refused here.
 - ``run_plan``: the plan of a run.
 - ``session``: a module in its pipeline, from setup to the end of its runs.
+- ``stop_request``: SIGTERM ends a run at the same batch on every rank.
 - ``example_run``: Lightning's own calls on ``self.example_input_array``.
 - ``checkpoint_hooks``: saving and restoring a run.
 """

@@ -18,6 +18,7 @@ from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe.data.skip_loading import Sparing, Watched
 from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
+from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
@@ -101,7 +102,8 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
-        self._channel = ResultChannel(topology.control_group, source=topology.last_rank)
+        commands = Commands(topology.control_group, source=topology.last_rank)
+        self._channel = ResultChannel(commands)
         self.trace_log = TraceLog(inform, warn, told=told)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
@@ -113,6 +115,7 @@ class Session:
             num_microbatches=num_microbatches,
             schedule=schedule,
             loss=loss,
+            commands=commands,
             trace_log=self.trace_log,
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),

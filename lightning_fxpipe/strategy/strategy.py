@@ -26,14 +26,12 @@ from lightning_fxpipe._compat.lightning import (
     batch_counter,
     has_no_optimizer,
     init_process_group,
-    share_sigterm,
-    stop_at_next_batch,
 )
 from lightning_fxpipe.checkpoint.saving import Saver
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
-from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, terminate_together
+from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import make_group, make_topology
 from lightning_fxpipe.errors import no_end_of_epoch
@@ -52,6 +50,7 @@ from lightning_fxpipe.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
 from lightning_fxpipe.strategy.session import Session, init_context, materials_of
+from lightning_fxpipe.strategy.stop_request import StopRequest
 from lightning_fxpipe.strategy.support import (
     check_converted,
     check_optimizers,
@@ -144,6 +143,7 @@ class PipelineStrategy(CheckpointStrategy):
         self._save_distributed_checkpoint = save_distributed_checkpoint
         self._async_save = async_save
         self._session: Session | None = None
+        self._stop_request: StopRequest | None = None
         self._precision: PipelinePrecision | None = None
         self._stage_optimizers: list[StageOptimizer] = []
         self._patches = ExitStack()
@@ -154,6 +154,7 @@ class PipelineStrategy(CheckpointStrategy):
         copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
         fresh: dict[str, Any] = {"_topology": self._topology, "_session": None, "_precision": None, "_checkpoints": None}
+        fresh |= {"_stop_request": None}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
         fresh |= {"_saver": Saver(partial(_saving_group, self._timeout)), "_loss": self._loss, "_stage_optimizers": []}
         if self._topology is not None:
@@ -240,7 +241,7 @@ class PipelineStrategy(CheckpointStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._checkpoints = None
-        terminate_together(partial(share_sigterm, trainer))
+        self._stop_request = StopRequest(trainer, self.topology.control_group)
         self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
@@ -353,14 +354,9 @@ class PipelineStrategy(CheckpointStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._has_trained = True
+        self._begin_batch()
         with no_end_of_epoch(StepKind.TRAIN.value), self.session.hooks.suspended(), self.replica.computing():
             return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Lightning asks so where there are several replicas.
-        if self.reduce_boolean_decision(self.module.trainer.received_sigterm, all=False):
-            stop_at_next_batch(self.module.trainer)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -402,8 +398,13 @@ class PipelineStrategy(CheckpointStrategy):
         self.session.end_evaluation()
 
     def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._begin_batch()
         with no_end_of_epoch(kind.value), self.session.hooks.suspended(), self.replica.computing():
             return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
+
+    def _begin_batch(self) -> None:
+        assert self._stop_request is not None
+        self._stop_request.at_batch()
 
     def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Lightning's call of one of the module's steps, without the batch."""

@@ -94,19 +94,19 @@ def test_process_groups_can_be_aborted() -> None:
             dist.destroy_process_group()
 
 
-def test_share_sigterm_replaces_what_the_trainer_does_and_stops_it_at_its_next_batch() -> None:
-    told: list[int] = []
+def test_a_note_of_sigterm_replaces_what_the_trainer_does() -> None:
+    noted: list[int] = []
 
-    class Asks(L.Callback):
+    class Asked(L.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            stop = _compat_lightning.share_sigterm(trainer, lambda: told.append(trainer.global_step))
-            trainer._signal_connector._sigterm_notifier_fn(15, None)
-            trainer._signal_connector._sigterm_notifier_fn(15, None)
-            stop()
+            if trainer.global_step == 1:
+                _compat_lightning.note_sigterm(trainer, lambda: noted.append(trainer.global_step))
+                trainer._signal_connector._sigterm_notifier_fn(15, None)
 
-    with pytest.raises(SystemExit):
-        make_trainer(max_epochs=2, callbacks=[Asks()]).fit(Counted(), loader())
-    assert told == [1]
+    trainer = make_trainer(max_epochs=1, callbacks=[Asked()])
+    trainer.fit(Counted(), loader())
+    assert noted == [1]
+    assert trainer.fit_loop.epoch_loop.total_batch_idx == 2, "it goes on"
 
 
 def test_private_methods_that_the_strategy_overrides_are_lightnings() -> None:
@@ -240,10 +240,10 @@ def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
     assert second.found == whole.found[3:]
 
 
-def test_a_signal_to_stop_ends_training_at_the_next_batch() -> None:
+def test_a_run_that_is_to_stop_ends_with_its_batch() -> None:
     class Stops(L.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            _compat_lightning.stop_at_next_batch(trainer)
+            _compat_lightning.stop_after_batch(trainer)
 
     trainer = make_trainer(max_epochs=1, callbacks=[Stops()])
     with pytest.raises(SystemExit):

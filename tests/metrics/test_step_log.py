@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import LogEntry, ResultChannel, StepLog, replay
 
@@ -346,5 +347,5 @@ def test_a_reduce_fx_of_the_users_is_refused_as_on_one_device() -> None:
 
 def test_without_a_process_group_the_channel_returns_what_it_got() -> None:
     entries = [LogEntry(name="a", value=1.0, options=(), num_samples=2)]
-    shared_loss, shared_entries, *_ = ResultChannel(None, source=0).share(0.5, entries)
+    shared_loss, shared_entries, *_ = ResultChannel(Commands(None, source=0)).share(0.5, entries)
     assert (shared_loss, shared_entries) == (0.5, entries)

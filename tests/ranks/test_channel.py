@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_fxpipe.distributed.agreement import LateVote
+from lightning_fxpipe.distributed.commands import Command, Commands
 from lightning_fxpipe.metrics import step_log as metrics
 from lightning_fxpipe.metrics.step_log import LogEntry, ResultChannel
 from tests.ranks.pool import RankPool
@@ -26,7 +28,7 @@ def share_all(messages: list[Message], source: int) -> tuple[list[Message], list
         dist.init_process_group("gloo")
     # Stages run against ranks, so the group does too, and positions in it are no global ranks.
     group = dist.new_group(list(reversed(range(dist.get_world_size()))), sort_ranks=False)
-    channel = ResultChannel(group, source=source)
+    channel = ResultChannel(Commands(group, source=source))
     is_source = dist.get_rank() == source
     received: list[Message] = []
     described: list[bool] = []
@@ -134,3 +136,52 @@ def test_tensors_travel_as_news(ranks: Callable[[int], RankPool]) -> None:
     state = torch.get_rng_state()
     for received, _ in ranks(3).run(share_all, [(1.0, [], {"torch": state})], 0):
         torch.testing.assert_close(received[0][2]["torch"], state, rtol=0, atol=0)
+
+
+def listen(source: int) -> list[Any]:
+    """Runs on every rank: the commands, as a rank hears them."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    group = dist.new_group(list(reversed(range(dist.get_world_size()))), sort_ranks=False)
+    commands = Commands(group, source=source)
+    if dist.get_rank() == source:
+        commands.tell(Command.FORWARD)
+        commands.tell(Command.BACKWARD, 3, True)
+        commands.tell(Command.DONE, 0.1 + 0.2)
+        commands.tell(Command.RESULT)
+        found: list[Any] = []
+    else:
+        found = [commands.hears_of(Command.DONE), commands.hears_of(Command.FORWARD), commands.hears_of(Command.FORWARD)]
+        found += [commands.hear(), commands.hear(), commands.hears_of(Command.FORWARD), commands.hear()]
+    dist.barrier()  # a message that is on its way needs its group
+    dist.destroy_process_group(group)
+    return found
+
+
+@pytest.mark.parametrize("source", [0, 2])
+def test_a_command_that_is_not_meant_is_left_to_who_hears_next(ranks: Callable[[int], RankPool], source: int) -> None:
+    results = ranks(3).run(listen, source)
+    for found in results[:source] + results[source + 1 :]:
+        assert found[:3] == [False, True, False]
+        assert found[3:5] == [(Command.BACKWARD, [3.0, 1.0]), (Command.DONE, [0.1 + 0.2])]
+        assert found[5:] == [False, (Command.RESULT, [])]
+
+
+def vote_late() -> list[bool]:
+    """Runs on every rank: what it hears where rank 1 says yes in the second of five calls, and all in the fourth."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    group = dist.new_group()
+    vote = LateVote(group)
+    found = [vote.any_rank(number == 3 or (number == 1 and dist.get_rank() == 1)) for number in range(5)]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return found
+
+
+def test_a_late_vote_is_told_to_all_ranks_at_the_next_call(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(3).run(vote_late) == [[False, False, True, False, True]] * 3
+
+
+def test_a_rank_alone_hears_its_vote_at_once() -> None:
+    assert [LateVote(None).any_rank(vote) for vote in (True, False)] == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -163,6 +164,16 @@ def test_an_interrupt_of_the_main_process_ends_the_run_in_order(tmp_path: Path) 
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in output
     assert "on_exception 0 KeyboardInterrupt" in output
     assert "on_exception 1 KeyboardInterrupt" in output
+
+
+def test_a_signal_to_stop_one_rank_stops_all_at_the_same_batch(tmp_path: Path) -> None:
+    """Each stops where all have heard of it, or one would leave the others in the middle of a batch."""
+    text = SCRIPT.replace("self.global_rank == 0:", "self.global_rank == 1:")
+    text = text.replace("{type(exception).__name__}", "{type(exception).__name__} at {trainer.global_step}")
+    _, output = run_script(tmp_path, str(int(signal.SIGTERM)), text)
+    (first, second) = re.findall(r"on_exception \d SIGTERMException at (\d+)", output)
+    assert first == second
+    assert 6 <= int(first) <= 8, "as soon as all know"
 
 
 def test_a_process_that_ends_well_before_the_ranks_meet_is_not_waited_for(tmp_path: Path) -> None:
