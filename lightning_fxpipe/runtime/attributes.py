@@ -71,7 +71,8 @@ class StepAttributes:
         self._module = module
         self._buffers = {fqn: (buffer, version_of(buffer)) for fqn, buffer in buffers.items()}
         self._staged = staged or {}
-        self._before = Snapshot(roots_of(module, *functions)[0], enters_modules=False)
+        roots, shallow = roots_of(module, *functions)
+        self._before = Snapshot(roots, shallow=shallow, enters_modules=False)
         self._own_iterators: dict[int, tuple[Rewindable, int]] = {}
 
     def begin_region(self) -> None:
@@ -80,6 +81,10 @@ class StepAttributes:
         made = {name: Rewindable(value) for name, value in attributes.items() if is_iterator(value)}
         attributes.update(made)
         self._own_iterators = {id(each): (each, each.position) for each in attributes.values() if type(each) is Rewindable}
+
+    def still(self) -> Snapshot | None:
+        """What the step's code can change, if it is as it was, and there are no iterators among it."""
+        return self._before if not self._before.has_iterators and self._before.is_current() else None
 
     def changes(self, made: StepIterators | None = None) -> list[Change]:
         """What differs now. Tensors are on the CPU and outside of any graph.
@@ -320,7 +325,10 @@ def _arrived(tensor: Tensor, stays: bool, device: torch.device | None = None) ->
 
 
 def _is_each_ranks(path: Path) -> bool:
-    """Whether a path leads into torch's own attributes of the module itself, or to the parameters that an optimizer steps."""
+    """Whether a path leads into torch's own attributes of the module itself, to the parameters that an optimizer steps, or
+    to the Trainer's own attributes."""
+    if path[0] == "trainer":
+        return True  # what it knows of the run
     if path[0].startswith("optimizers["):
         return ("key", "params") in path or ("key", "param_names") in path
     if len(path) < 2 or path[0] != "self":

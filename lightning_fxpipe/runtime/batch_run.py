@@ -26,6 +26,7 @@ from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.batch_result import BatchResult
 from lightning_fxpipe.runtime.batch_traces import BatchTraces, Found
@@ -98,7 +99,7 @@ class PipelineRuntime:
     # ------------------------------------------------------------------ a batch
 
     def run(
-        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], at_region: Callable[[], None] | None = None
+        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], attributes: StepAttributes | None = None
     ) -> BatchResult:
         """Runs the step on a batch, in training up to its loss. Called by every rank of the pipeline.
 
@@ -108,7 +109,7 @@ class PipelineRuntime:
             step: The step.
             batch: The batch.
             metrics: The module's metrics, by name.
-            at_region: Called when what the step does before it calls the model is done.
+            attributes: What the step can change, as it is now; on the last stage.
 
         Raises:
             CannotFollow: The step trains nothing, and cannot run in stages.
@@ -124,7 +125,7 @@ class PipelineRuntime:
         draws = BatchDraws(num_samples, self._batch_dim)
         call = None if found is None else self._region_call(step, batch, num_samples, found, draws, metrics)
         if call is not None:
-            call.at_region = at_region
+            call.attributes = attributes
         around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
         before = rng_state() if call is None else None
         try:

@@ -42,6 +42,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
 from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.tracing.prelude import dry_run
@@ -100,6 +101,7 @@ class StepTail:
         at_start: Brings the generators to where they were when the step began.
         rng_after_prelude: State of the generators when it came to the region.
         draws: Makes what the step draws.
+        attributes: What the step can change, as it was when the step began.
     """
 
     root: nn.Module
@@ -114,6 +116,7 @@ class StepTail:
     at_start: Rewind
     rng_after_prelude: dict[str, Any]
     draws: BatchDraws
+    attributes: StepAttributes | None
 
     @cached_property
     def prelude_draws(self) -> bool:
@@ -131,7 +134,8 @@ class StepTail:
 
     def undone_runs(self) -> UndoneRuns:
         """Undoes all runs of a batch."""
-        return UndoneRuns(self.root, self.step.function)
+        before = None if self.attributes is None else self.attributes.still()
+        return UndoneRuns(self.root, self.step.function, before=before)
 
     def run(self, number: int, results: Sequence[Tensor], runs: UndoneRuns | None = None) -> TailRun:
         """The step on a microbatch, as a dry run.
@@ -220,10 +224,12 @@ class StepTail:
 
         function, log = self.step.function, StepLog(self.metrics)
         undoing = None if runs is None else runs.one()
-        with dry_run(self.root, function, (batch, *self.step.rest), {}, undoing=undoing, metrics=self.metrics) as again:
+        with dry_run(
+            self.root, function, (batch, *self.step.rest), {}, undoing=undoing, logging=log.capture(self.root)
+        ) as again:
             self.at_start.rewind()
             self.draws.begin_microbatch(*samples)
-            with self.step.context(), log.capture(self.root), self._in_place(sizes, again.args, region):
+            with self.step.context(), self._in_place(sizes, again.args, region):
                 result = function(*again.args)
             draws = at_region is not None and at_region.have_drawn()
         loss = None if result is None else loss_of(result)

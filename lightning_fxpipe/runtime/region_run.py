@@ -16,6 +16,7 @@ from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.microbatch.split import split_batch
 from lightning_fxpipe.pytree.structure import describe
 from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
 from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_in_place import region_in_place
@@ -43,7 +44,7 @@ class RegionRun:
 
     Attributes:
         setup: The microbatches.
-        at_region: Called when what the step does before the region is done.
+        attributes: What the step can change, as it was when the step began; on the last stage.
         watch: Watches the step's own code, and not what runs in the region.
         has_run: Whether all ranks have done their part.
         leaving: How the step has left the region.
@@ -65,7 +66,7 @@ class RegionRun:
         draws: BatchDraws,
     ) -> None:
         self.setup = make_setup()
-        self.at_region: Callable[[], None] | None = None
+        self.attributes: StepAttributes | None = None
         self.watch: TorchFunctionMode | None = None
         self.has_run = False
         self.leaving = Leaving()
@@ -115,8 +116,8 @@ class RegionRun:
         Raises:
             StageExit: This is not the last stage.
         """
-        if self.at_region is not None:
-            self.at_region()
+        if self.attributes is not None:
+            self.attributes.begin_region()
         traced, setup = self._traced, self.setup
         expected = tuple(spec.shape for spec in boundary_specs(traced.input_nodes, self._sizes))
         actual = tuple(tuple(tensor.shape) for tensor in inputs)
@@ -163,6 +164,7 @@ class RegionRun:
             at_start=Rewind(at_start),
             rng_after_prelude=after_prelude,
             draws=BatchDraws(sum(part.count * part.size for part in passes), self._batch_dim),
+            attributes=self.attributes,
         )
 
     def _varying(self, what: str, observed: str, expected: str) -> UnsupportedError:

@@ -313,7 +313,7 @@ class Session:
         states = MetricStates(metrics) if is_last else None
         trainer = self.module.trainer
         try:
-            result = self._run_once(step, batch, metrics, None if before is None else before.begin_region)
+            result = self._run_once(step, batch, metrics, before)
         except CannotFollow as error:
             return self._run_whole(step, batch, error.reason, start)
         if result.failure is not None:  # on the last stage; what the step has done so far will be undone
@@ -346,13 +346,13 @@ class Session:
             self._materials = None
 
     def _run_once(
-        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], at_region: Callable[[], None] | None
+        self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], attributes: StepAttributes | None
     ) -> BatchResult:
         """Runs one batch, in stages or without."""
         if self._whole_steps.takes(step.kind):
             return self._whole_steps.run(step, batch, metrics)
         try:
-            return self._runtime.run(step, batch, metrics, at_region)
+            return self._runtime.run(step, batch, metrics, attributes)
         except StepFailed as error:
             if not self._is_tried:
                 raise error.reason from error.reason.__cause__

@@ -9,7 +9,7 @@ a dry run for every microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -78,17 +78,16 @@ def dry_run(
     device: torch.device | None = None,
     *,
     undoing: AbstractContextManager[Undone] | None = None,
-    metrics: Mapping[str, nn.Module] | None = None,
+    logging: AbstractContextManager[None] | None = None,
 ) -> Iterator[DryRun]:
     """Around a run of the step ``function``, to its end or to an exception, of which the user is to know nothing.
 
-    What the step changes is put back afterwards, by ``undoing`` or as in ``user_code.undo``; what it logs is dropped. With
-    ``device`` the module, wherever it is, is as if it were there. ``metrics`` are the module's, where they are known.
+    What the step changes is put back afterwards, by ``undoing`` or as in ``user_code.undo``; what it logs is dropped, or
+    ``logging`` takes it. With ``device`` the module, wherever it is, is as if it were there.
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
     args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
-    muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
     with silenced() as said:
         with undoing or undone(root, function) as found:
             run = DryRun(args, kwargs, found.before)
@@ -98,9 +97,8 @@ def dry_run(
 
             said_before = said.tell()
             with (
-                patched_attributes(*muted),
+                logging or _dropped_logs(root),
                 silenced_loggers(root, note_logger),
-                metrics_as_one_call((held_metrics(root) if metrics is None else metrics).values(), count=False),
                 Placement(root, device).pretended() if device is not None else nullcontext(),
             ):
                 try:
@@ -108,6 +106,13 @@ def dry_run(
                 finally:
                     run.has_spoken |= said.tell() > said_before
         run.has_changed_any = found.has_changed_any
+
+
+@contextmanager
+def _dropped_logs(root: nn.Module) -> Iterator[None]:
+    muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
+    with patched_attributes(*muted), metrics_as_one_call(held_metrics(root).values(), count=False):
+        yield
 
 
 @contextmanager

@@ -137,6 +137,11 @@ class Snapshot:
                 is_as_taken = record.kind.is_same(earlier, record.contents)
                 record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
 
+    @property
+    def has_iterators(self) -> bool:
+        """Whether iterators were reached, which :meth:`restore` puts back only after :meth:`keep_items`."""
+        return bool(self._iterators) or any(record.kind is ITERATOR for record in self._records)
+
     def make_iterators_rewindable(self) -> bool:
         """Exchanges iterators that cannot go back for such as can; returns whether there were any."""
         made: dict[int, Rewindable] = {}

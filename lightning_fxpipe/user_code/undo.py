@@ -65,14 +65,15 @@ class UndoneRuns:
     Args:
         root: The module.
         *functions: Code that runs beside its methods.
+        before: What they can change, where that is known.
 
     Attributes:
         has_assigned: After the block, whether something but tensors had changed; it is what it was again.
     """
 
-    def __init__(self, root: nn.Module, *functions: Callable[..., Any]) -> None:
+    def __init__(self, root: nn.Module, *functions: Callable[..., Any], before: Snapshot | None = None) -> None:
         self.has_assigned = False
-        self._before = user_state(root, *functions, enters_modules=False)
+        self._before = before or user_state(root, *functions, enters_modules=False)
         self._writes = Writes([*self._before.tensors(), *root.parameters(), *root.buffers()])
 
     def __enter__(self) -> UndoneRuns:
