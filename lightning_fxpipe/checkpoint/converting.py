@@ -21,7 +21,7 @@ from lightning_fxpipe.checkpoint.folders import BESIDE, open_folder, original_er
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.safetensors_files import write_safetensors
-from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, numbered
+from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, number_parameters
 from lightning_fxpipe.checkpoint.stage_state import (
     ENTRY,
     OPTIMIZER,
@@ -30,7 +30,7 @@ from lightning_fxpipe.checkpoint.stage_state import (
     names_of,
     note_attributes,
     note_names,
-    restored,
+    restore_state,
     without_notes,
 )
 from lightning_fxpipe.errors import FxPipeError
@@ -97,7 +97,7 @@ def convert(
         left_out += [name for name, value in checkpoint["state_dict"].items() if not isinstance(value, Tensor)]
         shared = _write_safetensors(path, checkpoint["state_dict"])
     elif target is Target.FILE:
-        with Location.of(path).written() as file:
+        with Location.of(path).writing() as file:
             torch.save(_as_file(checkpoint), file)
     else:
         _write_folder(path, checkpoint)
@@ -122,7 +122,7 @@ def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[st
     found = folder.read({str(path[0]) for path in folder.paths.values()}, lambda path: True)
     checkpoint = {key: value for key, value in rest.items() if not re.fullmatch(OPTIMIZER, key)}
     names = names_of(checkpoint)
-    checkpoint["state_dict"] = restored(checkpoint, "state_dict", found.pop(folder.model_root), names)
+    checkpoint["state_dict"] = restore_state(checkpoint, "state_dict", found.pop(folder.model_root), names)
     optimizers = {key: value for key, value in (*rest.items(), *found.items()) if re.fullmatch(OPTIMIZER, key)}
     if optimizers:
         ordered = sorted(optimizers.items(), key=lambda item: int(item[0].rpartition("_")[2]))
@@ -130,7 +130,7 @@ def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[st
     for key, value in found.items():
         if key not in optimizers:
             name = key.removeprefix(BESIDE)
-            checkpoint[name] = restored(checkpoint, name, value, names)
+            checkpoint[name] = restore_state(checkpoint, name, value, names)
     return Format.FOLDER, without_notes(checkpoint)
 
 
@@ -147,7 +147,7 @@ def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
         return checkpoint
     entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key != GROUP_FQNS}
     result = {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
-    result["optimizer_states"] = [_named(state, groups) for state, groups in zip(states, known, strict=True)]
+    result["optimizer_states"] = [_with_names(state, groups) for state, groups in zip(states, known, strict=True)]
     return result
 
 
@@ -163,7 +163,7 @@ def _fits(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> bool:
     return counts == [len(group) for group in groups] and len({*names}) == len(names)
 
 
-def _named(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _with_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     names = {
         number: name
         for group, fqns in zip(state["param_groups"], groups, strict=True)
@@ -187,7 +187,7 @@ def _as_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
         return checkpoint
     fqns = [[list(group["params"]) for group in state["param_groups"]] for state in states]
     entry = {**(checkpoint.get(ENTRY) or {}), GROUP_FQNS: fqns}
-    return {**checkpoint, "optimizer_states": [numbered(state) for state in states], ENTRY: entry}
+    return {**checkpoint, "optimizer_states": [number_parameters(state) for state in states], ENTRY: entry}
 
 
 def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     if (states := rest.get("optimizer_states")) and all(map(_is_by_fqn, states)):
         for index, optimizer in enumerate(rest.pop("optimizer_states")):
             (state if optimizer["state"] else rest)[f"optimizer_{index}"] = optimizer
-    with _replaced(path) as new:
+    with _replacing(path) as new:
         new.mkdir()
         with original_errors():
             dcp_save(state, storage_writer=folder_writer(new, str(new), {}), no_dist=True)
@@ -212,12 +212,12 @@ def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
 
 def _write_safetensors(path: Path, state: Mapping[str, Any]) -> dict[str, str]:
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    with _replaced(path) as new:
+    with _replacing(path) as new:
         return write_safetensors(new, tensors, {"format": "pt"})
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Iterator[Path]:
     """Where to write what gets the name after the block, if that ends well."""
     try:
         yield begin(path)

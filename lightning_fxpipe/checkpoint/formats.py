@@ -116,9 +116,9 @@ def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = Non
         start = file.read(2)
     is_archive = start == b"PK"
     if not start:
-        raise _damaged(path, "it is empty")
+        raise _damage_error(path, "it is empty")
     if is_archive and not zipfile.is_zipfile(path):
-        raise _damaged(path, "its end is missing")
+        raise _damage_error(path, "its end is missing")
     if not is_archive and start[:1] != _PICKLE_START:
         raise _unknown(path, f"a file that begins with {start!r}")
     try:
@@ -127,9 +127,9 @@ def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = Non
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error):
             raise  # torch says which class it was, and what to do about it
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError, OSError) as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
 
 
 def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None:
@@ -213,19 +213,19 @@ def _read_sharded(path: Path, is_wanted: Callable[[str], bool]) -> StoredCheckpo
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise _damaged(index, error) from error
+        raise _damage_error(index, error) from error
     state: dict[str, Tensor] = {}
     for name in dict.fromkeys(weight_map.values()):
         shard = folder / Path(name).name  # an index names files beside it, nothing elsewhere
         if not shard.is_file():
-            raise _damaged(index, f"{name} is missing")
+            raise _damage_error(index, f"{name} is missing")
         state |= read_stored(shard, is_wanted=is_wanted, weights_only=True).checkpoint["state_dict"]
     if missing := sorted(weight_map.keys() - state.keys()):
-        raise _damaged(index, f"no file has {', '.join(missing[:8])}")
+        raise _damage_error(index, f"no file has {', '.join(missing[:8])}")
     return StoredCheckpoint(format=Format.SHARDED_WEIGHTS, checkpoint={"state_dict": state})
 
 
-def _damaged(path: Path, observed: object) -> FxPipeError:
+def _damage_error(path: Path, observed: object) -> FxPipeError:
     return FxPipeError(
         "The checkpoint cannot be read: it is damaged, or none.",
         where=str(path),

@@ -159,12 +159,12 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     others = [str(key) for key in checkpoint if key not in _SHOWN and key not in contents.states]
     if others:
         yield "Also", ", ".join(others)
-    missing = _unnamed(contents.states["model"])
+    missing = _plain_names(contents.states["model"])
     if missing:
         yield "No tensors", ", ".join(missing)
 
 
-def _unnamed(state: Mapping[str, Any]) -> list[str]:
+def _plain_names(state: Mapping[str, Any]) -> list[str]:
     return [name for name, value in state.items() if not isinstance(value, (Tensor, list))]
 
 

@@ -90,7 +90,7 @@ class Location:
             yield copy
 
     @contextmanager
-    def written(self) -> Iterator[IO[bytes]]:
+    def writing(self) -> Iterator[IO[bytes]]:
         """A file that takes its place when the block has ended well; until then what was there stays.
 
         On a machine's own file system it is renamed; object stores show a file when it has been written to its end.

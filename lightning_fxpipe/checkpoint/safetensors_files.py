@@ -26,7 +26,7 @@ SHARED = "lightning_fxpipe.shared"
 def read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, and its metadata; a tensor that is not wanted is on the meta device, and not read."""
     tensors: dict[str, Tensor] = {}
-    with _opened(path) as file:
+    with _open(path) as file:
         metadata = dict(file.metadata() or {})
         for name in file.keys():  # noqa: SIM118  (no mapping)
             if is_wanted(name):
@@ -43,7 +43,7 @@ def read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> tuple[dict
 
 def read_safetensors_one(path: Path, name: str) -> dict[str, Tensor]:
     """One tensor of a file, by its name."""
-    with _opened(path) as file:
+    with _open(path) as file:
         return {name: file.get_tensor(name)}
 
 
@@ -72,7 +72,7 @@ def write_safetensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     package = _package(path)
     try:
         with package.safe_open(path, framework="pt") as file:

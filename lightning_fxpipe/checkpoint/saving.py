@@ -33,7 +33,7 @@ from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map
 from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
 from lightning_fxpipe.checkpoint.folders import original_errors
-from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.distributed.values import identity
 from lightning_fxpipe.errors import text_of
@@ -206,7 +206,7 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
         if error is not None:
             raise error
         return result
-    told = gathered(group, (dist.get_rank(), result if dist.get_rank() == 0 else None, _portable(error)))
+    told = gather_values(group, (dist.get_rank(), result if dist.get_rank() == 0 else None, _portable(error)))
     if error is not None:
         raise error
     for rank, _, other in told:

@@ -16,8 +16,8 @@ from lightning_fxpipe._compat.torch import folder_writer, tree_map
 from lightning_fxpipe.checkpoint.formats import with_items
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.saving import Write, copied_state, on_every_rank, write_parts
-from lightning_fxpipe.checkpoint.stage_state import ENTRY, held, in_order, names_in_parts, taken_parts
-from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.checkpoint.stage_state import ENTRY, drop_placeholders, in_order, names_in_parts, taken_parts
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.distributed.values import identity, receive_value, send_value
 
@@ -38,15 +38,15 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
         fqns: Names of the whole model's tensors, in their order.
         topology: This rank's place.
     """
-    mine = held(checkpoint["state_dict"])
+    mine = drop_placeholders(checkpoint["state_dict"])
     beside = _of_any_rank(names_in_parts(checkpoint, mine, fqns), topology)
     parts: dict[Key, Any] = {}
     for name in ("state_dict", *beside):
-        parts |= {(name, fqn): value for fqn, value in held(checkpoint[name]).items()}
+        parts |= {(name, fqn): value for fqn, value in drop_placeholders(checkpoint[name]).items()}
     optimizers = checkpoint.get("optimizer_states", [])
     for index, optimizer in enumerate(optimizers):
         parts |= {(index, fqn): state for fqn, state in optimizer["state"].items()}
-    collected = _collected(parts, topology)
+    collected = _collect(parts, topology)
     if collected is not None:
         del parts
         collected = _on_cpu(collected)
@@ -57,7 +57,7 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
         checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), GROUP_FQNS: fqns_of}
         for index, optimizer in enumerate(optimizers):
             states = {fqn: value for (of, fqn), value in collected.items() if of == index}
-            optimizers[index] = numbered({**optimizer, "state": states})
+            optimizers[index] = number_parameters({**optimizer, "state": states})
     return None if collected is None else checkpoint
 
 
@@ -86,13 +86,13 @@ def save_file_at(location: Location, checkpoint: dict[str, Any], fqns: Collectio
 
     def write() -> None:
         if whole is not None:
-            with location.written() as file:
+            with location.writing() as file:
                 torch.save(whole, file)
 
     on_every_rank(topology.control_group, write)
 
 
-def _collected(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | None:
+def _collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | None:
     """What any rank has, on rank 0, in which the values that it has itself go before; None on others. Called by every rank.
 
     Args:
@@ -101,7 +101,7 @@ def _collected(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | 
     """
     if topology.num_stages == 1:
         return dict(mine)
-    names = gathered(topology.control_group, list(mine))
+    names = gather_values(topology.control_group, list(mine))
     known = set(names[topology.last_stage])  # which is on rank 0
     result = dict(mine)
     for stage in range(topology.last_stage):
@@ -116,7 +116,7 @@ def _collected(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | 
 
 def _of_any_rank(names: list[str], topology: Topology) -> list[str]:
     """The names that any rank has: one that holds all there is sees no parts."""
-    found = gathered(topology.control_group, names)
+    found = gather_values(topology.control_group, names)
     return list(dict.fromkeys(name for part in found for name in part))
 
 
@@ -133,7 +133,7 @@ def _on_cpu(values: dict[Key, Any]) -> dict[Key, Any]:
     return result
 
 
-def numbered(saved: Mapping[str, Any]) -> dict[str, Any]:
+def number_parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state by FQN as torch writes it, with parameters numbered in the order of their groups."""
     numbers: dict[str, int] = {}
     groups = [
@@ -160,7 +160,7 @@ def save_folder_at(location: Location, checkpoint: dict[str, Any], fqns: Collect
 
     def write_rest() -> None:
         if is_writer:
-            with location.inside(metadata_filename()).written() as file:
+            with location.inside(metadata_filename()).writing() as file:
                 torch.save(checkpoint, file)
 
     on_every_rank(group, remove_old)

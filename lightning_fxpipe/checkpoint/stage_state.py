@@ -32,10 +32,10 @@ ENTRY = "lightning_fxpipe"
 
 def module_state(module: nn.Module) -> dict[str, Any]:
     """This rank's part of ``module.state_dict()``."""
-    return held(module.state_dict())
+    return drop_placeholders(module.state_dict())
 
 
-def held(state: Mapping[str, Any]) -> dict[str, Any]:
+def drop_placeholders(state: Mapping[str, Any]) -> dict[str, Any]:
     """What is no placeholder."""
     return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
 
@@ -60,13 +60,13 @@ _EXTRA = "_extra_state"
 
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
-    state = {"model": held(checkpoint["state_dict"])}
+    state = {"model": drop_placeholders(checkpoint["state_dict"])}
     beside = names_in_parts(checkpoint, state["model"], fqns)
     note_attributes(checkpoint, ("state_dict", *beside))
     note_names(checkpoint, fqns)
     del checkpoint["state_dict"]
     for name in beside:
-        state[BESIDE + name] = held(checkpoint.pop(name))
+        state[BESIDE + name] = drop_placeholders(checkpoint.pop(name))
     for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer
     return state
@@ -82,7 +82,7 @@ def note_attributes(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
 _ATTRIBUTES = "attributes"
 
 
-def restored(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+def restore_state(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
     """A state that was in a folder, as it was before: in an order, and with what :func:`note_attributes` has kept."""
     attributes = (checkpoint.get(ENTRY) or {}).get(_ATTRIBUTES, {}).get(name)
     state = in_order(items, order)
@@ -118,7 +118,9 @@ def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns:
 def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
     if not isinstance(value, Mapping) or not value or not fqns.issuperset(value):
         return False
-    return any(map(_is_placeholder, value.values())) or (len(value) < len(fqns) and held(value).keys() == mine.keys())
+    return any(map(_is_placeholder, value.values())) or (
+        len(value) < len(fqns) and drop_placeholders(value).keys() == mine.keys()
+    )
 
 
 def read_checkpoint(
@@ -175,7 +177,7 @@ def _read_folder(
     checkpoint = folder.read_rest(weights_only=weights_only)
     for name in (root, *beside):
         known = "state_dict" if name == root else name.removeprefix(BESIDE)
-        checkpoint[known] = restored(checkpoint, known, state.get(name, {}), expected)
+        checkpoint[known] = restore_state(checkpoint, known, state.get(name, {}), expected)
     if folder.entries(OPTIMIZER) or any(re.fullmatch(OPTIMIZER, key) for key in checkpoint):
         checkpoint["optimizer_states"] = []  # Lightning asks whether there are any; they are read when they are restored
     return checkpoint

@@ -72,11 +72,11 @@ def _command(
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=lambda options: _reported(run, options))
+    parser.set_defaults(run=lambda options: _run_reporting(run, options))
     return parser
 
 
-def _reported(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+def _run_reporting(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Runs a command; of an error one line is printed."""
     try:
         with warnings.catch_warnings():

@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import tree_map
-from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.user_code.step import StepKind
@@ -104,7 +104,7 @@ class Sparing:
             return  # the first stage takes the inputs, the last one has the loss
         is_free = not watched.is_seen_by_hooks(kind) and _can_be_sent(batch)
         mine = watched.free_stages(kind) if is_free else frozenset[int]()
-        agreed = frozenset.intersection(*gathered(self.group, mine))
+        agreed = frozenset.intersection(*gather_values(self.group, mine))
         if agreed:
             self._spared[kind] = agreed
             stages = f"stage{'s' * (len(agreed) > 1)} {', '.join(map(str, sorted(agreed)))}"
@@ -123,7 +123,7 @@ class Sparing:
         before = rng_state()
         mine = [] if self.is_spared(kind) else load()
         assert self._watched is not None
-        pickled = pickle.dumps if self._watched.is_seen_by_hooks(kind) else described
+        pickled = pickle.dumps if self._watched.is_seen_by_hooks(kind) else describe_batch
         batches = self._tell_others(kind, tuple(map(pickled, mine)) if self._topology.is_last else (), before)
         return [pickle.loads(batch) for batch in batches] if self.is_spared(kind) else mine
 
@@ -171,11 +171,11 @@ class Sparing:
 
 def without_values(batch: Any, device: torch.device) -> Any:
     """A batch like it, of zeros."""
-    zeros = pickle.loads(described(batch))
+    zeros = pickle.loads(describe_batch(batch))
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, zeros)
 
 
-def described(batch: Any) -> bytes:
+def describe_batch(batch: Any) -> bytes:
     """Pickles a batch without the values of its tensors."""
     buffer = io.BytesIO()
     _Describing(buffer).dump(batch)
@@ -198,7 +198,7 @@ def _zeros(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
 
 def _can_be_sent(batch: Any) -> bool:
     try:
-        pickle.loads(described(batch))
+        pickle.loads(describe_batch(batch))
     except Exception:
         _logger.debug("Every rank loads the batches: a %s cannot be sent", type(batch).__name__, exc_info=True)
         return False

@@ -109,7 +109,7 @@ class Materials:
             return self._construction.make(twins)
         return [torch.zeros(t.shape, dtype=t.dtype, device=self._construction.device) for t in twins]
 
-    def placed(self, fqn: str, tensor: Tensor) -> None:
+    def note_placed(self, fqn: str, tensor: Tensor) -> None:
         """Notes which tensor of the module has got the data of one without."""
         if self._waits:
             self._pending.append((tensor, self._twins[fqn]))
@@ -204,7 +204,7 @@ class Materials:
         made = dict(zip(found, self._construction.make(tensors), strict=True))
         for module in self._module.modules():
             for name, value in list(_plain_attributes(module)):
-                replaced = _replaced(value, made)
+                replaced = _replace_tensors(value, made)
                 if replaced is not value:
                     vars(module)[name] = replaced
 
@@ -305,16 +305,16 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(entry)
 
 
-def _replaced(value: Any, made: dict[int, Tensor]) -> Any:
+def _replace_tensors(value: Any, made: dict[int, Tensor]) -> Any:
     """The value with other tensors in it; the value itself where there are none, or where it can be changed in place."""
     if isinstance(value, Tensor):
         return made.get(id(value), value)
     if not any(id(tensor) in made for tensor in _tensors_in(value)):
         return value
     if isinstance(value, dict):
-        value.update({key: _replaced(entry, made) for key, entry in value.items()})
+        value.update({key: _replace_tensors(entry, made) for key, entry in value.items()})
         return value
-    entries = [_replaced(entry, made) for entry in value]
+    entries = [_replace_tensors(entry, made) for entry in value]
     if isinstance(value, tuple):
         return tuple(entries)
     value[:] = entries

@@ -164,8 +164,8 @@ class Recording:
             overwritten = storage_key(changed[0])
         step = Step(
             function=function,
-            args=tree_map(_frozen, args),
-            kwargs=tree_map(_frozen, kwargs),
+            args=tree_map(_freeze, args),
+            kwargs=tree_map(_freeze, kwargs),
             results=tuple(map(Place.of, made)),
             reads=frozenset(reads - {overwritten}),
             writes=frozenset(storage_key(tensor) for tensor in (*changed, *new)),
@@ -182,7 +182,7 @@ class Recording:
 
     def needs_draws(self, tensors: Iterable[Tensor]) -> bool:
         """Whether tensors depend on random numbers that have not been drawn yet."""
-        needed = self._needed({storage_key(tensor) for tensor in tensors}, len(self._steps), {}, 0)
+        needed = self._steps_needed({storage_key(tensor) for tensor in tensors}, len(self._steps), {}, 0)
         return not set(self._undrawn).isdisjoint(needed)
 
     def draw(self, wanted: Collection[int] | None = None) -> None:
@@ -243,10 +243,10 @@ class Recording:
         """
         until = len(self._steps) if until is None else until
         found = dict(self._recent) if goes_on else {}
-        chosen = self._needed(wanted, until, found, self._recent_until)
+        chosen = self._steps_needed(wanted, until, found, self._recent_until)
         if found and chosen and chosen[0] < self._recent_until:  # it would need what has been changed since
             found = {}
-            chosen = self._needed(wanted, until, {}, 0)
+            chosen = self._steps_needed(wanted, until, {}, 0)
         last_use = {key: index for index in chosen for key in self._steps[index].reads | self._steps[index].writes}
         generators = {generator_of(self._steps[index].kwargs, self.device) for index in chosen if index in self._states}
         with torch.no_grad(), kept_generators(generators):
@@ -262,7 +262,7 @@ class Recording:
             self._allocate(key, found)
         return found
 
-    def _needed(self, wanted: Collection[int], until: int, known: Mapping[int, Any], since: int) -> list[int]:
+    def _steps_needed(self, wanted: Collection[int], until: int, known: Mapping[int, Any], since: int) -> list[int]:
         """The steps that storages depend on, where some are known as they are after the first ``since`` steps."""
         needed, chosen = set(wanted), []
         for index in reversed(range(until)):
@@ -324,7 +324,7 @@ def on_device(kwargs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {key: device if isinstance(value, torch.device) else value for key, value in kwargs.items()}
 
 
-def _frozen(leaf: Any) -> Any:
+def _freeze(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return Place.of(leaf) if leaf.is_meta else Constant.of(leaf)

@@ -24,7 +24,7 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
         value: Something small that can be pickled; None abstains.
         disagreement: The error; what the ranks have is filled in as observed.
     """
-    values = gathered(group, value)
+    values = gather_values(group, value)
     told = [other for other in values if other is not None]
     if any(other != told[0] for other in told):
         raise type(disagreement)(
@@ -36,7 +36,7 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
         )
 
 
-def gathered(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
+def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
     """The values of all ranks of the group, by stage. Called by every rank of the group.
 
     Args:
@@ -66,7 +66,7 @@ def of_last_stage(value: Value, topology: Topology) -> Value:
 
 def any_rank(vote: bool, topology: Topology) -> bool:
     """Whether any rank says yes. Called by every rank of the pipeline."""
-    return any(gathered(topology.control_group, vote))
+    return any(gather_values(topology.control_group, vote))
 
 
 class LateVote:

@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as dist
 from torch.distributed import DistBackendError, DistNetworkError
 
-from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.gloo_sockets import Connections
 from lightning_fxpipe.distributed.lifeline import Failure, Lifeline, connect
 from lightning_fxpipe.errors import FxPipeError, PeerError, text_of
@@ -56,7 +56,7 @@ def failures_reach_every_rank() -> Iterator[None]:
         yield
     except BaseException as error:
         watch = current_watch()
-        raised = error if watch is None else watch.failed(error)
+        raised = error if watch is None else watch.conclude(error)
         if raised is error:
             raise
         raise raised from None
@@ -76,7 +76,7 @@ def begin_run(start: Callable[[], None], share: Callable[[Any], Any], address: s
         address: Of rank 0's machine.
     """
     connections = Connections()
-    with connections.noted():
+    with connections.noting():
         start()
     watch = current_watch()
     if watch is not None:
@@ -110,7 +110,7 @@ def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
         return False
     try:
         dist.monitored_barrier(group, timeout=timedelta(seconds=_MEETING_SECONDS))
-        found = gathered(group, progress)
+        found = gather_values(group, progress)
     except RuntimeError:
         return False
     return all(other == found[0] for other in found)
@@ -119,7 +119,7 @@ def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
 def noted_connections() -> contextlib.AbstractContextManager[None]:
     """Around what makes process groups: their connections are broken where the run fails."""
     watch = current_watch()
-    return contextlib.nullcontext() if watch is None else watch.connections.noted()
+    return contextlib.nullcontext() if watch is None else watch.connections.noting()
 
 
 @cache  # the process group is the process's, and so are signals and the hook for uncaught errors
@@ -180,14 +180,14 @@ class FailureWatch:
         self._in_run = True
         if not self._is_connected:
             self._is_connected = True
-            self._lifeline = connect(self._rank, dist.get_world_size(), addresses, share, self._heard)
+            self._lifeline = connect(self._rank, dist.get_world_size(), addresses, share, self._hear)
             self._take_over_process()
 
     def end_run(self) -> None:
         """The run is over, with its hooks, in whatever way."""
         self._in_run = False
 
-    def failed(self, error: BaseException) -> BaseException:
+    def conclude(self, error: BaseException) -> BaseException:
         """The main thread has an error; returns it, or the one of another rank that it follows from."""
         self._ended.set()  # from here on nothing is raised in the main thread
         chain = list(_chain(error))
@@ -212,14 +212,14 @@ class FailureWatch:
             rank=self._rank,
             run=self._run + (not self._in_run),  # between two runs: the others may have begun the next
             summary=_summary(error),
-            traceback=_shortened(text),
+            traceback=_shorten(text),
             is_interrupt=isinstance(error, KeyboardInterrupt),
             exit_code=_exit_code(error),
         )
         if self._lifeline is not None:
             self._lifeline.report(self._own)
 
-    def _heard(self, failure: Failure) -> None:
+    def _hear(self, failure: Failure) -> None:
         """A rank has failed, this one or another."""
         with self._news:
             is_first = not any(known.run == failure.run for known in self._failures)
@@ -303,7 +303,7 @@ class FailureWatch:
     def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """In place of ``sys.excepthook``: an error that ends the program."""
         if not isinstance(error, PeerError) and self._own is None:
-            error = self.failed(error)  # outside a run
+            error = self.conclude(error)  # outside a run
         if isinstance(error, PeerError):
             first = self._first()
             if first is not None:
@@ -350,7 +350,7 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     half = _MAX_TRACEBACK // 2
     return text if len(text) <= 2 * half else f"{text[:half]}\n...\n{text[-half:]}"
 

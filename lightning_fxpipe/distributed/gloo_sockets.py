@@ -29,7 +29,7 @@ class Connections:
         self.are_shut = False
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         """Notes what the block opens."""
         before = _open_sockets()
         try:

@@ -130,9 +130,9 @@ class Lifeline:
                     self._take(json.loads(line))
                 if not data:
                     selector.unregister(connection)
-                    self._lost(rank)
+                    self._note_loss(rank)
 
-    def _lost(self, rank: int) -> None:
+    def _note_loss(self, rank: int) -> None:
         with self._lock:
             self._sockets.pop(rank).close()
         if rank not in self.left:

@@ -129,7 +129,7 @@ class Replica:
         """During the block torch.distributed is what user code sees, also under names that modules have imported before."""
         patches: list[tuple[Any, str, Any]] = []
         replaced: dict[int, tuple[Any, Any]] = {}
-        answers = {name: getattr(self, f"_{name}") for name in _answered()}
+        answers = {name: getattr(self, f"_{name}") for name in _answered_names()}
         answers |= {alias: answers[name] for alias, name in _ALIASES.items() if hasattr(seen, alias)}
         answers |= {name: _refusing(name) for name in _NO_PARTNER if hasattr(seen, name)}
         for owner, found in ((seen, answers), (seen_with_gradients, _with_gradients()), (seen.nn, _with_gradients())):
@@ -186,7 +186,7 @@ class Replica:
 
     # ------------------------------------------------------------------ collectives
 
-    def _shared(self, tensor: Tensor) -> Tensor:
+    def _of_rank_zero(self, tensor: Tensor) -> Tensor:
         """Rank 0's values in place of the tensor's, where code acts."""
         if self._now.is_acting and not self.is_computing:
             with torch.no_grad():
@@ -203,41 +203,41 @@ class Replica:
         self._shared_object(None)
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        self._shared(tensor)
+        self._of_rank_zero(tensor)
 
     def _reduce(self, tensor: Tensor) -> None:
-        self._shared(tensor)
+        self._of_rank_zero(tensor)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        self._shared(tensor)
+        self._of_rank_zero(tensor)
 
     def _all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> None:
-        _only(tensor_list, "all_gather").copy_(self._shared(tensor.detach().clone()))
+        _only(tensor_list, "all_gather").copy_(self._of_rank_zero(tensor.detach().clone()))
 
     def _all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        output_tensor.copy_(self._shared(input_tensor.detach().clone()).reshape(output_tensor.shape))
+        output_tensor.copy_(self._of_rank_zero(input_tensor.detach().clone()).reshape(output_tensor.shape))
 
     def _gather(self, tensor: Tensor, gather_list: list[Tensor] | None = None) -> None:
-        shared = self._shared(tensor.detach().clone())
+        shared = self._of_rank_zero(tensor.detach().clone())
         if gather_list:
             _only(gather_list, "gather").copy_(shared)
 
     def _scatter(self, tensor: Tensor, scatter_list: list[Tensor] | None = None) -> None:
         if scatter_list:
             tensor.copy_(_only(scatter_list, "scatter").detach())
-        self._shared(tensor)
+        self._of_rank_zero(tensor)
 
     def _reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> None:
-        self._shared(output.copy_(_only(input_list, "reduce_scatter").detach()))
+        self._of_rank_zero(output.copy_(_only(input_list, "reduce_scatter").detach()))
 
     def _reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        self._shared(output.copy_(input.detach().reshape(output.shape)))
+        self._of_rank_zero(output.copy_(input.detach().reshape(output.shape)))
 
     def _all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> None:
-        self._shared(_only(output_tensor_list, "all_to_all").copy_(_only(input_tensor_list, "all_to_all").detach()))
+        self._of_rank_zero(_only(output_tensor_list, "all_to_all").copy_(_only(input_tensor_list, "all_to_all").detach()))
 
     def _all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        self._shared(output.copy_(input.detach().reshape(output.shape)))
+        self._of_rank_zero(output.copy_(input.detach().reshape(output.shape)))
 
     def _broadcast_object_list(self, object_list: list[Any]) -> None:
         object_list[:] = self._shared_object(list(object_list))
@@ -280,7 +280,7 @@ def _own(value: Any) -> Any:
     return value
 
 
-def _answered() -> list[str]:
+def _answered_names() -> list[str]:
     """The functions of torch.distributed that :class:`Replica` has an answer for."""
     names = (name.removeprefix("_") for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
     return [name for name in names if callable(getattr(seen, name, None))]

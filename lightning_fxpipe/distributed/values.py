@@ -86,7 +86,7 @@ def _taken_apart(value: Any) -> tuple[Any, Iterable[Tensor]]:
             return leaf
         key = identity(leaf)
         if key not in described:
-            described[key] = _described(leaf)
+            described[key] = _describe(leaf)
             tensors[id(described[key])] = leaf
         return described[key]
 
@@ -118,7 +118,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _described(tensor: Tensor) -> Tensor | _Sent:
+def _describe(tensor: Tensor) -> Tensor | _Sent:
     """The tensor itself where it is sent by value: it is small, or its bytes are not all."""
     if not _is_plain(tensor):
         return tensor.detach().cpu()

@@ -36,7 +36,7 @@ from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
 from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
 from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe._compat.torch import patched_attributes, wrapped_step_hooks
-from lightning_fxpipe.distributed.agreement import gathered, of_last_stage
+from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
@@ -109,8 +109,8 @@ class Hooks:
         if self._topology.num_stages == 1:
             return
         hooks = list(hooks_of_users(trainer, self._module))
-        patches = [(owner, name, self._wrapped(trainer, getattr(owner, name))) for owner, name in hooks]
-        patches.append((self._module, "teardown", self._last(self._wrapped(trainer, self._module.teardown))))
+        patches = [(owner, name, self._wrap(trainer, getattr(owner, name))) for owner, name in hooks]
+        patches.append((self._module, "teardown", self._last(self._wrap(trainer, self._module.teardown))))
         for name in ("log", "log_dict"):
             patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
         kinds = in_all_roots(BasePredictionWriter)
@@ -139,7 +139,7 @@ class Hooks:
         with ExitStack() as stack:
             for optimizer in self._optimizers:
                 for part in with_inner(optimizer.optimizer):
-                    stack.enter_context(wrapped_step_hooks(part, partial(self._wrapped, trainer)))
+                    stack.enter_context(wrapped_step_hooks(part, partial(self._wrap, trainer)))
             yield
 
     def patch(self, *patches: tuple[Any, str, Any]) -> None:
@@ -182,7 +182,7 @@ class Hooks:
 
         return (sendable(output, refusal),)
 
-    def _wrapped(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._frame is not None:  # called by another hook
@@ -215,7 +215,7 @@ class Hooks:
             self._frame = None
 
     @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspend(self) -> Iterator[None]:
         """The block is no user code, and sees this rank's stage only. What it does may change what a hook has seen."""
         frame = self._frame
         if frame is None:
@@ -238,7 +238,7 @@ class Hooks:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.suspended():
+            with self.suspend():
                 return function(*args, **kwargs)
 
         return run
@@ -339,7 +339,7 @@ class Hooks:
                 frame.values = values if frame.values is None else frame.values
             looks = any(result[kind] > 0 for kind in _LOOKS)
             if result[_LOGGING] > 0 and not looks and result[_DIGEST] != -result[_MINUS_DIGEST]:
-                all_logged = gathered(self._topology.control_group, logged)
+                all_logged = gather_values(self._topology.control_group, logged)
             if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
                 frame.shared = of_last_stage((value,) if mine.get(_SHARING) else (), self._topology)
         return result, all_logged
@@ -364,7 +364,7 @@ class Hooks:
                     arguments["value"] = values[arguments["name"]]
                 options = {key: option for key, option in arguments.items() if key not in ("self", "dictionary")}
                 numbers_logged = {name: value for name, value in values.items() if _is_number(value)}
-                self._frame.logged += [{**options, "name": name, "value": _sent(v)} for name, v in numbers_logged.items()]
+                self._frame.logged += [{**options, "name": name, "value": _portable(v)} for name, v in numbers_logged.items()]
             self._agreed = True  # log_dict calls log
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -430,7 +430,7 @@ def _as(value: Any, number: float) -> Any:
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
 
 
-def _sent(value: Any) -> Any:
+def _portable(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 

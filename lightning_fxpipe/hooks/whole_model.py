@@ -171,7 +171,7 @@ class WholeView(TorchFunctionMode):
         if func == _GET_DEVICE:
             return self._device
         stood_for: dict[int, Tensor] = {}
-        result = func(*self._replaced(args, stood_for), **self._replaced(kwargs, stood_for))
+        result = func(*self._replace(args, stood_for), **self._replace(kwargs, stood_for))
         # What changes a tensor in place returns that very tensor: `module.weight /= 2` puts it back into the module.
         return stood_for.get(id(result), result)
 
@@ -184,7 +184,7 @@ class WholeView(TorchFunctionMode):
                 return True
         return False
 
-    def _replaced(self, arguments: Any, stood_for: dict[int, Tensor]) -> Any:
+    def _replace(self, arguments: Any, stood_for: dict[int, Tensor]) -> Any:
         """The arguments with values; ``stood_for`` gets, by their identity, what stands for them."""
         values = self._values()
 

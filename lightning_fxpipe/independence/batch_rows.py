@@ -67,7 +67,7 @@ class Rows:
 
     def sizes(self, value: Tensor) -> list[Any]:
         """A tensor's sizes, with what the trace found out about their symbols."""
-        return [settled(symbolic_expression(size), self._replacements) for size in value.shape]
+        return [settle(symbolic_expression(size), self._replacements) for size in value.shape]
 
     def carrying(self, value: Tensor) -> list[int]:
         """The dimensions of a tensor whose sizes follow from the number of samples."""
@@ -138,7 +138,7 @@ class Rows:
         value = _tensor(node)
         if _name(node).strip("_") not in _CALCULATING and (value is None or self.carrying(value)):
             return False
-        sizes = (settled(symbol, self._replacements) for symbol in size_symbols((node.args, node.kwargs)))
+        sizes = (settle(symbol, self._replacements) for symbol in size_symbols((node.args, node.kwargs)))
         return any(self.symbol in size.free_symbols for size in sizes)
 
     def picks_rows(self, node: fx.Node, unit: Any) -> bool:
@@ -156,7 +156,7 @@ class Rows:
         dims = [] if value is None else self.carrying(value)
         if value is None or len(dims) != 1 or self.sizes(value)[dims[0]] != unit:
             return False
-        for entry, first, consumed in _placed(entries, value.dim()):
+        for entry, first, consumed in _place_entries(entries, value.dim()):
             if not first <= dims[0] < first + consumed:
                 continue
             if isinstance(entry, fx.Node):
@@ -211,7 +211,7 @@ class Rows:
         if value is None or x is node:
             return False
         dims = self.carrying(value)
-        placed = list(_placed(entries, value.dim()))
+        placed = list(_place_entries(entries, value.dim()))
         if [first for entry, first, _ in placed if entry is node] != dims or self.sizes(value)[dims[0]] != length:
             return False
         index_nodes = [entry for entry, *_ in placed if isinstance(entry, fx.Node)]
@@ -231,7 +231,7 @@ def _name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", "") if is_torch else ""
 
 
-def settled(expression: Any, replacements: Mapping[Any, Any]) -> Any:
+def settle(expression: Any, replacements: Mapping[Any, Any]) -> Any:
     """An expression with what a trace found out about its symbols."""
     return expression if isinstance(expression, int) else expression.xreplace(replacements)
 
@@ -307,7 +307,7 @@ def _is_index_only(user: fx.Node, node: fx.Node) -> bool:
     return node not in found
 
 
-def _placed(entries: Sequence[Any], num_dims: int) -> Iterator[tuple[Any, int, int]]:
+def _place_entries(entries: Sequence[Any], num_dims: int) -> Iterator[tuple[Any, int, int]]:
     """Each entry of an index with the first dimension that it is for, and for how many it is."""
     consumed = [_num_dims(entry) for entry in entries]
     dim = 0

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from lightning_fxpipe._compat.torch import storage_key
-from lightning_fxpipe.independence.batch_rows import Rows, settled
+from lightning_fxpipe.independence.batch_rows import Rows, settle
 from lightning_fxpipe.independence.value_use import ValueUse
-from lightning_fxpipe.planner.cost import grouped, node_fqns
+from lightning_fxpipe.planner.cost import group_calls, node_fqns
 from lightning_fxpipe.tracing.examples import draws
 from lightning_fxpipe.tracing.repeat import has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -109,7 +109,7 @@ def fixed_nodes(traced: TracedRegion, division: Division) -> frozenset[str]:
 
 
 def _symbol_of_batch(traced: TracedRegion) -> Any:
-    found = {settled(symbol, traced.world.replacements()) for symbol in traced.batch_symbols}
+    found = {settle(symbol, traced.world.replacements()) for symbol in traced.batch_symbols}
     if not found:
         raise NotDivisible("no tensor that the model gets has the batch as a dimension")
     symbol = found.pop()
@@ -149,7 +149,7 @@ class _Tail:
         self._traced = traced
         self._unit = unit
         self._rows = rows
-        groups, self._position_of = grouped(traced.graph)
+        groups, self._position_of = group_calls(traced.graph)
         self._groups = [tuple(group) for group in groups]
         self._parameters = {fqn for fqn, _ in traced.root.named_parameters(remove_duplicate=False)}
         # Values that follow from those of the batch; sizes are no values.
@@ -201,9 +201,9 @@ class _Tail:
             # A tuple's entries have nodes of their own, as far as they are used.
             value = node.meta.get("val")
             if isinstance(value, Tensor) and self._mixes_in(node, value, follows):
-                return self._described(node)
+                return self._describe(node)
             if self._rows.picks_rows(node, self._unit) or self._rows.calculates_with_number(node):
-                return self._described(node)
+                return self._describe(node)
         return None
 
     def _mixes_in(self, node: fx.Node, value: Tensor, follows: bool) -> bool:
@@ -213,7 +213,7 @@ class _Tail:
             return bool(dims) or follows
         return self._rows.has_parts_of_samples(value) or (not follows and self._rows.is_numbering(node))
 
-    def _described(self, node: fx.Node) -> str:
+    def _describe(self, node: fx.Node) -> str:
         what = str(node.target) if node.op == "call_module" else getattr(node.target, "__name__", str(node.target))
         source = node.meta.get("source")
         path = node.meta.get("module_path")
@@ -241,7 +241,7 @@ class _Tail:
                 position = len(self._groups)
                 self._groups.append(group)
                 self._position_of |= dict.fromkeys(group, position)
-            self._mixing[position] = self._described(group[0])
+            self._mixing[position] = self._describe(group[0])
             waiting += [operand for member in group for operand in member.all_input_nodes]
 
     def _is_of_stages(self, user: fx.Node) -> bool:
@@ -269,15 +269,15 @@ class _Tail:
     def _why_unmovable(self, group: tuple[fx.Node, ...]) -> str | None:
         for node in group:
             if draws(node) or not self._parameters.isdisjoint(node_fqns(node, self._traced.root)):
-                return f"{self._described(node)} gives values in which the samples cannot be told apart"
+                return f"{self._describe(node)} gives values in which the samples cannot be told apart"
         return None
 
     def _twin(self, group: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """A second call for the tail, where the stages need the first."""
         if any(node.meta.get("mutated_storages") for node in group):
-            raise NotDivisible(f"{self._described(group[0])} changes memory that the stages use, too")
+            raise NotDivisible(f"{self._describe(group[0])} changes memory that the stages use, too")
         if any(makes_objects(node) for node in group):
-            raise NotDivisible(f"{self._described(group[0])} is an object that calls of the stages may change")
+            raise NotDivisible(f"{self._describe(group[0])} is an object that calls of the stages may change")
         copies: dict[fx.Node, fx.Node] = {}
         graph, place = self._traced.graph, group[-1]
         for node in group:
@@ -307,7 +307,7 @@ class _Tail:
             if node in tail or node.op in ("output", "placeholder") or not isinstance(value, Tensor) or node.op == "get_attr":
                 continue
             if storage_key(value) in changed:
-                raise NotDivisible(f"{self._described(node)} shares memory with what is changed for the whole batch")
+                raise NotDivisible(f"{self._describe(node)} shares memory with what is changed for the whole batch")
 
 
 def cut(tensor: Tensor, dim: int | None, start: int, rows: int, *, num_rows: int | None = None) -> Tensor:

@@ -62,7 +62,7 @@ def mixing_call(
             continue
         entries = before.shape[dim] // num_rows
         if not _alike(before.movedim(dim, 0)[entries:], after.movedim(dim, 0)[entries:]):
-            return _described(node)
+            return _describe(node)
     return None
 
 
@@ -74,7 +74,7 @@ def mixing_call_of_one(
 ) -> str | None:
     """As :func:`mixing_call`, for a microbatch of one row: another is put in front, with the same entries in other places."""
     pair = [
-        value if value is None or dim is None else torch.cat([_rotated(value.detach()), value.detach()], dim)
+        value if value is None or dim is None else torch.cat([_rotate(value.detach()), value.detach()], dim)
         for value, dim in zip(inputs, dims, strict=True)
     ]
     try:
@@ -84,7 +84,7 @@ def mixing_call_of_one(
         return None
 
 
-def _rotated(tensor: Tensor) -> Tensor:
+def _rotate(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).roll(1).reshape(tensor.shape)
 
 
@@ -118,7 +118,7 @@ def counting_call(
             _run(after, longer)
         except Exception as error:  # code may hold for the microbatch only
             _logger.debug("A stage was not tried with one more sample: %s", error)
-    return None if after.differing is None else _described(after.differing)
+    return None if after.differing is None else _describe(after.differing)
 
 
 def _with_more(tensor: Tensor, dim: int, num_rows: int, num_added: int) -> Tensor:
@@ -144,7 +144,7 @@ def _results(module: fx.GraphModule, values: Sequence[Any]) -> dict[str, Tensor]
 
 def _run(interpreter: fx.Interpreter, values: Sequence[Any]) -> None:
     module = interpreter.module
-    with isolated_rng(), _untouched(module):
+    with isolated_rng(), _leaving_untouched(module):
         interpreter.run(*(value.detach().clone() if isinstance(value, Tensor) else value for value in values))
 
 
@@ -213,7 +213,7 @@ class _Longer(fx.Interpreter):
         result = super().run_node(n)
         if n.op in ("placeholder", "get_attr", "output") or self.differing is not None:
             return result
-        expected = self._expected(n, result)
+        expected = self._expect(n, result)
         is_random = n.name in self._random or any(operand.name in self._random for operand in n.all_input_nodes)
         if expected is None:
             if is_random:
@@ -228,7 +228,7 @@ class _Longer(fx.Interpreter):
             return result
         return result.copy_(expected)  # in place, for those that share the memory
 
-    def _expected(self, node: fx.Node, result: Any) -> Tensor | None:
+    def _expect(self, node: fx.Node, result: Any) -> Tensor | None:
         before, dim = self._found.get(node.name), self._rows_of(node.name)
         if before is None or not isinstance(result, Tensor) or before.layout is not torch.strided:
             return None
@@ -240,7 +240,7 @@ class _Longer(fx.Interpreter):
 
 
 @contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
+def _leaving_untouched(module: nn.Module) -> Iterator[None]:
     """After the block the stage's modules and buffers are what they were; in it batch norms use their running statistics."""
     before = Snapshot({"self": module})
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -279,7 +279,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
-def _described(node: fx.Node) -> str:
+def _describe(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
     path, source = node.meta.get("module_path"), node.meta.get("source")

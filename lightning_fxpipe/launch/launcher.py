@@ -132,7 +132,7 @@ class Launcher:
 
     def _observe(self) -> None:
         """Ends this process where a child has failed that could not tell why: it was not connected yet, or not any more."""
-        while not (failed := self._failed()):
+        while not (failed := self._failed_processes()):
             time.sleep(_POLL_SECONDS)
         time.sleep(_END_SECONDS)  # a main thread that knows is on its way out
         for child in self._children:
@@ -147,7 +147,7 @@ class Launcher:
             )
         os._exit(1)
 
-    def _failed(self) -> list[tuple[int, int]]:
+    def _failed_processes(self) -> list[tuple[int, int]]:
         codes = [child.poll() for child in self._children]
         self._have_met = self._have_met or dist.is_initialized()
         # Before the ranks have met, one that ends well is waited for as well, and in vain.
@@ -159,7 +159,7 @@ class Launcher:
         A failure, too: this process ends without having met them. They would wait for it until the rendezvous times out.
         """
         watch = current_watch()
-        failed = bool(self._failed()) or (not self._have_met if watch is None else watch.knows_failure)
+        failed = bool(self._failed_processes()) or (not self._have_met if watch is None else watch.knows_failure)
         if not failed:
             return
         deadline = time.monotonic() + _END_SECONDS

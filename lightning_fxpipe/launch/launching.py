@@ -19,7 +19,7 @@ def check_start_method(start_method: str) -> None:
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
 
 
-def resolved(start_method: StartMethod) -> StartMethod:
+def resolve(start_method: StartMethod) -> StartMethod:
     """What ``"auto"`` stands for here: a notebook is no script that could be started once more for each rank."""
     if start_method != "auto":
         return start_method

@@ -119,7 +119,7 @@ def metrics_as_one_call(metrics: Iterable[nn.Module], *, count: bool) -> Iterato
             nonlocal is_inside
             is_inside = True
             try:
-                return original(*args, **kwargs) if count else _uncounted(metric, method, original, args, kwargs)
+                return original(*args, **kwargs) if count else _call_uncounted(metric, method, original, args, kwargs)
             finally:
                 is_inside = False
 
@@ -135,7 +135,7 @@ def metrics_as_one_call(metrics: Iterable[nn.Module], *, count: bool) -> Iterato
         yield
 
 
-def _uncounted(
+def _call_uncounted(
     metric: nn.Module, method: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a call gives on tensors without data, or something like it where it must know the data."""

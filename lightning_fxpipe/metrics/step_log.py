@@ -101,7 +101,7 @@ class StepLog:
         self.entries.append(
             LogEntry(
                 name=name,
-                value=0.0 if metric is not None else _checked(name, value),
+                value=0.0 if metric is not None else _check_number(name, value),
                 options=tuple(options.items()),
                 num_samples=None if explicit is None else int(explicit),
                 metric=metric,
@@ -138,7 +138,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _checked(name: str, value: Any) -> float:
+def _check_number(name: str, value: Any) -> float:
     """The number that is logged."""
     if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
         raise UnsupportedError(

@@ -53,7 +53,7 @@ class DeferredNorms:
         self._num_calls: dict[nn.Module, int] | None = None  # in the one that runs forward
 
     @contextmanager
-    def untracked(self) -> Iterator[None]:
+    def without_tracking(self) -> Iterator[None]:
         """In the block, a backward pass of microbatches, running values stay what they are."""
         tracking = [layer for layer in self._layers if _tracks(layer)]
         for layer in tracking:
@@ -65,11 +65,11 @@ class DeferredNorms:
                 layer.track_running_stats = True
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferring(self) -> Iterator[None]:
         """In the block microbatches run forward; after it the running values move, once for each call in a microbatch."""
         hooks = [layer.register_forward_pre_hook(self._note, with_kwargs=True) for layer in self._layers if _tracks(layer)]
         try:
-            with self.untracked():
+            with self.without_tracking():
                 yield
             with torch.no_grad():
                 for layer, calls in self._found.items():
@@ -81,7 +81,7 @@ class DeferredNorms:
                 hook.remove()
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         """In the block one of them runs, and counts; what runs elsewhere is a trial, or computed again."""
         self._num_calls = {}
         try:

@@ -263,7 +263,7 @@ def _first_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
     return tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
 
 
-def _written(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _write(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
     with torch.no_grad():
         args[0].copy_(part)
     target: Tensor = args[0]
@@ -351,7 +351,7 @@ def _gumbel_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Te
 
 
 _LIKE = _Kind(_first_shape, _like_other)
-_IN_PLACE = _Kind(_first_shape, _like_other, _written)
+_IN_PLACE = _Kind(_first_shape, _like_other, _write)
 _UNDIVIDED = _Kind(_first_shape)
 
 # Functions that draw. Those that are missing here draw for each microbatch, from its own numbers.

@@ -133,7 +133,7 @@ def without_gradient(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return zero
 
 
-def reached(loss: Tensor, ends: Sequence[GradientEdge]) -> list[bool]:
+def reaches(loss: Tensor, ends: Sequence[GradientEdge]) -> list[bool]:
     """Of each end of a graph, whether gradients of the loss come to it from there."""
     known = [(end.node, end.output_nr) for end in ends]
     seen, waiting = set[Any](), [(loss.grad_fn, loss.output_nr)]

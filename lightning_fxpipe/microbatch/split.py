@@ -22,7 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_fxpipe.errors import BatchError
-from lightning_fxpipe.pytree.containers import leaves_with_path, opened
+from lightning_fxpipe.pytree.containers import container_of, leaves_with_path
 from lightning_fxpipe.pytree.structure import Template, map_tensors
 
 
@@ -127,7 +127,7 @@ def _sizes(batch: Any, batch_dim: int, num_samples: int | None = None) -> list[t
 def _leaves(value: Any, num_samples: int | None, path: str = "") -> Iterator[tuple[str, Any]]:
     if num_samples is not None and _has_samples(value, num_samples):
         return
-    container = opened(value)
+    container = container_of(value)
     if container is None:
         yield path, value
         return
@@ -149,7 +149,7 @@ def _lists_of_dicts(value: Any) -> Iterator[Sequence[Any]]:
     if _is_list_of_dicts(value):
         yield value
         return
-    container = opened(value)
+    container = container_of(value)
     for _, entry in container.entries if container is not None else ():
         yield from _lists_of_dicts(entry)
 
@@ -280,7 +280,7 @@ def _part(value: Any, samples: _Samples) -> Any:
         return shared.narrow(_dim_of(value, samples.dim), samples.start, samples.size)
     if _is_per_sample(value, samples.total) or (samples.by_sample and _has_samples(value, samples.total)):
         return value[samples.start : samples.start + samples.size]
-    container = opened(value)
+    container = container_of(value)
     if container is None:
         return map_tensors(lambda tensor: _part(tensor, samples), value) if Template.of(value).tensors else value
     return container.rebuilt([_part(entry, samples) for _, entry in container.entries])

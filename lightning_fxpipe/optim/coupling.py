@@ -88,7 +88,7 @@ class _Trial:
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
         self._optimizer = optimizer
         self._dtype = dtype
-        self._parameters = list(_chosen(optimizer))
+        self._parameters = list(_choose(optimizer))
         real = [parameter for parameter in self._parameters if not parameter.is_meta]
         self._device = real[0].device if real else torch.device("cpu")
         self._num_steps = _num_steps(optimizer)
@@ -193,7 +193,7 @@ class _Gradients:
         return closure
 
 
-def _chosen(optimizer: Optimizer) -> Iterator[Tensor]:
+def _choose(optimizer: Optimizer) -> Iterator[Tensor]:
     """The parameters that are tried: all, or the first and others of each group."""
     seen: set[int] = set()
     total = sum(len(group["params"]) for group in optimizer.param_groups)

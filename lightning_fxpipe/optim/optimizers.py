@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat.torch import tree_map
-from lightning_fxpipe.distributed.agreement import digest, gathered
+from lightning_fxpipe.distributed.agreement import digest, gather_values
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.containers import leaves_with_path
 
@@ -89,11 +89,11 @@ class StageOptimizer:
         there = {fqn: self.optimizer.state[parameter] for fqn, parameter in mine.items() if parameter in self.optimizer.state}
         held = {**self._elsewhere, **there}
         self._elsewhere = {}
-        told = gathered(group, (list(held), [fqn for fqn in mine if fqn not in there]))
+        told = gather_values(group, (list(held), [fqn for fqn in mine if fqn not in there]))
         missing = {fqn for _, lacks in told for fqn in lacks} & {fqn for has, _ in told for fqn in has}
         if missing:
-            sent = {fqn: _moved(state, torch.device("cpu")) for fqn, state in held.items() if fqn in missing}
-            found = {fqn: state for part in reversed(gathered(group, sent)) for fqn, state in part.items()}
+            sent = {fqn: _move_tensors(state, torch.device("cpu")) for fqn, state in held.items() if fqn in missing}
+            found = {fqn: state for part in reversed(gather_values(group, sent)) for fqn, state in part.items()}
             self.optimizer.state.update({mine[fqn]: state for fqn, state in found.items() if fqn in mine and fqn not in there})
         self._move(lambda parameter: parameter.device, kept=("step",))
 
@@ -145,10 +145,10 @@ class StageOptimizer:
             return
         placeholders = {fqn: p for fqn, p in self._module.named_parameters() if p.is_meta}
         there = {fqn: self.optimizer.state[p] for fqn, p in self._mine().items() if p in self.optimizer.state}
-        sent = {fqn: _moved(state, torch.device("cpu")) for fqn, state in there.items()}
-        found = {fqn: state for part in gathered(group, sent) for fqn, state in part.items() if fqn in placeholders}
+        sent = {fqn: _move_tensors(state, torch.device("cpu")) for fqn, state in there.items()}
+        found = {fqn: state for part in gather_values(group, sent) for fqn, state in part.items() if fqn in placeholders}
         device = next((p.device for p in self._mine().values()), torch.device("cpu"))
-        self._others = {placeholders[fqn]: _moved(state, device) for fqn, state in found.items()}
+        self._others = {placeholders[fqn]: _move_tensors(state, device) for fqn, state in found.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
@@ -195,10 +195,10 @@ class StageOptimizer:
 
     def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
         """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
-        wanted = self._wanted(groups)
+        wanted = self._wanted_states(groups)
         return {key for group in groups for key in group["params"] if key not in wanted}
 
-    def _wanted(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
+    def _wanted_states(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
         """Which states of a saved optimizer are this rank's.
 
         Args:
@@ -229,7 +229,7 @@ class StageOptimizer:
             copies: Whether the optimizer gets copies of the tensors, which may be those of a file that is mapped into memory.
         """
         self._check_layout(saved)
-        wanted = self._wanted(saved[GROUPS])
+        wanted = self._wanted_states(saved[GROUPS])
         known = {key for group in saved[GROUPS] for key in group["params"]}
         mine = self._mine()
         numbers = {fqn: number for number, fqn in enumerate(mine)}
@@ -257,9 +257,9 @@ class StageOptimizer:
                 continue
             device = device_of(parameter)
             if isinstance(state, dict):
-                state.update({key: _moved(value, device) for key, value in state.items() if key not in kept})
+                state.update({key: _move_tensors(value, device) for key, value in state.items() if key not in kept})
             else:
-                self.optimizer.state[parameter] = _moved(state, device)
+                self.optimizer.state[parameter] = _move_tensors(state, device)
 
     def _fqns(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
@@ -334,7 +334,7 @@ def _names(group: Mapping[str, Any]) -> list[str] | None:
     return list(names) if names is not None and len(names) == len(group["params"]) else None
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _move_tensors(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 

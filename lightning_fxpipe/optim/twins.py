@@ -45,7 +45,7 @@ def twin_of(optimizer: Optimizer, stand_ins: Mapping[int, nn.Parameter]) -> Opti
     Raises:
         CannotTryError: It holds something that nothing can stand for.
     """
-    twin: Optimizer = _Copier(optimizer, stand_ins).copied(optimizer, type(optimizer).__name__)
+    twin: Optimizer = _Copier(optimizer, stand_ins).copy_of(optimizer, type(optimizer).__name__)
     return twin
 
 
@@ -58,7 +58,7 @@ class _Copier:
         self._known = {id(parameter) for group in groups for parameter in group}
         self._kinds: dict[str, str] = {}
 
-    def copied(self, value: Any, path: str) -> Any:
+    def copy_of(self, value: Any, path: str) -> Any:
         if id(value) in self._made:
             return self._made[id(value)]
         if isinstance(value, int) and value in self._stand_ins:
@@ -75,20 +75,20 @@ class _Copier:
             return self._container(value, path)
         elif isinstance(value, tuple):
             self._check_not_one_each(value, path)
-            entries = [self.copied(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
+            entries = [self.copy_of(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
             made = type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
         elif isinstance(value, frozenset):
-            made = frozenset(self.copied(entry, path) for entry in value)
+            made = frozenset(self.copy_of(entry, path) for entry in value)
         elif isinstance(value, types.FunctionType):
             made = self._function(value, path)
         elif isinstance(value, types.MethodType):
-            made = types.MethodType(self.copied(value.__func__, path), self.copied(value.__self__, path))
+            made = types.MethodType(self.copy_of(value.__func__, path), self.copy_of(value.__self__, path))
         elif isinstance(value, functools.partial):
-            arguments = self.copied(value.args, f"{path}.args"), self.copied(value.keywords, f"{path}.keywords")
-            made = functools.partial(self.copied(value.func, path), *arguments[0], **arguments[1])
+            arguments = self.copy_of(value.args, f"{path}.args"), self.copy_of(value.keywords, f"{path}.keywords")
+            made = functools.partial(self.copy_of(value.func, path), *arguments[0], **arguments[1])
         elif isinstance(value, weakref.ref):
             referent = value()
-            made = value if referent is None else weakref.ref(self.copied(referent, path))
+            made = value if referent is None else weakref.ref(self.copy_of(referent, path))
         elif isinstance(value, torch.Generator):
             made = torch.Generator(value.device)
             made.set_state(value.get_state())
@@ -133,26 +133,26 @@ class _Copier:
         made.clear()
         self._made[id(value)] = made
         if isinstance(value, defaultdict):
-            made.default_factory = self.copied(value.default_factory, path)
+            made.default_factory = self.copy_of(value.default_factory, path)
         if isinstance(value, dict):
             for key, entry in list(value.items()):
-                made[self.copied(key, path)] = self.copied(entry, f"{path}[{key!r}]" if isinstance(key, str) else path)
+                made[self.copy_of(key, path)] = self.copy_of(entry, f"{path}[{key!r}]" if isinstance(key, str) else path)
             return made
         for index, entry in enumerate(value):
-            (made.add if isinstance(value, set) else made.append)(self.copied(entry, f"{path}[{index}]"))
+            (made.add if isinstance(value, set) else made.append)(self.copy_of(entry, f"{path}[{index}]"))
         return made
 
     def _function(self, value: types.FunctionType, path: str) -> Any:
         cells = []
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
-                cells.append(types.CellType(self.copied(cell.cell_contents, f"{path}, {name}")))
+                cells.append(types.CellType(self.copy_of(cell.cell_contents, f"{path}, {name}")))
             except ValueError:  # it has no value yet
                 cells.append(types.CellType())
         made = types.FunctionType(
-            value.__code__, value.__globals__, value.__name__, self.copied(value.__defaults__, path), tuple(cells)
+            value.__code__, value.__globals__, value.__name__, self.copy_of(value.__defaults__, path), tuple(cells)
         )
-        made.__kwdefaults__ = self.copied(value.__kwdefaults__, path)
+        made.__kwdefaults__ = self.copy_of(value.__kwdefaults__, path)
         return made
 
     def _object(self, value: Any, path: str) -> Any:
@@ -164,7 +164,7 @@ class _Copier:
             return value
         self._made[id(value)] = made
         for name, entry in list(vars(value).items()):
-            object.__setattr__(made, name, self.copied(entry, f"{path}.{name}"))
+            object.__setattr__(made, name, self.copy_of(entry, f"{path}.{name}"))
         return made
 
     # ------------------------------------------------------------------ optimizers
@@ -182,9 +182,9 @@ class _Copier:
                 setattr(made, name, OrderedDict())
             elif name == "step":
                 if (own := own_step(value)) is not None:
-                    made.step = self.copied(own, f"{path}.step")  # type: ignore[method-assign]
+                    made.step = self.copy_of(own, f"{path}.step")  # type: ignore[method-assign]
             else:
-                setattr(made, name, self.copied(entry, f"{path}.{name}"))
+                setattr(made, name, self.copy_of(entry, f"{path}.{name}"))
         return made
 
     def _group(self, group: dict[str, Any], path: str) -> dict[str, Any]:
@@ -195,9 +195,9 @@ class _Copier:
         places = [place for place, parameter in enumerate(group["params"]) if id(parameter) in self._stand_ins]
         for key, value in group.items():
             if key in ("params", "param_names") and len(value) == len(group["params"]):
-                made[key] = [self.copied(value[place], path) for place in places]
+                made[key] = [self.copy_of(value[place], path) for place in places]
             else:
-                made[key] = self.copied(value, f"{path}[{key!r}]")
+                made[key] = self.copy_of(value, f"{path}[{key!r}]")
         if "lr" in made and not made["lr"]:  # a warmup begins
             made["lr"] = made.get("initial_lr") or 1e-2
         return made
@@ -207,7 +207,7 @@ class _Copier:
         self._made[id(state)] = made
         for key, value in sorted(state.items(), key=lambda item: isinstance(item[0], Tensor) and item[0].is_meta):
             if not isinstance(key, Tensor):
-                made[self.copied(key, path)] = self.copied(value, path)
+                made[self.copy_of(key, path)] = self.copy_of(value, path)
             elif id(key) in self._stand_ins:
                 stand_in = self._stand_ins[id(key)]
                 made[stand_in] = (
@@ -222,7 +222,7 @@ class _Copier:
 
         def like(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.shape != parameter.shape:
-                return self.copied(leaf, path)
+                return self.copy_of(leaf, path)
             if not leaf.is_meta and not parameter.is_meta:
                 self._kinds[path] = _kind_of(leaf, parameter)
             kind = self._kinds.get(path, "0.0")

@@ -120,9 +120,9 @@ def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = (), keep_
         return not sizes.keys().isdisjoint(fqns_of(unit))
 
     fixed = sizes.keys() | set(kept_apart)
-    groups, position_of = grouped(traced.graph)
+    groups, position_of = group_calls(traced.graph)
     if not keep_order and bring_repeated_calls_together(traced.graph, groups, has_parameters):
-        groups, position_of = grouped(traced.graph)
+        groups, position_of = group_calls(traced.graph)
     recomputation = find_recomputed(traced, lambda node: not fixed.isdisjoint(fqns_of([node])))
     units: list[Unit] = []
     counted: set[str] = set()
@@ -148,7 +148,7 @@ def build_chain(traced: TracedRegion, *, kept_apart: Collection[str] = (), keep_
     )
 
 
-def grouped(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+def group_calls(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
     """The calls of a graph, each with the nodes that take its result apart; and in which group each is."""
     groups: list[list[fx.Node]] = []
     position_of: dict[fx.Node, int] = {}

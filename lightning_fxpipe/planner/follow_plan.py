@@ -198,7 +198,7 @@ def _unplaceable(plan: PartitionPlan, chain: Chain, position: int) -> PartitionE
     unit = chain.units[position]
     call = unit.nodes[0]
     where = f"{unit.path or 'the module itself'}, {call.meta.get('source')}"
-    needed = _needed(plan, unit) or "a legal cut"
+    needed = _describe_needs(plan, unit) or "a legal cut"
     if call.op != "call_module" or _allowed_stages(plan, unit.tensor_fqns):
         return PartitionError(
             "This call uses the model's parts in an order that the plan's stages cannot follow.",
@@ -218,15 +218,15 @@ def _unplaceable(plan: PartitionPlan, chain: Chain, position: int) -> PartitionE
     )
 
 
-def _needed(plan: PartitionPlan, unit: Unit) -> str:
+def _describe_needs(plan: PartitionPlan, unit: Unit) -> str:
     """The tensors that a unit uses, in a line: for each stage how many there are, what their names begin with, and some."""
     held: dict[tuple[int, ...], list[str]] = {}
     for fqn in sorted(unit.tensor_fqns):
         held.setdefault(plan.stages_of(fqn), []).append(fqn)
-    return "; ".join(f"{_shortened(fqns)} ({_holders(stages)})" for stages, fqns in sorted(held.items()))
+    return "; ".join(f"{_shorten(fqns)} ({_holders(stages)})" for stages, fqns in sorted(held.items()))
 
 
-def _shortened(fqns: list[str], shown: int = 2) -> str:
+def _shorten(fqns: list[str], shown: int = 2) -> str:
     if len(fqns) <= shown:
         return ", ".join(fqns)
     prefix = commonprefix(fqns).rpartition(".")[0]

@@ -242,7 +242,7 @@ def _stage_from_dict(data: Mapping[str, Any]) -> StageSpec:
     return StageSpec(**{**data, "fqns": tuple(data["fqns"]), "outputs": outputs})
 
 
-def _shortened(names: Sequence[str], shown: int = 4) -> str:
+def _shorten(names: Sequence[str], shown: int = 4) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
@@ -292,27 +292,27 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
     )
     relayed = [f"{human_bytes(stage.relayed_bytes)} of stage {stage.index}" for stage in plan.stages if stage.relayed_bytes]
     if relayed:
-        yield f"Sent on unused by the stage after: {_shortened(relayed)}"
-    whole = f"; whole in each microbatch: {_shortened(plan.without_batch)}" if plan.without_batch else ""
+        yield f"Sent on unused by the stage after: {_shorten(relayed)}"
+    whole = f"; whole in each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
         yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
     yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
     if plan.opened:
-        yield f"Cut inside of: {_shortened([path or '(root)' for path in plan.opened], shown=12)}"
+        yield f"Cut inside of: {_shorten([path or '(root)' for path in plan.opened], shown=12)}"
     if plan.kept_whole:
-        yield "Kept whole: " + _shortened([f"{path} ({reason})" for path, reason in plan.kept_whole.items()], shown=12)
+        yield "Kept whole: " + _shorten([f"{path} ({reason})" for path, reason in plan.kept_whole.items()], shown=12)
     if plan.recomputed:
         modules = dict.fromkeys(tensor.module or "(root)" for tensor in plan.recomputed)
-        yield f"Computed by each stage that uses it, not sent: values of {_shortened(list(modules))}"
+        yield f"Computed by each stage that uses it, not sent: values of {_shorten(list(modules))}"
     staged = {fqn for stage in plan.stages for fqn in stage.fqns}
     if plan.outside_fqns:
         parts = _parts(plan.outside_fqns, {*plan.parameter_shapes} - {*plan.outside_fqns} | staged)
         why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
         share = _share(plan, plan.outside_fqns)
-        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shortened(parts)} ({share}): {why}"
+        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shorten(parts)} ({share}): {why}"
     if plan.prelude_fqns:
         parts = _parts(plan.prelude_fqns, {*plan.parameter_shapes} - {*plan.prelude_fqns} | staged)
-        yield f"Before the pipeline, whole on every rank: {_shortened(parts)} ({_share(plan, plan.prelude_fqns)})"
+        yield f"Before the pipeline, whole on every rank: {_shorten(parts)} ({_share(plan, plan.prelude_fqns)})"
 
 
 def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ def predecessors(graph: fx.Graph, units: Sequence[Unit]) -> list[frozenset[int]]
     found = []
     for position, unit in enumerate(units):
         before = {position_of[operand] for node in unit for operand in node.all_input_nodes if operand in position_of}
-        for key in _touched(unit) & changed:
+        for key in _memory_of(unit) & changed:
             if key in last_touch:
                 before.add(last_touch[key])
             last_touch[key] = position
@@ -33,7 +33,7 @@ def predecessors(graph: fx.Graph, units: Sequence[Unit]) -> list[frozenset[int]]
     return found
 
 
-def _touched(unit: Unit) -> set[int]:
+def _memory_of(unit: Unit) -> set[int]:
     """Memory that a unit reads, changes or gives a name to."""
     keys: set[int] = set()
     for node in unit:

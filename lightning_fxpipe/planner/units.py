@@ -83,7 +83,7 @@ def find_units(
     whole = WholeStep(step=step, batch_size=num_samples, batch_dim=batch_dim, root=root)
     calls = _Calls(root, batch_dim, opened)
     end: BaseException | None = None
-    with isolated_rng(), fake_run(root, whole, lambda path, _: path != "", device) as run, run.recorder.paused():
+    with isolated_rng(), fake_run(root, whole, lambda path, _: path != "", device) as run, run.recorder.pause():
         try:
             with _trains_nothing(root), calls_through(calls):
                 run_step(root, step, run.example, say_nothing)
@@ -127,7 +127,7 @@ def plan_units(
         if all(names[fqn] in staged for fqn, _ in _parameters(root, unit.path)):
             continue
         try:
-            plan = _planned(root, unit, num_stages, device)
+            plan = _plan_call(root, unit, num_stages, device)
         except (TraceError, UnsupportedError) as error:
             raise UnitNotRecorded(unit.path, error) from error
         first = _lightest(loads, [stage.num_parameters for stage in plan.stages])
@@ -137,10 +137,10 @@ def plan_units(
             staged.update(stage.fqns)
     if not plans or not all(loads):
         raise _too_few(plans, num_stages)
-    return _merged(plans, num_stages)
+    return _merge(plans, num_stages)
 
 
-def _planned(root: nn.Module, unit: RegionCall, num_stages: int, device: torch.device | None) -> PartitionPlan:
+def _plan_call(root: nn.Module, unit: RegionCall, num_stages: int, device: torch.device | None) -> PartitionPlan:
     """The plan of a call, in as many stages as can have parameters."""
     for count in range(num_stages, 1, -1):
         with suppress(PartitionError):
@@ -160,7 +160,7 @@ def _parameters(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]
     return root.get_submodule(path).named_parameters(prefix=path)
 
 
-def _merged(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> PartitionPlan:
+def _merge(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> PartitionPlan:
     first = plans[0][1]
     stages = []
     for index in range(num_stages):
@@ -173,7 +173,7 @@ def _merged(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> Part
                 last_module=next((part.last_module for part in reversed(parts) if part.last_module), ""),
                 fqns=tuple(dict.fromkeys(fqn for part in parts for fqn in part.fqns)),
                 num_parameters=sum(part.num_parameters for part in parts),
-                outputs=tuple(_shifted(tensor, shift) for shift, part in placed for tensor in part.outputs),
+                outputs=tuple(_shift(tensor, shift) for shift, part in placed for tensor in part.outputs),
             )
         )
     staged = {fqn for stage in stages for fqn in stage.fqns}
@@ -194,7 +194,7 @@ def _merged(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> Part
     )
 
 
-def _shifted(tensor: Any, shift: int) -> Any:
+def _shift(tensor: Any, shift: int) -> Any:
     consumers = tuple(stage + shift for stage in tensor.consumer_stages)
     return dataclasses.replace(tensor, producer_stage=tensor.producer_stage + shift, consumer_stages=consumers)
 

@@ -32,7 +32,7 @@ class Container:
     rebuilt: Callable[[Sequence[Any]], Any]
 
 
-def opened(value: Any) -> Container | None:
+def container_of(value: Any) -> Container | None:
     """The container that the value is; None for anything else."""
     if isinstance(value, (Tensor, str, bytes, int, float)) or value is None:
         return None
@@ -55,7 +55,7 @@ def opened(value: Any) -> Container | None:
 
 def leaves_with_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Everything in nested containers that is no container, each with its path, such as ``['image'].mask[0]``."""
-    container = opened(value)
+    container = container_of(value)
     if container is None:
         yield path, value
         return
@@ -70,7 +70,7 @@ def fingerprint(value: Any) -> Hashable | None:
         return Tensor, tuple(value.shape), value.dtype, value.requires_grad
     if value is None or isinstance(value, _PLAIN_TYPES):
         return type(value), value
-    container = opened(value)
+    container = container_of(value)
     if container is None:
         return None
     entries = tuple((name, fingerprint(entry)) for name, entry in container.entries)

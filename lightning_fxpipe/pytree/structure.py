@@ -136,19 +136,19 @@ def graft(target: Any, source: Any) -> None:
         for one, other in zip(target, source, strict=False):
             graft(one, other)
         if isinstance(target, list):
-            target[:] = [_grafted(*pair) for pair in zip(target, source, strict=False)] + source[len(target) :]
+            target[:] = [_graft(*pair) for pair in zip(target, source, strict=False)] + source[len(target) :]
     elif isinstance(target, dict):
-        items = {key: _grafted(target[key], value) if key in target else value for key, value in source.items()}
+        items = {key: _graft(target[key], value) if key in target else value for key, value in source.items()}
         target.clear()
         target.update(items)
     if hasattr(target, "__dict__"):
         attributes = vars(target)
-        items = {key: _grafted(attributes[key], value) if key in attributes else value for key, value in vars(source).items()}
+        items = {key: _graft(attributes[key], value) if key in attributes else value for key, value in vars(source).items()}
         attributes.clear()
         attributes.update(items)
 
 
-def _grafted(target: Any, source: Any) -> Any:
+def _graft(target: Any, source: Any) -> Any:
     """The object that belongs where ``target`` was: itself, made equal, if it can be."""
     if type(target) is type(source) and (isinstance(target, (list, dict)) or hasattr(target, "__dict__")):
         if isinstance(target, (Tensor, *_BY_REFERENCE)):

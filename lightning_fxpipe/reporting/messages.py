@@ -64,7 +64,7 @@ def warn(message: str) -> None:
 
 
 @contextmanager
-def told(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None]:
+def telling(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None]:
     """Says on rank 0 what takes long: that it has begun, and in the end how long it took.
 
     Args:

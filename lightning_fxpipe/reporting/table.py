@@ -83,17 +83,17 @@ def human_bytes(num_bytes: int) -> str:
     """``1536`` → ``"1.5 KiB"``."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
-    return _scaled(num_bytes, 1024, ("KiB", "MiB", "GiB", "TiB"), lambda value: f"{value:.1f}")
+    return _scale(num_bytes, 1024, ("KiB", "MiB", "GiB", "TiB"), lambda value: f"{value:.1f}")
 
 
 def human_count(count: int) -> str:
     """``1536000`` → ``"1.54 M"``."""
     if count < 1000:
         return str(count)
-    return _scaled(count, 1000, ("K", "M", "B"), lambda value: f"{value:.3g}" if value < 999.5 else f"{value:.0f}")
+    return _scale(count, 1000, ("K", "M", "B"), lambda value: f"{value:.3g}" if value < 999.5 else f"{value:.0f}")
 
 
-def _scaled(count: int, factor: int, units: Sequence[str], text: Callable[[float], str]) -> str:
+def _scale(count: int, factor: int, units: Sequence[str], text: Callable[[float], str]) -> str:
     """In the first unit in which the rounded number is below the next one."""
     value, unit = float(count), ""
     for unit in units:  # noqa: B007  (used after the loop)

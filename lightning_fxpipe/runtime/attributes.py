@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, version_of
-from lightning_fxpipe.distributed.agreement import gathered
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
@@ -150,10 +150,10 @@ class SubmoduleAttributes:
                 try:
                     mine.append(_change(self._module, self._before, difference))
                 except UnsupportedError:
-                    unsent.append(".".join(_shown(difference.path)))
+                    unsent.append(".".join(_words_of(difference.path)))
         if group is None or dist.get_world_size(group) == 1:
             return []
-        every = gathered(group, (mine, unsent))
+        every = gather_values(group, (mine, unsent))
         known = {change.path for change in mine}
         for rank, (changes, _) in enumerate(every):
             if rank != dist.get_rank(group):
@@ -176,7 +176,7 @@ def _is_module_step(step: Any) -> bool:
     return step[0] == "attribute" and isinstance(step[1], tuple) and step[1][0] == "_modules"
 
 
-def _shown(path: Path) -> list[str]:
+def _words_of(path: Path) -> list[str]:
     return [str(path[0]), *(str(key[1] if isinstance(key, tuple) else key) for _, key in path[1:])]
 
 
@@ -284,7 +284,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor or any(value is moved for moved in self._moved):
             return NotImplemented
         self._moved.append(value.detach().cpu())
-        return _arrived, (self._moved[-1], value.device.type == "cpu")
+        return _arrive, (self._moved[-1], value.device.type == "cpu")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -317,10 +317,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Tensors go to this rank's device where they have come from one."""
         found = super().find_class(module, name)
-        return partial(_arrived, device=self._device) if found is _arrived else found
+        return partial(_arrive, device=self._device) if found is _arrive else found
 
 
-def _arrived(tensor: Tensor, stays: bool, device: torch.device | None = None) -> Tensor:
+def _arrive(tensor: Tensor, stays: bool, device: torch.device | None = None) -> Tensor:
     return tensor if stays or device is None else tensor.to(device)
 
 

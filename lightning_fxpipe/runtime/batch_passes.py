@@ -19,7 +19,7 @@ from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.runtime.stage_traces import StageTrace
 from lightning_fxpipe.user_code.step import Step, loss_of
-from lightning_fxpipe.user_code.undo import undone
+from lightning_fxpipe.user_code.undo import undo_after
 
 
 class BatchPasses:
@@ -143,7 +143,7 @@ class BatchPasses:
             tries=tries,
             measures=measures,
         )
-        with undone(self._root), torch.no_grad():
+        with undo_after(self._root), torch.no_grad():
             before = None if tail is None else tail.state()
             joined = one.run_forward()
             if before is not None and not before.is_current():
@@ -196,7 +196,7 @@ class BatchPasses:
             Whether it counts, and the joined results. It does not where a first try shows that samples notice each other.
         """
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
-        one = self._started(setup, values, step, tries)
+        one = self._start(setup, values, step, tries)
         joined = one.forward()
         if tries is not None and not self._setups.prove(trace, one.obstacle, tries.buffers()):
             self._passes.remove(one)
@@ -204,7 +204,7 @@ class BatchPasses:
             return False, None
         return True, joined
 
-    def _started(self, setup: PassSetup, values: list[Tensor | None], step: Step, tries: StageChanges | None) -> RegionPass:
+    def _start(self, setup: PassSetup, values: list[Tensor | None], step: Step, tries: StageChanges | None) -> RegionPass:
         number = len(self._passes)
         made = RegionPass(
             setup,
@@ -225,17 +225,17 @@ class BatchPasses:
         assert loss is not None
         if self._interleaved is None:
             return output
-        self._interleaved.checked(loss, step)
-        parked = self._parked(step, loss, self._interleaved)
+        self._interleaved.check(loss, step)
+        parked = self._park(step, loss, self._interleaved)
         return {**output, "loss": parked} if isinstance(output, dict) else parked
 
     def logged_loss(self, step: Step) -> tuple[Tensor, list[LogEntry]]:
         """The loss of a step that has ended with the region, which brings the gradients, and what it logs."""
         assert self._interleaved is not None
         loss, entries = self._interleaved.logged_loss()
-        return self._parked(step, loss, self._interleaved), entries
+        return self._park(step, loss, self._interleaved), entries
 
-    def _parked(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
+    def _park(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
         def install(factor: float) -> None:
             self._installed.append(factor / step.scale)
             interleaved.install(factor / step.scale)

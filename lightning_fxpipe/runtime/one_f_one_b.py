@@ -34,7 +34,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     LossOptions,
     Verdict,
     compare,
-    reached,
+    reaches,
     tolerance,
     weighted_sum,
     without_gradient,
@@ -313,7 +313,7 @@ class InterleavedPass:
         for parameter in self._parameters:
             parameter.grad = None
         try:
-            with self._setup.norms.deferred(), isolated_rng(), self._undone_runs():
+            with self._setup.norms.deferring(), isolated_rng(), self._undone_runs():
                 for leg in self._setup.legs:
                     assert leg.interleaved is not None
                     leg.interleaved().step(partial(self._one, leg))
@@ -361,7 +361,7 @@ class InterleavedPass:
             return without_gradient(trained, self._setup.device)
         weighted = loss.reshape(()) * (weight * self._scale)
         # Each output gets a gradient: the stage before waits for those of what it has sent.
-        unused = [output for output, is_used in zip(trained, reached(loss, ends), strict=True) if not is_used]
+        unused = [output for output, is_used in zip(trained, reaches(loss, ends), strict=True) if not is_used]
         return weighted + without_gradient(unused, self._setup.device) if unused or not trained else weighted
 
     def logged_loss(self) -> tuple[Tensor, list[LogEntry]]:
@@ -391,7 +391,7 @@ class InterleavedPass:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = []
 
-    def checked(self, whole: Tensor, step: Step) -> None:
+    def check(self, whole: Tensor, step: Step) -> None:
         """Compares the whole batch's loss with that of its microbatches. Called on the last stage.
 
         Raises:

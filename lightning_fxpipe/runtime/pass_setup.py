@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import fx, nn
 
-from lightning_fxpipe.distributed.agreement import check_agreement, gathered
+from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.independence.division import (
@@ -149,7 +149,7 @@ class PassSetups:
         Returns:
             Whether they may be cut on all ranks; if not, the trace's batches are not cut any more.
         """
-        shown = gathered(self._topology.control_group, (reason, [*buffers]))
+        shown = gather_values(self._topology.control_group, (reason, [*buffers]))
         reasons = [each for each, _ in shown if each is not None]
         self._proven.add(trace.traced)
         if reasons:

@@ -166,14 +166,14 @@ class StageRun:
         key = (*self._random_key, leg.part.first + index, setup.stage.index)
         if not setup.carries_random_state:
             seed_generators(*key)
-        with continued_random_numbers(state, *key) if setup.carries_random_state else nullcontext(), setup.norms.noted():
+        with continued_random_numbers(state, *key) if setup.carries_random_state else nullcontext(), setup.norms.noting():
             outputs = setup.stage.module(*received, *self._inputs(leg, index))
             after = generator_state(setup.device) if setup.carries_random_state else None
         for output, spec, node in zip(outputs, leg.sent[: len(outputs)], setup.stage.boundary_out, strict=True):
             # A transport does not compare shapes or dtypes.
             loses_gradient = training and output.requires_grad and not spec.requires_grad
             if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
-                raise _unexpected(setup.stage, node, output, spec)
+                raise _mismatch_error(setup.stage, node, output, spec)
         return outputs, after
 
     def mixing_call(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> str | None:
@@ -284,7 +284,7 @@ class RegionPass:
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
         """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
-        with self.setup.norms.deferred(), nullcontext() if self.setup.carries_random_state else isolated_rng():
+        with self.setup.norms.deferring(), nullcontext() if self.setup.carries_random_state else isolated_rng():
             for leg in self.setup.legs:
                 with self._running(leg):
                     leg.forward.step(self._forward_one)
@@ -354,7 +354,7 @@ class RegionPass:
         try:
             for leg in self.setup.legs:
                 assert leg.backward is not None
-                with self._running(leg), self.setup.norms.untracked():
+                with self._running(leg), self.setup.norms.without_tracking():
                     leg.backward.step(self._backward_one)
         finally:
             self._gradients, self._only = (), None
@@ -462,7 +462,7 @@ def gradient_specs(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
     return trained or (TensorSpec(shape=(), dtype=torch.get_default_dtype(), requires_grad=False),)
 
 
-def _unexpected(stage: Stage, node: fx.Node, output: Tensor, spec: TensorSpec) -> UnsupportedError:
+def _mismatch_error(stage: Stage, node: fx.Node, output: Tensor, spec: TensorSpec) -> UnsupportedError:
     return UnsupportedError(
         f"Stage {stage.index} computed another tensor than it was set up to send.",
         where=f"{node.meta['module_path'] or 'the module itself'}, {node.meta.get('source') or 'source unknown'}",

@@ -97,7 +97,7 @@ class RegionRun:
             arguments=(batch, self._step.rest[1:]),
             draws=self._draws,
             inputs=self._inputs,
-            run=self.leaving.noted(self._run_unwatched),
+            run=self.leaving.noting_errors(self._run_unwatched),
         )
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from lightning_fxpipe.distributed.agreement import check_agreement, gathered
+from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
@@ -146,7 +146,7 @@ class StageTraces:
                 self._known.append(known)
                 return known, shapes
         with self._log.told(f"Tracing {region.label}"):
-            return self._made(kind, partial(self._cut_region, kind, region, region.batch_size))
+            return self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
 
     def is_fixed(self, kind: StepKind) -> bool:
         """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`guard_keys`."""
@@ -227,11 +227,11 @@ class StageTraces:
     # ------------------------------------------------------------------ new ones
 
     def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
-        return self._made(kind, partial(self._cut, kind, call, size))
+        return self._make(kind, partial(self._cut, kind, call, size))
 
-    def _made(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
+    def _make(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
-        region, shapes, assignment, symbolic = self._agreed(kind, cut)
+        region, shapes, assignment, symbolic = self._agree(kind, cut)
         check_agreement(
             self._topology.control_group,
             (symbolic, [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]),
@@ -265,7 +265,7 @@ class StageTraces:
         self._log.add(record, frozenset(open_dims))
         return made, shapes
 
-    def _agreed(self, kind: StepKind, cut: Callable[[], _Cut]) -> _Cut:
+    def _agree(self, kind: StepKind, cut: Callable[[], _Cut]) -> _Cut:
         """What ``cut`` gives on every rank.
 
         Raises:
@@ -281,7 +281,7 @@ class StageTraces:
             raise
         except FxPipeError as error:
             failure = error
-        failures = [found for found in gathered(self._topology.control_group, failure) if found is not None]
+        failures = [found for found in gather_values(self._topology.control_group, failure) if found is not None]
         if failures:
             raise CannotFollow(failures[-1])
         assert made is not None

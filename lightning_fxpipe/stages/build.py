@@ -28,7 +28,7 @@ from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
 from lightning_fxpipe.tracing.activation_checkpointing import run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
-from lightning_fxpipe.tracing.inner_results import taken
+from lightning_fxpipe.tracing.inner_results import taking
 from lightning_fxpipe.tracing.signals import InnerPlace
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -329,7 +329,7 @@ class _ModuleUnder(nn.Module):
         module = self.__dict__["_call"]
         with (
             self._context.active() if self._context is not None else nullcontext(),
-            taken(module, self._inner_results) as inner,
+            taking(module, self._inner_results) as inner,
         ):
             result = module(*args, **kwargs)
         if not self._sides and not inner:

@@ -47,11 +47,11 @@ def gather(root: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Se
         if not tensor.is_meta or names[fqn] not in received:
             continue
         if id(tensor) not in made:
-            made[id(tensor)] = _filled(tensor, parameters.get(id(tensor)), received[names[fqn]])
+            made[id(tensor)] = _fill(tensor, parameters.get(id(tensor)), received[names[fqn]])
         setattr(module, name, made[id(tensor)])
 
 
-def _filled(placeholder: Tensor, parameter: nn.Parameter | None, value: Tensor) -> Tensor:
+def _fill(placeholder: Tensor, parameter: nn.Parameter | None, value: Tensor) -> Tensor:
     """A tensor with the values; the parameter that the placeholder stands for, if there is one."""
     if not isinstance(placeholder, nn.Parameter):
         return value

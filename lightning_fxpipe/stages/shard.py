@@ -89,7 +89,7 @@ def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Mate
         if key not in made:
             value = values.pop(key)
             made[key] = put_in_place(tensor, value) if isinstance(tensor, nn.Parameter) else value
-            materials.placed(fqn, made[key])
+            materials.note_placed(fqn, made[key])
         if made[key] is not tensor:
             setattr(module, name, made[key])
 

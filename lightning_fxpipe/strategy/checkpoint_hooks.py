@@ -89,13 +89,13 @@ class CheckpointHooks:
 
     def module_state(self) -> dict[str, Any]:
         """This rank's part of the module's state."""
-        with self._session.hooks.suspended():
+        with self._session.hooks.suspend():
             return module_state(self._session.module)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state."""
         inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
-        with self._session.hooks.suspended():
+        with self._session.hooks.suspend():
             return next((mine.state_dict() for mine in self._optimizers if mine.optimizer is inner), {})
 
     def save(
@@ -118,7 +118,7 @@ class CheckpointHooks:
         location = Location.of(path, storage_options)
         check_seen_by_all(location, self._topology.num_stages)
         plan = dataclasses.asdict(self._session.plan)
-        with self._session.hooks.suspended():
+        with self._session.hooks.suspend():
             names = list(module.state_dict())
             checkpoint = without_foreign_extras(checkpoint, module)
             checkpoint[ENTRY] = {**self._origin, "plan": plan, "rng": portable_rng(rng_state()), "seed": seed}
@@ -173,13 +173,13 @@ class CheckpointHooks:
             recover(self._restored_from.path)
         if weights_only is None:
             weights_only = weights_only_of_run()
-        with self._session.hooks.suspended():
+        with self._session.hooks.suspend():
             into = self._session.overwritable()
             return read_checkpoint(self._restored_from, self._session.module, weights_only=weights_only, into=into)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Restores the module from what was read."""
-        with self._session.hooks.suspended():
+        with self._session.hooks.suspend():
             load_model(self._session.module, checkpoint["state_dict"], strict=strict)
             self._session.materialise_rest(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
 

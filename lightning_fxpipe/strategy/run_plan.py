@@ -21,7 +21,7 @@ from lightning_fxpipe.microbatch.split import first_microbatch, tensors_without_
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import plan_regions
 from lightning_fxpipe.planner.step_plan import plan_jointly, region_or_joint_plan
-from lightning_fxpipe.reporting.messages import logger, told
+from lightning_fxpipe.reporting.messages import logger, telling
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_num_stages
 from lightning_fxpipe.tracing.discovery import first_regions
@@ -30,7 +30,7 @@ from lightning_fxpipe.user_code.frames import raising_source
 from lightning_fxpipe.user_code.made_up import MadeUp, MadeUpOptimizer
 from lightning_fxpipe.user_code.step import StepKind
 from lightning_fxpipe.user_code.step_code import assigned_anywhere
-from lightning_fxpipe.user_code.undo import undone
+from lightning_fxpipe.user_code.undo import undo_after
 
 _STEPS = {
     TrainerFn.FITTING: StepKind.TRAIN,
@@ -68,7 +68,7 @@ class RunPlans:
         self.options = options
         self._last: tuple[LightningModule, PartitionPlan, TrainerFn | None] | None = None
 
-    def known(self, trainer: Trainer, module: LightningModule) -> PartitionPlan | None:
+    def last_plan(self, trainer: Trainer, module: LightningModule) -> PartitionPlan | None:
         """The plan of the module's last run, if it holds for this one: what trains decides."""
         if self._last is None or self._last[0] is not module:
             return None
@@ -110,7 +110,7 @@ class RunPlans:
             assert trainer.state.fn is not None
             trial = _Trial(trainer, module, options, num_stages, device, context)
             kind = _STEPS[trainer.state.fn]
-            with told(f"Tracing the {kind.words}", after_seconds=0):
+            with telling(f"Tracing the {kind.words}", after_seconds=0):
                 plan = trial.plan(kind)
         self._last = module, plan, trainer.state.fn
         return plan
@@ -205,7 +205,7 @@ def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, 
 def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
     """What to patch so that a step gets as many optimizers and schedulers as it will have."""
     try:
-        with undone(module):
+        with undo_after(module):
             counts = num_optimizers(module.configure_optimizers())
     except Exception:  # it may need what hooks make
         logger.debug("configure_optimizers cannot be tried before the run", exc_info=True)

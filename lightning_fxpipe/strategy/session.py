@@ -32,7 +32,7 @@ from lightning_fxpipe.optim.optimizers import StageOptimizer
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.step_plan import must_run_jointly
-from lightning_fxpipe.reporting.messages import inform, told, warn
+from lightning_fxpipe.reporting.messages import inform, telling, warn
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttributes, take_over
 from lightning_fxpipe.runtime.batch_result import BatchResult
@@ -104,7 +104,7 @@ class Session:
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
         commands = Commands(topology.control_group, source=topology.last_rank)
         self._channel = ResultChannel(commands)
-        self.trace_log = TraceLog(inform, warn, told=told)
+        self.trace_log = TraceLog(inform, warn, told=telling)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
@@ -207,13 +207,13 @@ class Session:
     def around_backward(self) -> AbstractContextManager[Any]:
         """In the block a backward pass runs. Called by every rank."""
         if self._joint is None:
-            return self.hooks.suspended()
+            return self.hooks.suspend()
         return self._joint.user_code()  # a module may have a backward of its own
 
     @contextmanager
     def around_optimizer_step(self, optimizer: StageOptimizer | None) -> Iterator[None]:
         """In the block an optimizer steps: this rank's parameters, or all where it needs them. Called by every rank."""
-        with self.hooks.suspended():
+        with self.hooks.suspend():
             if optimizer is not None and optimizer.is_coupled:
                 optimizer.know_others(self._topology.control_group)
                 with self.hooks.running(self.module.trainer, is_joint=True):

@@ -36,7 +36,7 @@ from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import make_group, make_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
-from lightning_fxpipe.launch.launching import StartMethod, check_start_method, make_launcher, resolved
+from lightning_fxpipe.launch.launching import StartMethod, check_start_method, make_launcher, resolve
 from lightning_fxpipe.metrics.metric_states import one_replica
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
 from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
@@ -195,7 +195,7 @@ class PipelineStrategy(CheckpointStrategy):
         count = self._num_machines * self.num_processes
         check_torch(count)
         starts_none = self.cluster_environment.creates_processes_externally or count == 1
-        method = None if starts_none else resolved(self._start_method)
+        method = None if starts_none else resolve(self._start_method)
         self._launcher = make_launcher(self, method, gathers=self._gather_after_run is not False)
         if method not in (None, "popen"):
             self._gather_after_run = True  # the processes end with the run
@@ -281,7 +281,7 @@ class PipelineStrategy(CheckpointStrategy):
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
         materials = materials_of(self._constructions, self.module)
         with noted_connections():
-            plan = self._plans.known(trainer, self.module)
+            plan = self._plans.last_plan(trainer, self.module)
             if plan is None:
                 with self.replica.computing():
                     made = self._plans.make(
@@ -327,7 +327,7 @@ class PipelineStrategy(CheckpointStrategy):
         self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        with self.session.hooks.suspended():
+        with self.session.hooks.suspend():
             self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
     def _detach_precision(self) -> None:
@@ -355,7 +355,7 @@ class PipelineStrategy(CheckpointStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._has_trained = True
         self._begin_batch()
-        with no_end_of_epoch(StepKind.TRAIN.value), self.session.hooks.suspended(), self.replica.computing():
+        with no_end_of_epoch(StepKind.TRAIN.value), self.session.hooks.suspend(), self.replica.computing():
             return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
 
     @override
@@ -399,7 +399,7 @@ class PipelineStrategy(CheckpointStrategy):
 
     def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin_batch()
-        with no_end_of_epoch(kind.value), self.session.hooks.suspended(), self.replica.computing():
+        with no_end_of_epoch(kind.value), self.session.hooks.suspend(), self.replica.computing():
             return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
 
     def _begin_batch(self) -> None:

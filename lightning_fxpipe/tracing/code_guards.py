@@ -82,13 +82,13 @@ def code_guards(root: nn.Module, opened: Iterable[str]) -> dict[GuardKey, Any]:
     found: dict[GuardKey, Any] = {}
     for path in opened:
         module = root.get_submodule(path)
-        for key, value in _named(root, path, type(module)):
+        for key, value in _class_values(root, path, type(module)):
             with suppress(Unplain):
                 found.setdefault(key, snapshot(value))
     return found
 
 
-def _named(root: nn.Module, path: str, cls: type) -> Iterator[tuple[GuardKey, Any]]:
+def _class_values(root: nn.Module, path: str, cls: type) -> Iterator[tuple[GuardKey, Any]]:
     classes = [base for base in cls.__mro__ if is_own_code(base.__module__)]
     in_classes = {name: value for base in reversed(classes) for name, value in vars(base).items()}
     waiting: list[Any] = [in_classes.get("forward")]

@@ -157,14 +157,14 @@ def _discover(root: nn.Module, call: WholeStep, device: torch.device | None) -> 
         try:
             discovery.know_batch(Template.of(run.example).tensors)
             discovery.note_use(run_step(root, step, run.example, lambda *logged, **more: discovery.note_use((logged, more))))
-            discovery.note_use([_held(module) for module in root.modules()])
+            discovery.note_use([_attribute_tensors(module) for module in root.modules()])
             discovery.completed = True
             discovery.caches = _caches(root, step, run.example, discovery)
             own = [(key[0], value) for key, value in run.guards.items() if isinstance(key, tuple)]
             discovery.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
         except HiddenTensor as error:
             if discovery.users:
-                raise _hidden(step, error) from error
+                raise _hiding_error(step, error) from error
             discovery.note_end(error, error.source)
         except (ParameterMisuse, InputGradient):
             raise
@@ -185,7 +185,7 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
     before = {path: OwnAttributes(module) for path, module in root.named_modules()}
     discovery.called.clear()
     try:
-        with discovery.paused(), _SecondRun(discovery):
+        with discovery.pause(), _SecondRun(discovery):
             run_step(root, step, example, say_nothing)
     except (Exception, RecordError):
         return set()
@@ -215,13 +215,13 @@ def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
         return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
 
 
-def _held(module: nn.Module) -> list[Tensor]:
+def _attribute_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors that a module has as plain attributes, and in lists and dicts."""
     values = [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _hidden(step: StepCall, error: HiddenTensor) -> TraceError:
+def _hiding_error(step: StepCall, error: HiddenTensor) -> TraceError:
     return TraceError(
         f"{step_name(step)} uses a tensor that the model has left somewhere during its call.",
         where=error.source,
@@ -273,7 +273,7 @@ class _Discovery(SpanRecorder):
             self.before_call()
             self.note_use(args[0])
             self._count += 1
-            with self.paused():
+            with self.pause():
                 return look_at_ones(func, args[0])
         number = self._count
         result = super().__torch_function__(func, types, args, kwargs)
@@ -319,7 +319,7 @@ class _Discovery(SpanRecorder):
     def _noted_misuse(self) -> Iterator[None]:
         """Notes what the block raises: a step may catch it."""
         try:
-            with self.paused():
+            with self.pause():
                 yield
         except ParameterMisuse as error:
             self.misuse = self.misuse or error
@@ -334,7 +334,7 @@ class _Discovery(SpanRecorder):
         except RecordError:
             if self.users:
                 self._note_look()
-            with self.paused():
+            with self.pause():
                 result = execute()
             for tensor in Template.of(result).tensors:
                 self.add_input(f"{INPUT_PREFIX}made_{self._count}", tensor)
@@ -375,8 +375,8 @@ class _Discovery(SpanRecorder):
         """After the last call that uses parameters, and before the next: the results have got their names."""
         if self._is_user_last:
             self._is_user_last = False
-            with self.paused():
-                values = [*locals_up_to(run_step.__code__), *map(_held, self._root.modules())]
+            with self.pause():
+                values = [*locals_up_to(run_step.__code__), *map(_attribute_tensors, self._root.modules())]
                 self._reachable = {key for value in values for key in self._keys_in(value)}
 
     def _keys_in(self, value: Any) -> list[TensorKey]:

@@ -64,7 +64,7 @@ class Examples:
         """
         if any(draws(other) for other in cone(node)):
             raise NoExample(f"{node_words(node)} is drawn at random")
-        return self._computed(node, self._values)
+        return self._compute(node, self._values)
 
     def constant(self, node: fx.Node) -> Any:
         """The value that a node has in every call: it follows from numbers, and at most from the kind of other tensors.
@@ -95,11 +95,11 @@ class Examples:
             NoExample: As :meth:`value`, but for random numbers.
         """
         times = _NUM_DRAWS if any(draws(other) for other in cone(node)) else 1
-        values = [self._computed(node, {} if times > 1 else self._values) for _ in range(times)]
+        values = [self._compute(node, {} if times > 1 else self._values) for _ in range(times)]
         with outside_fakes():
             return {bool(value) for value in values}
 
-    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    def _compute(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
         nodes = cone(node)
         storages = {storage_key(n.meta["val"]) for n in nodes if isinstance(n.meta.get("val"), Tensor)}
         for other in node.graph.nodes:

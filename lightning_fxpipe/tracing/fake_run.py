@@ -23,7 +23,7 @@ from lightning_fxpipe.user_code.iterators import StepIterators
 from lightning_fxpipe.user_code.memos import no_fakes_remembered
 from lightning_fxpipe.user_code.objects import lasting_objects
 from lightning_fxpipe.user_code.placement import Placement, device_of
-from lightning_fxpipe.user_code.silence import silenced
+from lightning_fxpipe.user_code.silence import silencing
 
 
 def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
@@ -96,7 +96,7 @@ def fake_run(
     with (
         no_fakes_remembered(root),
         exchanged_tensors(root, fake_of),
-        placement.named(),
+        placement.naming(),
         torch.inference_mode(False),
         context.active(),
     ):
@@ -117,7 +117,7 @@ def fake_run(
         sizes = _symbol_values(fakes)
         recorder.use_examples(dict(zip(names, template.tensors, strict=True)), sizes)
         with (
-            silenced(),
+            silencing(),
             tracing_friendly_torch(),
             world.active(),
             noted_guards(root, lambda: recorder.is_recording) as guards,

@@ -87,9 +87,9 @@ class GraphWriter:
         if isinstance(value, torch.Generator):
             return value
         template = self._template_of([value])
-        return self._refilled(template, range(len(template.tensors)), 1)[1][0]
+        return self._refill(template, range(len(template.tensors)), 1)[1][0]
 
-    def _refilled(self, template: Template, sent: Sequence[int], count: int) -> tuple[fx.Node, list[fx.Node]]:
+    def _refill(self, template: Template, sent: Sequence[int], count: int) -> tuple[fx.Node, list[fx.Node]]:
         """Nodes of a list of ``count`` objects made anew, and of each of them."""
         if any(isinstance(held, nn.Module) and any(True for _ in held.parameters()) for held in template.structure.references):
             raise RecordError("a module with parameters is an argument of another one")
@@ -133,7 +133,7 @@ class GraphWriter:
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
         # An alias, because a later in-place call may change the tensor's own shape and requires_grad.
-        with self.paused():
+        with self.pause():
             node.meta["val"] = tensor.detach().requires_grad_(tensor.requires_grad)
 
     def _bind_output(self, value: Any, node: fx.Node) -> None:
@@ -175,7 +175,7 @@ class GraphWriter:
         return self._module_stack[-1]
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Records nothing during the block."""
         before, self._paused = self._paused, True
         try:

@@ -53,11 +53,11 @@ class HeldTensors:
 
     def have_changed(self) -> bool:
         """Whether another tensor is where one of these was."""
-        return any(found is not self._now[name] for name, found in self._found().items())
+        return any(found is not self._now[name] for name, found in self._find().items())
 
     def refresh(self) -> bool:
         """Gives the stages what is there now. False where that is of another kind."""
-        return self.take({name: found for name, found in self._found().items() if found is not self._now[name]})
+        return self.take({name: found for name, found in self._find().items() if found is not self._now[name]})
 
     def has(self, name: str, tensor: Any) -> bool:
         """Whether the stages have this tensor under a name; for a parameter, whether it is the one with this FQN."""
@@ -87,7 +87,7 @@ class HeldTensors:
                     setattr(module.get_submodule(path), last, others[name])
         return True
 
-    def _found(self) -> dict[str, Any]:
+    def _find(self) -> dict[str, Any]:
         found = {fqn: attribute(self._root, fqn) for fqn in self._fqns}
         if self._places:
             roots = roots_of(self._root)[0]

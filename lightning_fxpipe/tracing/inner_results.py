@@ -73,7 +73,7 @@ class InnerCalls:
         finally:
             self._is_made_up = before
 
-    def tried(self, call: Callable[[], Any], probe: Probe) -> Any:
+    def try_call(self, call: Callable[[], Any], probe: Probe) -> Any:
         """What a call returns; where it looks at values, ``probe`` makes it on made-up data."""
         try:
             return call()
@@ -141,7 +141,7 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def taken(module: nn.Module, places: Sequence[InnerPlace]) -> Iterator[list[Tensor]]:
+def taking(module: nn.Module, places: Sequence[InnerPlace]) -> Iterator[list[Tensor]]:
     """While the block calls the module, takes the results of modules inside; the list has them after the block, in order.
 
     Raises:

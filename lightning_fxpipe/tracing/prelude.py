@@ -28,10 +28,10 @@ from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
 from lightning_fxpipe.tracing.torch_calls import LOOKS
 from lightning_fxpipe.user_code.objects import is_value, lasting_objects
 from lightning_fxpipe.user_code.placement import Placement
-from lightning_fxpipe.user_code.silence import silenced
+from lightning_fxpipe.user_code.silence import silencing
 from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step_code import reads_run_state, uses_arguments_after_batch
-from lightning_fxpipe.user_code.undo import Undone, undone
+from lightning_fxpipe.user_code.undo import Undone, undo_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +87,9 @@ def dry_run(
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
-    args, kwargs = tree_map(lambda leaf: _copied(root, leaf, copies), (args, dict(kwargs)))
-    with silenced() as said:
-        with undoing or undone(root, function) as found:
+    args, kwargs = tree_map(lambda leaf: _copy(root, leaf, copies), (args, dict(kwargs)))
+    with silencing() as said:
+        with undoing or undo_after(root, function) as found:
             run = DryRun(args, kwargs, found.before)
 
             def note_logger() -> None:
@@ -99,7 +99,7 @@ def dry_run(
             with (
                 logging or _dropped_logs(root),
                 silenced_loggers(root, note_logger),
-                Placement(root, device).pretended() if device is not None else nullcontext(),
+                Placement(root, device).pretending() if device is not None else nullcontext(),
             ):
                 try:
                     yield run
@@ -140,7 +140,7 @@ def dry_run_of_prelude(
             run.facts = PreludeFacts(guards=tuple(guards), is_fixed=is_fixed, looks_at_values=looks.happened)
 
 
-def _copied(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:
+def _copy(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:
     """A copy of a tensor, or of an object such as a graph with its tensors, which a step may write to, too."""
 
     def copied(tensor: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ class Probe:
                 if tensor.is_floating_point():
                     made = torch.randn(shape, generator=generator).to(tensor.dtype).to(tensor.device)
                 elif example is not None:
-                    made = _resized(_smallest_sample(example) if altered else example, shape)
+                    made = _resize(_smallest_sample(example) if altered else example, shape)
                 else:
                     made = torch.full(shape, filler, dtype=tensor.dtype, device=tensor.device)
             if isinstance(tensor, nn.Parameter):
@@ -219,7 +219,7 @@ def _smallest_sample(tensor: Tensor) -> Tensor:
     return tensor[sums.argmin()].expand_as(tensor).clone()
 
 
-def _resized(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+def _resize(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor with its last entries repeated, or left out, along each dimension."""
     for dim, size in enumerate(shape):
         if tensor.shape[dim] != size:

@@ -44,7 +44,7 @@ from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.inner_results import InnerCalls
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
-from lightning_fxpipe.tracing.recurrent import PackedSequences, shaped
+from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
 from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, OpenedSets, RecordAgain, RecordError
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
@@ -139,7 +139,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if self._paused or is_query(func):
             if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
-            return shaped(func, args)(*args, **kwargs)
+            return shape_only(func, args)(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,13 +150,13 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if func is Tensor.__getitem__:
             args = (args[0], self._with_numbers(args[1]))
         elif func in _FACTORIES:
-            args = tuple(tree_map(self._bound, args))
+            args = tuple(tree_map(self._bind, args))
         if func is torch.autograd.grad:
             raise RecordError("torch.autograd.grad differentiates what several stages compute")
-        longest = self._bound(self._record_function(torch.max, args[1:2], {})) if func is PACK_PADDED else None
+        longest = self._bind(self._record_function(torch.max, args[1:2], {})) if func is PACK_PADDED else None
         operation, target, extra = target_of(func)
         touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        with self.paused(), watch_mutation(touched) as mutated:
+        with self.pause(), watch_mutation(touched) as mutated:
             result = self._packed_sequences.result(func, args, longest)
             if result is None:
                 result = self._result_of_function(func, args, kwargs)
@@ -187,7 +187,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def _add_draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> fx.Node:
         """An input for a tensor that may be drawn before the region runs, see ``microbatch.draws``."""
-        with self.paused():
+        with self.pause():
             numbers = torch.empty(shape_drawn_ahead(func, args, kwargs), dtype=result.dtype, device=result.device)
             node = self.add_input(f"{DRAW_PREFIX}{len(self._alive)}", numbers)
         node.meta["draw"] = Draw.of(func, args, kwargs)
@@ -196,7 +196,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function on fakes or, where its kernel needs values, on made-up data."""
         try:
-            return shaped(func, args)(*args, **kwargs)
+            return shape_only(func, args)(*args, **kwargs)
         except NEEDS_VALUES as error:
             template = self._template_of((args, kwargs))
             call = partial(_without_module, func)
@@ -267,7 +267,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         else:
             before = self._template_of((args, kwargs))
             probe = Probe(call=original_call, module=module, template=before, example=self._example)
-            result = self._inner_calls.tried(partial(original_call, module, *args, **kwargs), probe)
+            result = self._inner_calls.try_call(partial(original_call, module, *args, **kwargs), probe)
         if path is not None:
             self._inner_calls.note(path, result)
         return result
@@ -311,7 +311,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if changed or not all(map(is_plain, objects)):
             seen.update(id(tensor) for tensor in self._template_of(result).tensors)
             sent = [index for index, tensor in enumerate(before.tensors) if id(tensor) in seen]
-            holder, items = self._refilled(before, sent, len(objects))
+            holder, items = self._refill(before, sent, len(objects))
             made_anew = {id(value): item for value, item in zip(objects, items, strict=True)}
         node_args = tuple(made_anew[id(arg)] if id(arg) in made_anew else self.argument(arg) for arg in args)
         node_kwargs = {
@@ -391,7 +391,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         try:
             if self._examples is None:
                 raise NoExample("there is no example")
-            with self.paused():
+            with self.pause():
                 return self.looks.answer(func, self._tensor_argument(tensor), self._examples)
         except NoExample as error:
             if func is Tensor.__bool__:
@@ -403,10 +403,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if isinstance(value, tuple):
             return tuple(self._with_numbers(item) for item in value)
         if isinstance(value, slice):
-            return slice(*(self._bound(bound) for bound in (value.start, value.stop, value.step)))
+            return slice(*(self._bind(bound) for bound in (value.start, value.stop, value.step)))
         return value
 
-    def _bound(self, value: Any) -> Any:
+    def _bind(self, value: Any) -> Any:
         return self._look(Tensor.__index__, value) if self._follows_from_inputs(value) else value
 
     def constant(self, tensor: Tensor) -> Tensor:
@@ -427,7 +427,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         try:
             if self._examples is None:
                 raise NoExample("there is no example")
-            with self.paused():
+            with self.pause():
                 outcomes = self._examples.outcomes(node)
         except NoExample as error:
             raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
@@ -485,7 +485,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         before, seen = self._seen, set[int]()
         self._seen = seen if asked else before
         try:
-            with self.paused():
+            with self.pause():
                 yield seen
         finally:
             self._seen = before

@@ -109,7 +109,7 @@ class RegionCall:
             raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")
         return result
 
-    def chosen(self, num_results: int) -> tuple[int, ...]:
+    def choose_results(self, num_results: int) -> tuple[int, ...]:
         """Which of so many tensors in the result are outputs of the graph."""
         known = self.wanted is not None and self.wanted.total == num_results
         return self.wanted.positions if known and self.wanted is not None else tuple(range(num_results))
@@ -184,7 +184,7 @@ class Recordable(Protocol):
         """Runs it on fakes of the example, under the recorder; returns what later code may use."""
         ...
 
-    def chosen(self, num_results: int) -> tuple[int, ...]:
+    def choose_results(self, num_results: int) -> tuple[int, ...]:
         """Which of so many tensors in the result are outputs of the graph."""
         ...
 

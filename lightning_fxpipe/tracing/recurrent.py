@@ -22,8 +22,8 @@ def _results(input: Tensor, states: tuple[Tensor, ...], weights: Any, positions:
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (input, *states, *weights))
 
     # With projections the first state is narrower than the others; the output consists of first states.
-    output = _made(input, (*positions, states[0].shape[-1] * directions), trains)
-    return output, *(_made(input, tuple(state.shape), trains) for state in states)
+    output = _make(input, (*positions, states[0].shape[-1] * directions), trains)
+    return output, *(_make(input, tuple(state.shape), trains) for state in states)
 
 
 def _layer(input: Tensor, hx: Any, params: Any, *rest: Any) -> Any:
@@ -38,7 +38,7 @@ def _along_time(input: Tensor, batch_first: bool) -> tuple[Any, Any]:
     return (second, first) if batch_first else (first, second)
 
 
-def _packed(data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *rest: Any) -> Any:
+def _run_packed(data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *rest: Any) -> Any:
     return _results(data, _states(hx), params, (data.shape[0],), 2 if rest[-1] else 1)
 
 
@@ -49,14 +49,14 @@ def _states(hx: Any) -> tuple[Tensor, ...]:
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
-def shaped(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
+def shape_only(function: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
     """The function, or what gives the same shapes, dtypes and gradients on fake tensors with less."""
     if function not in _RECURRENT or not args or not isinstance(args[0], FakeTensor):
         return function
     if torch.is_autocast_enabled(args[0].device.type):
         return function  # what dtype it returns is then the affair of the operators inside
     packed = isinstance(args[2], Tensor) and isinstance(args[1], Tensor)
-    return _packed if packed else _layer
+    return _run_packed if packed else _layer
 
 
 class PackedSequences:
@@ -91,14 +91,14 @@ class PackedSequences:
         directions = 2 if layer.bidirectional else 1
         width = layer.proj_size or layer.hidden_size
         count = self._num_sequences[id(packed.batch_sizes)][1]
-        output = _made(packed.data, (packed.data.shape[0], directions * width), trains)
+        output = _make(packed.data, (packed.data.shape[0], directions * width), trains)
         last = [width, layer.hidden_size] if isinstance(layer, nn.LSTM) else [width]
-        left = tuple(_made(packed.data, (directions * layer.num_layers, count, size), trains) for size in last)
+        left = tuple(_make(packed.data, (directions * layer.num_layers, count, size), trains) for size in last)
         return packed._replace(data=output), left if len(left) > 1 else left[0]
 
     def _pack(self, sequences: Tensor, lengths: Tensor, batch_first: bool, *, longest: int) -> tuple[Tensor, Tensor]:
         trains = torch.is_grad_enabled() and sequences.requires_grad
-        data = _made(sequences, (unknown_size(sequences), *sequences.shape[2:]), trains)
+        data = _make(sequences, (unknown_size(sequences), *sequences.shape[2:]), trains)
         batch_sizes = torch.empty(longest, dtype=torch.int64)
         self._num_sequences[id(batch_sizes)] = batch_sizes, sequences.shape[0 if batch_first else 1]
         return data, batch_sizes
@@ -107,9 +107,9 @@ class PackedSequences:
         count = self._num_sequences[id(batch_sizes)][1]
         sizes = (count, length) if batch_first else (length, count)
         trains = torch.is_grad_enabled() and data.requires_grad
-        return _made(data, (*sizes, *data.shape[1:]), trains), torch.empty(count, dtype=torch.int64)
+        return _make(data, (*sizes, *data.shape[1:]), trains), torch.empty(count, dtype=torch.int64)
 
 
-def _made(like: Tensor, shape: tuple[Any, ...], trains: bool) -> Tensor:
+def _make(like: Tensor, shape: tuple[Any, ...], trains: bool) -> Tensor:
     tensor = torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=trains)
     return tensor.view(shape)  # a result, which may be changed in place, and not a leaf

@@ -196,7 +196,7 @@ class Leaving:
     error: BaseException | None = None
     has_exited = False
 
-    def noted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def noting_errors(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """``run``, the region, of which is noted what it raises."""
 
         def noting(*args: Any) -> Any:

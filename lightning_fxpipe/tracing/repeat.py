@@ -69,7 +69,7 @@ class Repeat:
         def fake(tensor: Tensor, _: str) -> Tensor:
             return self._world.static(tensor, placement.device_of(tensor))
 
-        with exchanged_tensors(module, fake), placement.named():
+        with exchanged_tensors(module, fake), placement.naming():
             yield
 
     def is_known(self, symbol: Any) -> bool:

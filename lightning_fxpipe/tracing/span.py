@@ -107,7 +107,7 @@ class StepRegion:
         recorder.aside.erase(recorder.graph)
         return [recorder.tensors[key] for key in self.span.wanted]
 
-    def chosen(self, num_results: int) -> tuple[int, ...]:
+    def choose_results(self, num_results: int) -> tuple[int, ...]:
         """All of them: :meth:`run` returns what is wanted."""
         return tuple(range(num_results))
 
@@ -207,7 +207,7 @@ class SpanRecorder(Recorder):
         number = self._count
         self._count += 1
         if number < self._span.first:
-            with self.paused():
+            with self.pause():
                 result = self._span.answers[number] if number in self._span.answers else function(*args, **kwargs)
             self._remember_result(number, result)
             return result

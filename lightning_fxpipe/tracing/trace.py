@@ -127,7 +127,7 @@ class TracedRegion:
         """What the module returns, of the type that it returns, from the graph's outputs and the values of the symbols."""
         made = dict(zip(self.wanted, outputs, strict=True))
         values = [
-            made[index] if index in made else Unsent.called(f"Tensor {index} in the result of {self.signature.label}")
+            made[index] if index in made else Unsent.with_name(f"Tensor {index} in the result of {self.signature.label}")
             for index in range(self.output_structure.num_tensors)
         ]
         numbers = [size.value(sizes or {}) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
@@ -264,7 +264,7 @@ def _record(
 
     with isolated_rng(), no_metrics_inside(root), fake_run(root, call, is_whole, device, learned, answers_looks) as run:
         recorder = run.recorder
-        with recorder.paused():
+        with recorder.pause():
             # Modules that the region calls are looked after by the recorder; what a step sets, it sets in every run.
             roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
             own = Snapshot(roots, enters_modules=False)
@@ -273,7 +273,7 @@ def _record(
 
         def settle() -> None:
             """Decides about what the recorded code has set."""
-            with recorder.paused():
+            with recorder.pause():
                 known = {name for owner, name in recorder.sides if owner == call.opened_path}
                 recorder.note_changes(call.opened_path or "", own.changed_names(known))
                 if everything is not None:
@@ -290,7 +290,7 @@ def _record(
                 raise _untraceable(root, call, reason, source) from error
             settle()
             output = _taken_apart(result, run.lasting)
-            chosen = call.chosen(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
+            chosen = call.choose_results(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
     traced = TracedRegion(

@@ -95,7 +95,7 @@ class Rewindable(Iterator[Any]):
         with outside_fakes(), unwatched_torch():
             if self.position - self._first == len(self._kept):
                 before = rng_state()
-                item = self._drawn()
+                item = self._draw()
                 self._kept.append((item, before, rng_state()))
             else:
                 item, before, after = self._kept[self.position - self._first]
@@ -108,7 +108,7 @@ class Rewindable(Iterator[Any]):
             self._first += 1
         return item
 
-    def _drawn(self) -> Any:
+    def _draw(self) -> Any:
         with ExitStack() as stack:
             for mark in [*self._marks]:
                 if mark.undoing is not None and (undoing := mark.undoing()) is not None:

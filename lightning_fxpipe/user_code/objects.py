@@ -47,7 +47,7 @@ class Unsent(Tensor):
     stands_for: str
 
     @classmethod
-    def called(cls, name: str) -> Unsent:
+    def with_name(cls, name: str) -> Unsent:
         """A stand-in; ``name`` says in messages what it stands for."""
         with outside_fakes():
             unsent: Unsent = torch.empty(0, device="meta").as_subclass(cls)
@@ -75,7 +75,7 @@ def refill(structure: Structure, sent: Sequence[int]) -> Callable[..., Any]:
     """A function that makes a new object from the tensors at ``sent`` and the sizes; the others' places get stand-ins."""
 
     def refilled(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-        values: list[Any] = [Unsent.called("A tensor of an argument") for _ in range(structure.num_tensors)]
+        values: list[Any] = [Unsent.with_name("A tensor of an argument") for _ in range(structure.num_tensors)]
         for index, tensor in zip(sent, tensors, strict=True):
             values[index] = tensor
         return structure.fill(values, sizes)

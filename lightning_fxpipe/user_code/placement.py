@@ -53,17 +53,17 @@ class Placement:
         return id(tensor) in self._moved and not tensor.is_meta and tensor.device != self.device
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def naming(self) -> Iterator[None]:
         """In the block, the LightningModule, other Lightning modules and metrics say that they are on the device."""
         owners = [module for module in self._root.modules() if isinstance(vars(module).get("_device"), torch.device)]
         with patched_attributes(*((owner, "_device", self.device) for owner in owners)):
             yield
 
     @contextmanager
-    def pretended(self) -> Iterator[None]:
+    def pretending(self) -> Iterator[None]:
         """In the block, torch calls on the module's tensors get copies of them on the device, made when they are first used."""
         moving = [tensor for tensor in self._moved.values() if self.moves(tensor)]
-        with self.named(), _OnDevice(moving, self.device) if moving else nullcontext():
+        with self.naming(), _OnDevice(moving, self.device) if moving else nullcontext():
             yield
 
 

@@ -27,7 +27,7 @@ _HEARD_LOGGERS = ("lightning_fxpipe", "torch")
 
 
 @contextmanager
-def silenced() -> Iterator[io.StringIO]:
+def silencing() -> Iterator[io.StringIO]:
     """Around user code that runs once more than the user knows of. Yields what gets all that it prints and logs.
 
     An error of that code leaves the block with what was printed before it, as a note.

@@ -65,17 +65,17 @@ def assigned_anywhere(cls: type) -> frozenset[str]:
         if is_followed(base.__module__):
             for function in functions_of(base):
                 code = code_of(function)
-                names |= _stored(code) if code is not None else set()
+                names |= _stored_names(code) if code is not None else set()
     return frozenset(names)
 
 
-def _stored(code: CodeType) -> set[str]:
+def _stored_names(code: CodeType) -> set[str]:
     names = {str(each.argument) for each in operations(code) if each.name == "STORE_ATTR"}
     for constant in code.co_consts:
         if isinstance(constant, str) and constant.isidentifier():  # as for `register_buffer` and `setattr`
             names.add(constant)
         elif isinstance(constant, CodeType):
-            names |= _stored(constant)
+            names |= _stored_names(constant)
     return names
 
 

@@ -29,7 +29,7 @@ class Undone:
 
 
 @contextmanager
-def undone(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undone]:
+def undo_after(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undone]:
     """After the block the module and all that its code reaches are what they were, and so are the random generators.
 
     What is logged, printed or written to files is the caller's to prevent.

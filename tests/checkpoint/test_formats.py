@@ -408,7 +408,7 @@ def test_memory_is_refused_for_several_ranks_only() -> None:
 
 
 def test_checkpoints_behind_a_url_are_read(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Location.of("memory://formats/plain.ckpt").written() as file:
+    with Location.of("memory://formats/plain.ckpt").writing() as file:
         file.write(plain.read_bytes())
     assert main(["inspect", "memory://formats/plain.ckpt"]) == 0
     convert("memory://formats/plain.ckpt", tmp_path / "copy.ckpt")

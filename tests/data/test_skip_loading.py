@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_fxpipe.data.skip_loading import described, without_values
+from lightning_fxpipe.data.skip_loading import describe_batch, without_values
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -44,5 +44,5 @@ def test_a_batch_without_values_is_of_the_same_types_shapes_and_constants() -> N
 
 def test_what_is_sent_does_not_grow_with_the_batch() -> None:
     small, large = ({"x": torch.rand(size, 100)} for size in (1, 1000))
-    assert len(described(large)) < len(described(small)) + 10
+    assert len(describe_batch(large)) < len(describe_batch(small)) + 10
     assert len(pickle.dumps(large)) > 400_000

@@ -125,7 +125,7 @@ def test_a_checkpoint_may_bring_what_nobody_initialises() -> None:
     found = values(blank, materials)
     assert all(not value.any() for value in found.values())
     for fqn, value in found.items():
-        materials.placed(fqn, value)
+        materials.note_placed(fqn, value)
     found["1.0"].fill_(5)
     with pytest.raises(UnsupportedError, match=r"1\.0 \(no method"):
         Constructions().take(blank, CPU, draws=False).finish(["0.weight"], draws=False)

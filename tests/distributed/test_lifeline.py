@@ -97,7 +97,7 @@ def test_only_connections_that_were_noted_are_shut() -> None:
     connections = Connections()
     with ExitStack() as stack:
         before = [stack.enter_context(end) for end in socket.socketpair()]
-        with connections.noted():
+        with connections.noting():
             after = [stack.enter_context(end) for end in socket.socketpair()]
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         connections.shut()

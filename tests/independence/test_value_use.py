@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.independence.value_use import ValueUse
-from lightning_fxpipe.planner.cost import grouped
+from lightning_fxpipe.planner.cost import group_calls
 from tests.traces import WIDTH, batch, target_name, trace
 
 
@@ -28,7 +28,7 @@ class Calls(nn.Module):
 def independent(inner: nn.Module | Callable[[Tensor], object], name: str) -> list[int | None]:
     """Of the tensors that the call ``name`` gives those that do not follow from the batch; which entry of a tuple they are."""
     traced = trace(Calls(inner), batch(), opened=())
-    (group,) = [group for group in grouped(traced.graph)[0] if target_name(group[0]) == name]
+    (group,) = [group for group in group_calls(traced.graph)[0] if target_name(group[0]) == name]
     following = {
         node for node in group[0].all_input_nodes if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     }

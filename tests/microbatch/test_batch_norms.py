@@ -22,9 +22,9 @@ def statistics(layer: nn.Module) -> dict[str, Tensor]:
 
 def in_microbatches(norms: DeferredNorms, module: Any, x: Tensor, sizes: list[int]) -> list[Tensor]:
     results = []
-    with norms.deferred():
+    with norms.deferring():
         for part in x.split(sizes):
-            with norms.noted():
+            with norms.noting():
                 results.append(module(part))
     return results
 
@@ -87,7 +87,7 @@ def test_a_frozen_layer_uses_its_running_values_and_keeps_them() -> None:
 
 def test_layers_without_running_values_and_of_other_ranks_are_left_alone() -> None:
     modules = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4, device="meta"))
-    with deferred(modules).deferred():
+    with deferred(modules).deferring():
         assert [layer.track_running_stats for layer in modules] == [False, True]
     assert [layer.track_running_stats for layer in modules] == [False, True]
 
@@ -98,12 +98,12 @@ def test_what_runs_again_does_not_count() -> None:
     alone, norms = copy.deepcopy(module), deferred(module)
     x = torch.randn(6, 4)
     alone(x)
-    with norms.deferred():
+    with norms.deferring():
         for part in x.split(3):
             module(part)
-            with norms.noted():
+            with norms.noting():
                 y: Any = checkpoint(module, part, use_reentrant=False)
-    with norms.untracked():
+    with norms.without_tracking():
         y.sum().backward()
     torch.testing.assert_close(statistics(module), statistics(alone))
 

@@ -21,7 +21,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     Verdict,
     compare,
     loss_weights,
-    reached,
+    reaches,
     weighted_sum,
     without_gradient,
 )
@@ -192,9 +192,9 @@ def test_which_outputs_a_loss_is_made_of() -> None:
     outputs = [used, unused, first, second, itself, x]
     ends = [get_gradient_edge(output) for output in outputs]
     used.mul_(2)
-    assert reached(used.sum() + second.sum(), ends) == [True, False, False, True, False, False]
-    assert reached(itself, ends) == [False, False, False, False, True, False]
-    assert reached(x.sum(), ends) == [False, False, False, False, False, True]
-    assert reached(torch.zeros(()), ends) == [False] * 6
+    assert reaches(used.sum() + second.sum(), ends) == [True, False, False, True, False, False]
+    assert reaches(itself, ends) == [False, False, False, False, True, False]
+    assert reaches(x.sum(), ends) == [False, False, False, False, False, True]
+    assert reaches(torch.zeros(()), ends) == [False] * 6
     gradients = torch.autograd.grad(without_gradient([unused], x.device), [unused])
     assert gradients[0].tolist() == [0.0, 0.0, 0.0]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import FakeWorld
+from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.cost import build_chain
@@ -437,7 +438,8 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
     messages, root = Messages(), Module(torch.tanh)
     plan = make_plan(root, batches[0], num_stages=2)
     topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
-    stages = runtime.PipelineRuntime(root, plan, topology, num_microbatches=2, trace_log=messages.log())
+    commands = Commands(None, source=0)
+    stages = runtime.PipelineRuntime(root, plan, topology, num_microbatches=2, commands=commands, trace_log=messages.log())
     for index, batch in enumerate(batches):
         step = Step(
             kind=StepKind.TRAIN, function=root.training_step, rest=(index,), context=nullcontext, random_key=("train", index)

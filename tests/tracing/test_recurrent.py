@@ -48,7 +48,7 @@ def test_results_are_described_as_the_layer_makes_them(kind: Any, options: dict[
     mode = recorder()
     world = FakeWorld()
     fake = world.input(x, [])
-    with world.active(), mode, mode.paused():
+    with world.active(), mode, mode.pause():
         assert described(layer(fake)) == expected
 
 
@@ -57,7 +57,7 @@ def test_no_size_becomes_a_constant(kind: Any, options: dict[str, Any]) -> None:
     layer = kind(WIDTH, 6, **options)
     mode, world = recorder(), FakeWorld()
     x = world.input(torch.randn(LENGTH, BATCH, WIDTH), [], {0: 0, 1: 1})
-    with world.active(), mode, mode.paused():
+    with world.active(), mode, mode.pause():
         output = layer(x)[0]
     assert [symbolic_expression(size) for size in output.shape[:2]] == [symbolic_expression(size) for size in x.shape[:2]]
     assert world.replacements() == {}

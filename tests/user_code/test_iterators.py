@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
-from lightning_fxpipe.user_code.undo import undone
+from lightning_fxpipe.user_code.undo import undo_after
 
 
 def numbers() -> Iterator[int]:
@@ -52,7 +52,7 @@ def test_what_is_drawn_in_a_dry_run_comes_again(name: str) -> None:
     holder = Holder(ITERATORS[name]())
     assert is_iterator(holder.items)
     for _ in range(2):
-        with undone(holder) as undoing:
+        with undo_after(holder) as undoing:
             drawn = [str(next(holder.items)), str(next(holder.inside["list"][0]))]
             assert undoing.before.is_drawn_from()
         assert drawn == expected[:2]
@@ -62,7 +62,7 @@ def test_what_is_drawn_in_a_dry_run_comes_again(name: str) -> None:
 
 def test_an_iterator_that_has_ended_ends_again_and_one_put_in_its_place_is_forgotten() -> None:
     holder = Holder(iter([1]))
-    with undone(holder):
+    with undo_after(holder):
         assert list(holder.items) == [1]
         holder.items = iter([2])
     assert list(holder.items) == [1]
@@ -90,14 +90,14 @@ def test_random_items_are_drawn_once() -> None:
     expected = [torch.rand(()).item() for _ in range(3)]
     torch.manual_seed(1)
     holder = Holder(random_numbers())
-    with undone(holder):
+    with undo_after(holder):
         next(holder.items)
     assert [next(holder.items), torch.rand(()).item(), next(holder.items)] == expected
 
 
 def test_random_items_of_another_state_are_refused() -> None:
     holder = Holder(random_numbers())
-    with undone(holder):
+    with undo_after(holder):
         next(holder.items)
     torch.manual_seed(8)
     with pytest.raises(UnsupportedError, match="random numbers") as caught:
@@ -152,7 +152,7 @@ def test_an_iterator_that_a_step_makes_is_one_for_all_its_runs_on_a_batch(name: 
         iterators.forget()
         seen = []
         for _ in range(2):
-            with undone(tried) as undoing, iterators.one_run(undoing.before):
+            with undo_after(tried) as undoing, iterators.one_run(undoing.before):
                 seen.append(tried.step())
         with iterators.one_run():
             item = tried.step()
@@ -192,7 +192,7 @@ def test_what_makes_an_item_changes_stays_changed() -> None:
     expected = [next(alone.items) for _ in range(3)]
     found = []
     for _ in range(3):
-        with undone(tried):
+        with undo_after(tried):
             next(tried.items)
         found.append(next(tried.items))
     assert (found, tried.num_made) == (expected, 3)

@@ -93,7 +93,7 @@ def test_asking_what_moves_along_changes_nothing() -> None:
 
 def test_torch_calls_on_the_module_s_tensors_get_copies_on_the_device() -> None:
     module = Lit(Mlp())
-    with simulated_cuda(), Placement(module, CUDA).pretended():
+    with simulated_cuda(), Placement(module, CUDA).pretending():
         assert module.device == module.scale.device == next(module.parameters()).device == CUDA
         assert (module.scale * torch.ones(12, device=CUDA)).device == CUDA
         assert module.model(torch.ones(2, 12, device=CUDA)).requires_grad
@@ -103,7 +103,7 @@ def test_torch_calls_on_the_module_s_tensors_get_copies_on_the_device() -> None:
 
 def test_a_module_that_is_where_it_should_be_is_left_alone() -> None:
     module = Lit(Mlp())
-    with Placement(module, torch.device("cpu")).pretended():
+    with Placement(module, torch.device("cpu")).pretending():
         assert module.scale.sum() == 12
         module.scale.add_(1)
     assert module.scale.sum() == 24

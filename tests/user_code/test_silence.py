@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from lightning_fxpipe.user_code.silence import silenced
+from lightning_fxpipe.user_code.silence import silencing
 
 
 def speak() -> None:
@@ -24,7 +24,7 @@ def speak() -> None:
 def test_neither_prints_nor_records_nor_warnings_come_out(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
 ) -> None:
-    with silenced():
+    with silencing():
         speak()
     assert capsys.readouterr() == ("", "")
     assert not caplog.records
@@ -36,10 +36,10 @@ def test_what_was_silenced_is_said_when_it_really_runs(
 ) -> None:
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
-        with silenced():
+        with silencing():
             speak()
         speak()
-        with silenced():
+        with silencing():
             speak()
         speak()
     assert capsys.readouterr() == ("printed\nwritten\n" * 2, "complained\n" * 2)
@@ -50,7 +50,7 @@ def test_what_was_silenced_is_said_when_it_really_runs(
 def test_a_warning_made_an_error_is_one_in_the_real_run_only() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with silenced():
+        with silencing():
             speak()
         with pytest.raises(UserWarning, match="warned"):
             speak()
@@ -59,11 +59,11 @@ def test_a_warning_made_an_error_is_one_in_the_real_run_only() -> None:
 def test_what_torch_says_only_once_is_left_for_the_real_run() -> None:
     code = (
         "import torch, warnings\n"
-        "from lightning_fxpipe.user_code.silence import silenced\n"
+        "from lightning_fxpipe.user_code.silence import silencing\n"
         "def speak(): float(torch.ones((), requires_grad=True))\n"
         "with warnings.catch_warnings(record=True) as shown:\n"
         "    warnings.simplefilter('always')\n"
-        "    with silenced(): speak()\n"
+        "    with silencing(): speak()\n"
         "    assert not shown, shown\n"
         "    speak(); speak()\n"
         "assert len(shown) == 1, shown\n"
@@ -75,14 +75,14 @@ def test_what_torch_says_only_once_is_left_for_the_real_run() -> None:
 
 def test_all_is_put_back() -> None:
     before = sys.stdout, sys.stderr, logging.Logger.handle, list(warnings.filters), torch.is_warn_always_enabled()
-    with silenced(), silenced():
+    with silencing(), silencing():
         pass
     assert (sys.stdout, sys.stderr, logging.Logger.handle, warnings.filters, torch.is_warn_always_enabled()) == before
 
 
 def test_filters_that_user_code_sets_stay() -> None:
     with warnings.catch_warnings():
-        with silenced():
+        with silencing():
             warnings.filterwarnings("ignore", message="of the user's")
         assert any(entry[1] is not None and entry[1].pattern == "of the user's" for entry in warnings.filters)
 
@@ -92,7 +92,7 @@ def test_other_threads_are_heard(capsys: pytest.CaptureFixture[str], caplog: pyt
         print("progress")
         logging.getLogger("users").warning("alive")
 
-    with silenced():
+    with silencing():
         thread = threading.Thread(target=draw)
         thread.start()
         thread.join()
@@ -101,14 +101,14 @@ def test_other_threads_are_heard(capsys: pytest.CaptureFixture[str], caplog: pyt
 
 
 def test_what_the_package_decides_in_a_dry_run_is_heard(caplog: pytest.LogCaptureFixture) -> None:
-    with silenced(), caplog.at_level(logging.DEBUG, logger="lightning_fxpipe"):
+    with silencing(), caplog.at_level(logging.DEBUG, logger="lightning_fxpipe"):
         logging.getLogger("lightning_fxpipe").debug("kept whole")
     assert caplog.messages == ["kept whole"]
 
 
 def test_an_error_brings_what_was_printed_before_it() -> None:
     def fail() -> None:
-        with silenced():
+        with silencing():
             print("the cause of it")
             raise ValueError("a mistake")
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_fxpipe.user_code.undo import Remembered, UndoneRuns, undone
+from lightning_fxpipe.user_code.undo import Remembered, UndoneRuns, undo_after
 
 
 class Tracker:
@@ -86,7 +86,7 @@ CHANGES: dict[str, Callable[[Holder], Any]] = {
 def test_each_change_is_undone(name: str) -> None:
     module = Holder()
     before = state(module)
-    with undone(module):
+    with undo_after(module):
         CHANGES[name](module)
         changed = vars(module).get("number") is None or state(module) != before
     assert changed
@@ -98,7 +98,7 @@ def test_all_changes_are_undone_after_an_error() -> None:
     before = state(module)
 
     def change_everything() -> None:
-        with undone(module):
+        with undo_after(module):
             for change in CHANGES.values():
                 change(module)
             raise KeyError
@@ -110,7 +110,7 @@ def test_all_changes_are_undone_after_an_error() -> None:
 
 def test_default_generators_go_on_where_they_were() -> None:
     expected = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
-    with undone(nn.Identity()):
+    with undo_after(nn.Identity()):
         _ = torch.rand(1), random.random(), np.random.rand()
     assert [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()] == expected
 
@@ -118,7 +118,7 @@ def test_default_generators_go_on_where_they_were() -> None:
 def test_parameters_are_restored() -> None:
     module = Holder()
     weight = module.layer.weight.tolist()
-    with undone(module), torch.no_grad():
+    with undo_after(module), torch.no_grad():
         module.layer.weight.mul_(0.5)
     assert module.layer.weight.tolist() == weight
 
@@ -127,7 +127,7 @@ def test_the_gradients_of_a_graph_stay_right() -> None:
     """What nobody has changed is not written to: autograd would refuse to go on with it."""
     module = Holder()
     loss = (module.tensor * module.layer.weight.sum()).exp().sum()
-    with undone(module):
+    with undo_after(module):
         module.number = 3.0
     loss.backward()
 
@@ -136,7 +136,7 @@ def test_gradients_are_restored() -> None:
     module = Holder()
     module.layer(torch.ones(1, 2)).sum().backward()
     gradients = module.layer.weight.grad, module.layer.bias.grad
-    with undone(module):
+    with undo_after(module):
         module.layer(torch.ones(1, 2)).sum().backward()
         module.layer.bias.grad = None
     assert module.layer.weight.grad is gradients[0]
@@ -148,7 +148,7 @@ def test_only_what_is_written_to_is_copied() -> None:
     """A buffer for replay may be larger than the memory that is left."""
     module = Holder()
     module.tensor = torch.zeros(1).expand(2**50)  # nobody could copy that
-    with undone(module):
+    with undo_after(module):
         _ = module.tensor[:5] + 1
         module.mean[1] = 3.0
     assert module.mean.tolist() == [0.0, 0.0]
@@ -157,7 +157,7 @@ def test_only_what_is_written_to_is_copied() -> None:
 def test_views_of_one_memory_are_restored() -> None:
     module = Holder()
     module.losses = [module.tensor[:2], module.tensor[1:]]
-    with undone(module):
+    with undo_after(module):
         module.losses[0].add_(1)
         module.losses[1].mul_(3)
         module.tensor.data.sub_(1)
