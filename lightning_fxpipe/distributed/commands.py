@@ -10,6 +10,8 @@ from torch import Tensor
 
 # Of numbers that travel with a command.
 MAX_NUMBERS = 63
+# Messages are told apart by it from those of the stages, which have 0.
+_TAG = 1
 
 
 class Command(IntEnum):
@@ -24,7 +26,8 @@ class Command(IntEnum):
 class Commands:
     """A channel from the rank with the last stage to all others. Made by every rank of the pipeline.
 
-    The last stage does not wait until the others have heard.
+    The last stage does not wait until the others have heard, and a command arrives while they do something else, if they expect
+    it. So these are messages from rank to rank: of gloo's collectives neither is true.
 
     Args:
         group: A group for CPU tensors with all ranks of the pipeline; None without a process group.
@@ -34,7 +37,7 @@ class Commands:
     def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.source = source
-        self._under_way: tuple[Tensor, dist.Work] | None = None  # memory must stay until it has arrived
+        self._under_way: list[_Message] = []  # memory must stay until it has arrived
         self._next: tuple[Command, list[float]] | None = None  # heard, and not yet taken
 
     @property
@@ -51,13 +54,17 @@ class Commands:
         """
         if self.group is None:
             return
-        if self._under_way is not None:
-            self._under_way[1].wait()
+        self._wait()
         message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
         message[: 2 + len(numbers)] = torch.tensor([command, len(numbers), *numbers], dtype=torch.float64)
-        work = dist.broadcast(message, src=self.source, group=self.group, async_op=True)
-        assert work is not None
-        self._under_way = message, work
+        others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != self.source]
+        self._under_way = [(message, dist.isend(message, rank, self.group, _TAG)) for rank in others]
+
+    def expect(self) -> None:
+        """Called before other work by a rank that will hear: the next command arrives meanwhile."""
+        if self.group is not None and not self.is_source and not self._under_way and self._next is None:
+            message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
+            self._under_way = [(message, dist.irecv(message, self.source, self.group, _TAG))]
 
     def hear(self) -> tuple[Command, list[float]]:
         """The next command, with its numbers."""
@@ -72,8 +79,23 @@ class Commands:
         self._next = None
         return True
 
+    def settle(self) -> None:
+        """Called on the last stage before the ranks part: what it has told is on its way no more."""
+        if self.is_source:
+            self._wait()
+
     def _receive(self) -> tuple[Command, list[float]]:
-        message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
-        dist.broadcast(message, src=self.source, group=self.group)
-        command, count, *numbers = message.tolist()
+        self.expect()
+        command, count, *numbers = self._wait()[0].tolist()
         return Command(int(command)), numbers[: int(count)]
+
+    def _wait(self) -> list[Tensor]:
+        """Waits for the messages that are under way, and returns them."""
+        under_way, self._under_way = self._under_way, []
+        for _, work in under_way:
+            if work is not None:
+                work.wait()
+        return [message for message, _ in under_way]
+
+
+_Message = tuple[Tensor, dist.Work | None]

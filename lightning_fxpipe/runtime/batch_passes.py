@@ -76,6 +76,7 @@ class BatchPasses:
             notice each other: the batch is not cut any more. There are no results where the step is over, see
             :attr:`has_ended_step`.
         """
+        self._commands.expect()
         if self._must_look(step, setup, trace) and not self._look(setup, values, step, trace, tail):
             return False, None
         if self.may_interleave(step) and self._interleaving.is_on and setup.can_be_interleaved:
@@ -269,6 +270,7 @@ class BatchPasses:
             number, retains = numbers
             one = self._passes[int(number)]
             one.retains = bool(retains)
+            self._commands.expect()
             one.backward()
 
     def end_batch(self) -> None:

@@ -102,8 +102,8 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
-        commands = Commands(topology.control_group, source=topology.last_rank)
-        self._channel = ResultChannel(commands)
+        self._commands = Commands(topology.control_group, source=topology.last_rank)
+        self._channel = ResultChannel(self._commands)
         self.trace_log = TraceLog(inform, warn, told=telling)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
@@ -115,7 +115,7 @@ class Session:
             num_microbatches=num_microbatches,
             schedule=schedule,
             loss=loss,
-            commands=commands,
+            commands=self._commands,
             trace_log=self.trace_log,
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
@@ -265,7 +265,10 @@ class Session:
         """
         if self.module.trainer.interrupted:
             self.hooks.uninstall()  # otherwise hooks are still to come
-        if self.is_split and self.module.trainer.state.status == TrainerStatus.RUNNING and gathers is not False:
+        ended_well = self.module.trainer.state.status == TrainerStatus.RUNNING
+        if ended_well:
+            self._commands.settle()
+        if self.is_split and ended_well and gathers is not False:
             self.make_whole(num_copies=num_copies, must=gathers is True)
         for optimizer in optimizers:
             optimizer.end_run()
@@ -326,6 +329,8 @@ class Session:
         told = (result.rng, *changed, sent, trainer.should_stop, result.buffers, result.failure)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
         loss, entries, news = self._channel.share(result.loss, result.entries, news)
+        if loss is not None:
+            self._commands.expect()  # of the backward pass
         if news is not None and news[-1] is not None:
             return self._run_whole(step, batch, news[-1], start)
         self._ran.add(step.kind)

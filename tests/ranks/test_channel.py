@@ -28,7 +28,8 @@ def share_all(messages: list[Message], source: int) -> tuple[list[Message], list
         dist.init_process_group("gloo")
     # Stages run against ranks, so the group does too, and positions in it are no global ranks.
     group = dist.new_group(list(reversed(range(dist.get_world_size()))), sort_ranks=False)
-    channel = ResultChannel(Commands(group, source=source))
+    commands = Commands(group, source=source)
+    channel = ResultChannel(commands)
     is_source = dist.get_rank() == source
     received: list[Message] = []
     described: list[bool] = []
@@ -44,6 +45,8 @@ def share_all(messages: list[Message], source: int) -> tuple[list[Message], list
             described.append(False)
             # As in a pipeline: the other ranks have neither loss nor entries.
             received.append(channel.share(loss, entries, news) if is_source else channel.share(None, [], None))
+        commands.settle()
+        dist.barrier(group)
     finally:
         metrics.dist.broadcast_object_list = original
         dist.destroy_process_group(group)
@@ -146,14 +149,19 @@ def listen(source: int) -> list[Any]:
     commands = Commands(group, source=source)
     if dist.get_rank() == source:
         commands.tell(Command.FORWARD)
+        dist.barrier(group)
         commands.tell(Command.BACKWARD, 3, True)
         commands.tell(Command.DONE, 0.1 + 0.2)
         commands.tell(Command.RESULT)
         found: list[Any] = []
     else:
+        for _ in range(2):  # the second time it is expected already
+            commands.expect()
+        dist.barrier(group)  # a message under way is in nobody's way
         found = [commands.hears_of(Command.DONE), commands.hears_of(Command.FORWARD), commands.hears_of(Command.FORWARD)]
         found += [commands.hear(), commands.hear(), commands.hears_of(Command.FORWARD), commands.hear()]
-    dist.barrier()  # a message that is on its way needs its group
+    commands.settle()
+    dist.barrier(group)
     dist.destroy_process_group(group)
     return found
 

@@ -228,3 +228,16 @@ def test_a_learning_rate_that_a_step_sets_is_set_on_every_rank() -> None:
     assert there._trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)  # type: ignore[attr-defined, union-attr]
     assert there._trainer.lr_scheduler_configs[0].scheduler.last_epoch == 1  # type: ignore[attr-defined, union-attr]
     assert there._trainer.optimizers[0].param_groups[0]["params"][0] is there.layer.weight  # type: ignore[attr-defined, union-attr]
+
+
+def test_what_has_not_changed_since_is_known_without_another_look() -> None:
+    here = Holder()
+    before = StepAttributes(here, {})
+    still = before.still()
+    assert still is not None
+    here.number = 7  # type: ignore[assignment]
+    assert before.still() is None
+    assert still.restore()
+    assert before.still() is still
+    here.batches = iter([1, 2])
+    assert StepAttributes(here, {}).still() is None, "what was drawn from it could not be put back"
