@@ -113,27 +113,30 @@ def instrument(parts: Parts) -> None:
     from lightning_fxpipe.distributed.commands import Commands
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
+    from lightning_fxpipe.microbatch.rewind import Rewind
     from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
     from lightning_fxpipe.runtime.attributes import StepAttributes
     from lightning_fxpipe.schedules.pipelining import Pipeline
     from lightning_fxpipe.strategy import session
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
 
-    for name in ("training_step", "backward", "optimizer_step", "on_train_batch_start"):
+    for name in ("training_step", "backward", "optimizer_step"):
         parts.wrap("strategy hooks", FxPipeStrategy, name)
     parts.wrap_context("user hooks see the whole model", Hooks, "running")
-    parts.wrap_context("user hooks see the whole model", Hooks, "suspended")
+    parts.wrap_context("user hooks see the whole model", Hooks, "suspend")
     parts.wrap("split the batch", batch_run, "count_samples")
     parts.wrap("find trace and schedule", batch_run.BatchTraces, "find")
     parts.wrap("find trace and schedule", batch_run.PassSetups, "get")
     parts.wrap("random numbers", region_pass, "seed_generators")
     for module in (batch_run, region_run):
         parts.wrap("random numbers", module, "rng_state")
+    for name in ("rewind", "have_drawn"):
+        parts.wrap("random numbers", Rewind, name)
     parts.wrap_context("logging", StepLog, "capture")
     parts.wrap("logging", StepLog, "_add")
     parts.wrap("logging", session, "replay")
     parts.wrap("share with the other ranks", ResultChannel, "share")
-    for name in ("tell", "hear"):
+    for name in ("tell", "hears_of", "hear"):
         parts.wrap("share with the other ranks", Commands, name)
     for name in ("__init__", "begin_region", "changes"):
         parts.wrap("attributes of the module", StepAttributes, name)

@@ -66,7 +66,7 @@ class Frame:
         gradients: Gradients of placeholders, once somebody has looked.
         logged: The numbers that it has logged: arguments of ``self.log``.
         shared: What rank 0 has shared with all ranks in the last vote, if all came to share; a tuple with it alone.
-        is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspended` together.
+        is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspend` together.
     """
 
     view: WholeView
