@@ -46,13 +46,13 @@ class Construction:
         self._recording = Recording(device)
         self._pretending: set[int] = set()  # storages whose tensors say that they are not on the meta device
         self._registered: dict[int, tuple[Tensor, int]] = {}  # with their versions
-        self._find_changed: set[int] = set()  # tensors that somebody has changed between two recordings
+        self._changed: set[int] = set()  # tensors that somebody has changed between two recordings
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Torch calls of the block are recorded; what modules register in it belongs to this construction."""
         found: list[Tensor] = []
-        self._find_changed |= {key for key, (tensor, version) in self._registered.items() if version_of(tensor) != version}
+        self._changed |= {key for key, (tensor, version) in self._registered.items() if version_of(tensor) != version}
 
         def note(module: nn.Module, name: str, tensor: Tensor | None) -> None:
             if tensor is not None:
@@ -76,7 +76,7 @@ class Construction:
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether nobody has changed a tensor while this was not recording."""
         _, version = self._registered.get(id(tensor), (tensor, version_of(tensor)))
-        return self._recording.knows(tensor) and version == version_of(tensor) and id(tensor) not in self._find_changed
+        return self._recording.knows(tensor) and version == version_of(tensor) and id(tensor) not in self._changed
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether the tensor has got values."""

@@ -45,7 +45,7 @@ class Rewind:
         ctypes.memmove(address, self._numpy, _NUMPY_BYTES)
 
     def have_drawn(self) -> bool:
-        """Whether the generators have drawn since :meth:`rewind`."""
+        """Whether the generators have drawn since :meth:`rewind`; without one, since they had the state."""
         address = _address_of(self._state.get("numpy"))
         if self._numpy is None or address is None:
             return not same_rng(self._state, rng_state())
