@@ -33,7 +33,7 @@ KNOW_LIGHTNING = {
     *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
 }
 WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.plan"}
-KNOW_PRIVATE_NAMES = {"_compat.torch", "_compat.autograd", "_compat.modes", "_compat.lightning"}
+KNOW_PRIVATE_NAMES = {"_compat.torch", "_compat.checkpoints", "_compat.autograd", "_compat.modes", "_compat.lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
 PUBLIC_UNDERSCORED = {"_fields", "_replace", "_asdict"}

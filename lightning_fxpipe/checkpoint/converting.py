@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from lightning_fxpipe._compat.checkpoints import folder_writer
 from lightning_fxpipe._compat.lightning import metadata_filename
-from lightning_fxpipe._compat.torch import folder_writer
 from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
 from lightning_fxpipe.checkpoint.folders import BESIDE, open_folder, original_errors
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from lightning_fxpipe._compat.checkpoints import folder_reader
 from lightning_fxpipe._compat.lightning import metadata_filename
-from lightning_fxpipe._compat.torch import folder_reader
 from lightning_fxpipe.checkpoint.formats import load_file
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.errors import FxPipeError

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.torch import names_only, tree_leaves
+from lightning_fxpipe._compat.checkpoints import names_only
+from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, open_folder
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location

@@ -11,8 +11,9 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
+from lightning_fxpipe._compat.checkpoints import folder_writer
 from lightning_fxpipe._compat.lightning import metadata_filename
-from lightning_fxpipe._compat.torch import folder_writer, tree_map
+from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.checkpoint.formats import with_items
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.saving import Write, copied_state, on_every_rank, write_parts

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
+from lightning_fxpipe._compat.torch import unprofiled
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.pytree.containers import leaves_with_path
@@ -87,7 +88,8 @@ class LateVote:
         before, votes = self._cast, torch.tensor(float(vote), device="cpu")
         if before is not None:
             before[1].wait()
-        work = dist.all_reduce(votes, group=self._group, async_op=True)
+        with unprofiled():  # it ends with the next call
+            work = dist.all_reduce(votes, group=self._group, async_op=True)
         assert work is not None
         self._cast = votes, work
         return before is not None and bool(before[0])

@@ -8,6 +8,8 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
+from lightning_fxpipe._compat.torch import unprofiled
+
 # Of numbers that travel with a command.
 MAX_NUMBERS = 63
 # Messages are told apart by it from those of the stages, which have 0.
@@ -58,13 +60,15 @@ class Commands:
         message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
         message[: 2 + len(numbers)] = torch.tensor([command, len(numbers), *numbers], dtype=torch.float64)
         others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != self.source]
-        self._under_way = [(message, dist.isend(message, rank, self.group, _TAG)) for rank in others]
+        with unprofiled():  # it ends with the next command
+            self._under_way = [(message, dist.isend(message, rank, self.group, _TAG)) for rank in others]
 
     def expect(self) -> None:
         """Called before other work by a rank that will hear: the next command arrives meanwhile."""
         if self.group is not None and not self.is_source and not self._under_way and self._next is None:
             message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
-            self._under_way = [(message, dist.irecv(message, self.source, self.group, _TAG))]
+            with unprofiled():  # it ends when the last stage has something to tell
+                self._under_way = [(message, dist.irecv(message, self.source, self.group, _TAG))]
 
     def hear(self) -> tuple[Command, list[float]]:
         """The next command, with its numbers."""

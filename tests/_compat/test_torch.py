@@ -6,7 +6,6 @@ A failure here names what a new release changed; the rest of the suite then fail
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_fxpipe._compat import checkpoints as _compat_checkpoints
 from lightning_fxpipe._compat import lightning as _compat_lightning
 from lightning_fxpipe._compat import modes as _compat_modes
 from lightning_fxpipe._compat import torch as _compat
@@ -33,11 +33,14 @@ from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld
 
 
 def test_every_function_here_has_a_canary() -> None:
-    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (_compat, _compat_lightning)]
+    trees = [
+        ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        for module in (_compat, _compat_checkpoints, _compat_lightning)
+    ]
     nodes = [node for tree in trees for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     names = [node.name for node in nodes if node.name[0] != "_"]
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
-    called = ("_compat.{}(", "_compat_lightning.{}(", " {}(")
+    called = ("_compat.{}(", "_compat_lightning.{}(", " {}(", "={}(")
     assert [name for name in names if not any(form.format(name) in tests for form in called)] == []
 
 
@@ -534,31 +537,7 @@ def test_what_a_scaler_found_decides_about_step_and_scale(kind: Any) -> None:
     assert "_unscale_grads_" not in vars(scaler)
 
 
-# ------------------------------------------------------------------ checkpoints
-
-
-@pytest.mark.filterwarnings("error:torch.distributed.checkpoint._fsspec_filesystem:DeprecationWarning")
-def test_folders_are_written_and_read_behind_urls() -> None:
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    url = "memory://canary/folder"
-    save({"a": torch.ones(3)}, storage_writer=_compat.folder_writer(None, url, {}), no_dist=True)
-    reader = _compat.folder_reader(None, url, {})
-    assert set(reader.read_metadata().state_dict_metadata) == {"a"}
-    target = {"a": torch.zeros(3)}
-    load(target, storage_reader=_compat.folder_reader(None, url, {}), no_dist=True)
-    assert torch.equal(target["a"], torch.ones(3))
-
-
-def test_names_only_knows_what_is_harmless_and_nothing_else(tmp_path: Path) -> None:
-    value = {"tensor": torch.ones(2), "dtype": torch.float16, "size": torch.Size([3]), "other": Path("a"), "code": os.getcwd}
-    torch.save(value, tmp_path / "x.pt")
-    found = torch.load(tmp_path / "x.pt", weights_only=False, pickle_module=_compat.names_only())
-    assert torch.equal(found["tensor"], torch.ones(2))
-    assert (found["dtype"], found["size"]) == (torch.float16, torch.Size([3]))
-    assert type(found["other"]) is not type(Path("a"))
-    assert found["code"] is not os.getcwd
+# ------------------------------------------------------------------ dataloaders
 
 
 def test_kept_workers_of_a_dataloader_end() -> None:
@@ -712,3 +691,14 @@ def test_sequences_are_packed_and_padded_by_these_functions() -> None:
 def test_recurrent_layers_keep_their_weights_a_second_time() -> None:
     own = vars(nn.LSTM(2, 3)).keys() - vars(nn.Linear(2, 3)).keys()
     assert set(_compat.RECURRENT_WEIGHT_LISTS) == {name for name in own if "flat" in name and "names" not in name}
+
+
+def test_a_profiler_does_not_note_what_begins_unprofiled() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with _compat.unprofiled(), torch.profiler.record_function("hidden"):
+            torch.ones(2)
+        with torch.profiler.record_function("shown"):
+            torch.zeros(2)
+    names = {event.name for event in profiler.events()}
+    assert {"shown", "aten::zeros"} <= names
+    assert not {"hidden", "aten::ones"} & names

@@ -193,3 +193,29 @@ def test_a_late_vote_is_told_to_all_ranks_at_the_next_call(ranks: Callable[[int]
 
 def test_a_rank_alone_hears_its_vote_at_once() -> None:
     assert [LateVote(None).any_rank(vote) for vote in (True, False)] == [True, False]
+
+
+def profile_what_arrives_late() -> list[str]:
+    """Runs on every rank: the transfers that a profiler has noted, of which none ends before it does."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    group = dist.new_group()
+    commands, vote = Commands(group, source=0), LateVote(group)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        vote.any_rank(False)
+        commands.expect()
+        if commands.is_source:
+            commands.tell(Command.DONE)
+        dist.barrier(group)
+    if not commands.is_source:
+        commands.hear()
+    commands.settle()
+    vote.any_rank(False)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return sorted({event.name for event in profiler.events() if event.name.startswith("gloo:")})
+
+
+def test_what_arrives_late_is_in_no_profile(ranks: Callable[[int], RankPool]) -> None:
+    """A transfer that a profiler has noted writes its end into the notes, which are freed by then: the process dies."""
+    assert ranks(2).run(profile_what_arrives_late) == [["gloo:barrier"]] * 2
