@@ -33,6 +33,7 @@ KNOW_LIGHTNING = {
     *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
 }
 WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.plan"}
+ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {"_compat.torch", "_compat.checkpoints", "_compat.autograd", "_compat.modes", "_compat.lightning"}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
@@ -171,6 +172,45 @@ def test_plans_and_errors_need_neither_torch_nor_lightning(module: str) -> None:
     assert [(line, name) for line, name, _ in imports_of(tree_of(module)) if name.split(".")[0] in heavy] == []
     # Through another module of the package they would come all the same.
     assert {name for _, name in package_modules_of(tree_of(module))} <= WITHOUT_TORCH
+
+
+def silent_handlers(tree: ast.Module) -> list[int]:
+    """Lines where any exception is caught, and neither raised, looked at nor put on record."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "suppress":
+            found += [node.lineno for argument in node.args if ast.unparse(argument) in ANY_EXCEPTION]
+        if not isinstance(node, ast.ExceptHandler) or not _catches_all(node):
+            continue
+        inside = [child for statement in node.body for child in ast.walk(statement)]
+        named = {child.id for child in inside if isinstance(child, ast.Name)}
+        records = any(isinstance(child, ast.Attribute) and child.attr == "debug" for child in inside)
+        if not (records or node.name in named or any(isinstance(child, ast.Raise) for child in inside)):
+            found.append(node.lineno)
+    return sorted(found)
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    return handler.type is None or any(ast.unparse(node) in ANY_EXCEPTION for node in ast.walk(handler.type))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_exception_is_swallowed_without_a_record(module: str) -> None:
+    assert silent_handlers(tree_of(module)) == []
+
+
+def test_silent_handlers_are_found_in_every_form() -> None:
+    source = (
+        "try:\n f()\nexcept Exception:\n pass\n"
+        "try:\n f()\nexcept (ValueError, BaseException) as error:\n g()\n"
+        "try:\n f()\nexcept:\n g()\n"
+        "with suppress(KeyError, Exception):\n f()\n"
+        "try:\n f()\nexcept ValueError:\n pass\n"
+        "try:\n f()\nexcept Exception as error:\n g(error)\n"
+        "try:\n f()\nexcept BaseException:\n g()\n raise\n"
+        "try:\n f()\nexcept Exception:\n logger.debug('')\n"
+    )
+    assert silent_handlers(ast.parse(source)) == [3, 7, 11, 13]
 
 
 def private_uses(tree: ast.Module) -> list[str]:

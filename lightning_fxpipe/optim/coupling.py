@@ -8,6 +8,7 @@ copy of the optimizer trains small parameters, all together and in parts, each w
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +26,8 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.optim.twins import CannotTryError, own_step, twin_of
 from lightning_fxpipe.pytree.containers import leaves_with_path
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 _NUM_STEPS = 12  # adaptive step sizes begin to depend on the gradients after a few
 _MAX_STEPS = 64  # where the optimizer does something every so many steps
@@ -106,8 +109,9 @@ class _Trial:
             return False
         try:
             resumed = self._run(range(count), whole.saved)
-        except Exception:
-            return False  # what it saves cannot be loaded on one device either
+        except Exception:  # nor can it be on one device
+            _logger.debug("What %s saves cannot be loaded", type(self._optimizer).__name__, exc_info=True)
+            return False
         return any(self._differ(resumed, self._run(part, whole.saved)) for part in parts)
 
     def _run(self, held: Sequence[int], saved: dict[str, Any] | None = None) -> _Outcome:

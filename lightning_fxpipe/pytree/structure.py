@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import logging
 import pickle
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_leaves
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 
 class NotFillable(Exception):
@@ -163,6 +166,7 @@ def describe(value: Any) -> str:
     try:
         return repr(map_tensors(_Shown, value))[:500]
     except Exception:  # an object that checks what it is made of
+        _logger.debug("A %s cannot be shown", type(value).__name__, exc_info=True)
         return f"an object of type {type(value).__name__}"
 
 
@@ -229,6 +233,7 @@ class _Writer(pickle.Pickler):
         try:
             reduced = obj.__reduce_ex__(4)
         except Exception:
+            _logger.debug("A %s cannot be taken apart", type(obj).__name__, exc_info=True)
             return _itself, (_Held(obj),)
         return (_itself, (_Held(obj),)) if isinstance(reduced, str) else reduced
 

@@ -8,6 +8,7 @@ and without leaving anything behind.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ _BATCHES_BETWEEN_LOOKS = 64
 # Of the memory that is left, what activations may take before they are worth another schedule.
 _TIGHT_SHARE = 0.5
 _GIB = 2**30
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 
 class Interleaving:
@@ -104,6 +107,7 @@ class Interleaving:
         needed = saved_bytes * setup.num_microbatches
         if not (self._is_asked_for or self.is_on) and not any_rank(self._is_tight(needed, parameters), self._topology):
             self._may = False
+            _logger.debug("Training goes forward, then backward: all activations take %.2g GiB", needed / _GIB)
             return
         was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
         finding = of_last_stage(

@@ -10,6 +10,7 @@ A logger writes the graph of the model on rank 0. It gets the values; what its f
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,8 @@ from lightning_fxpipe.runtime.attributes import StepAttributes, take_over
 from lightning_fxpipe.user_code.exchange import exchanged_tensors, named_tensors
 from lightning_fxpipe.user_code.placement import Placement
 from lightning_fxpipe.user_code.snapshot import Snapshot
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 # Operators that draw random numbers, give a number, or have a size that depends on data.
 _OF_VALUES = frozenset(
@@ -146,6 +149,7 @@ def can_be_summarised_on_fakes(module: LightningModule, device: torch.device) ->
             summarize(module, max_depth=1)
             has_changed = bool(before.changed_names()) or python_rng() != generators
     except Exception:  # whatever it cannot do without values, it gets them, and fails again if it has to
+        _logger.debug("The model summary does not run without data", exc_info=True)
         return False
     return not has_changed and not noted.happened
 

@@ -188,6 +188,7 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
         with discovery.pause(), _SecondRun(discovery):
             run_step(root, step, example, say_nothing)
     except (Exception, RecordError):
+        _logger.debug("%s does not run a second time without data", step_name(step), exc_info=True)
         return set()
     unset = {side for side in left if side[0] in discovery.called}
     return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}

@@ -112,7 +112,8 @@ class Probe:
             try:
                 run = self._run({}, seed=1, filler=filler)
             except Exception:
-                continue  # a number that it does not accept
+                _logger.debug("%s does not accept %d", type(self.module).__name__, filler, exc_info=True)
+                continue
             shapes.append([tensor.shape for tensor in run.tensors])
         if any(other != shapes[0] for other in shapes):
             raise ProbeFailed("the shapes of what it returns depend on numbers")
