@@ -329,8 +329,8 @@ class StageTraces:
         self._warned_of |= changed
         if changed:
             self._log.warn(
-                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward reads. Where it "
-                "changes often, read it in a submodule that stays whole, or use the value after the model's call."
+                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward uses. Where that "
+                "changes often, use it in a submodule that stays whole, or after the model's call."
             )
 
     def _assignment(self, region: Recordable, groups: DimGroups, history: ShapeHistory) -> tuple[Assignment, DimGroups]:

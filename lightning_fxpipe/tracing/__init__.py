@@ -20,6 +20,7 @@ Recording it
 
 What a trace depends on
     - ``guards``, ``code_guards``, ``held_tensors``: plain values and tensors that it has from elsewhere.
+    - ``structure_guards``: the modules that it calls, and their hooks.
     - ``trace_log``: tells when a step is traced again, and why.
     - ``repeat``: single calls of a graph once more, to see what is inside.
 """

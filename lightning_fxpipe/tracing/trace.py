@@ -39,6 +39,7 @@ from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, Lessons, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.step_record import StepRecord
+from lightning_fxpipe.tracing.structure_guards import StructureKey
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
@@ -293,6 +294,7 @@ def _record(
             chosen = call.choose_results(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
+    structure = StructureKey.of_graph(recorder.graph, actually_opened)
     traced = TracedRegion(
         graph=recorder.graph,
         root=root,
@@ -310,7 +312,7 @@ def _record(
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(learned.kept_whole),
         record=call.record_of(recorder),
-        guards={**code_guards(root, actually_opened), **run.guards},
+        guards={structure: structure.value(root), **code_guards(root, actually_opened), **run.guards},
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),

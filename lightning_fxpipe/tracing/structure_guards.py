@@ -1,0 +1,85 @@
+"""The guard for what a graph is made of: the modules that it calls, and the code and hooks of those whose inside it has.
+
+User code may put another activation into a model, a hook on a layer or a function in place of a forward, at any time. What
+lies inside a module that stays whole runs as it is then; what was recorded would go on as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch import fx, nn
+
+from lightning_fxpipe._compat.torch import has_hooks
+
+_numbers = count()
+_numbered: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+
+@dataclass(frozen=True)
+class StructureKey:
+    """The modules of a graph.
+
+    Attributes:
+        opened: Paths of those whose inside is recorded.
+        called: By the path of what holds them, the names of those that are called as they are.
+    """
+
+    opened: tuple[str, ...]
+    called: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def of_graph(cls, graph: fx.Graph, opened: Collection[str]) -> StructureKey:
+        """The key of a graph's modules.
+
+        Args:
+            graph: The graph.
+            opened: Paths of the modules whose inside is recorded.
+        """
+        paths = [str(node.target) for node in graph.nodes if node.op == "call_module"] + [path for path in opened if path]
+        called: dict[str, dict[str, None]] = {}
+        for path in paths:
+            holder, _, name = path.rpartition(".")
+            called.setdefault(holder, {})[name] = None
+        return cls(opened=tuple(opened), called=tuple((holder, tuple(names)) for holder, names in called.items()))
+
+    def __str__(self) -> str:
+        return "its submodules, hooks or a forward"
+
+    def value(self, root: nn.Module) -> Any:
+        """What they are now, in numbers."""
+        found: list[int] = []
+        for path in self.opened:
+            module = _submodule(root, path)
+            found += [_number_of(_forward_of(module)), module is not None and has_hooks(module)]
+        for path, names in self.called:
+            holder = _submodule(root, path)
+            found += [_number_of(getattr(holder, name, None)) for name in names]
+        return array("q", found).tobytes()
+
+
+def _submodule(root: nn.Module, path: str) -> Any:
+    try:
+        return root.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _forward_of(module: Any) -> Any:
+    """The function that is a module's forward: that of its class, or one that was set on the module."""
+    forward: Any = getattr(module, "forward", None)
+    is_own = module is not None and getattr(forward, "__self__", None) is module  # a method, which is made anew by each look
+    return forward.__func__ if is_own else forward
+
+
+def _number_of(thing: Any) -> int:
+    """A number that no other object has or will have, as an ``id`` may be that of another one later."""
+    known = _numbered.get(id(thing))
+    if known is None or known[0]() is not thing:
+        known = _numbered[id(thing)] = (weakref.ref(thing), next(_numbers))
+    return known[1]
