@@ -339,7 +339,7 @@ class StageTraces:
         for attempt in (groups, *leaving_one_out):
             if attempt:
                 try:
-                    assignment = self._follow_plan(replace_varying(region, attempt))
+                    assignment = self._follow_plan(replace(region, varying=attempt))
                 except FxPipeError:  # some code cannot do without knowing a size
                     _logger.debug("A trace for all sizes of %s cannot be made", attempt, exc_info=True)
                     continue
@@ -353,12 +353,6 @@ class StageTraces:
 
     def _follow_plan(self, region: Recordable) -> Assignment:
         return follow_plan(self._plan, trace_for_plan(self._root, region, self._plan, device=self._topology.device))
-
-
-def replace_varying(region: Recordable, groups: DimGroups) -> Recordable:
-    """The region with other dimensions that vary."""
-    changed: Recordable = replace(region, varying=groups)  # type: ignore[type-var]
-    return changed
 
 
 def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,66 +41,119 @@ class WantedResults:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionCall:
+class Recordable(ABC):
+    """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step (``StepRegion`` of
+    ``tracing.span``).
+
+    Attributes:
+        batch_size: Samples in the example.
+        batch_dim: Dimension of a tensor that has them; see ``batch_dim_of`` of ``pytree.shapes``.
+        prelude_paths: Modules with parameters that the step called before, without training them.
+        context: Modes that it is made under; None stands for those of the moment.
+        varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
+        ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
+    """
+
+    batch_size: int
+    batch_dim: int = 0
+    prelude_paths: tuple[str, ...] = ()
+    context: CallContext | None = None
+    varying: DimGroups = ()
+    ends_because: str = ""
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What it is, for messages."""
+
+    @property
+    @abstractmethod
+    def example_names(self) -> tuple[str, str]:
+        """What the two parts of :meth:`example` are called in messages."""
+
+    @property
+    def opened_path(self) -> str | None:
+        """Module that is always opened, because its own forward is what is recorded; None where there is none."""
+        return None
+
+    @abstractmethod
+    def example(self) -> Any:
+        """What it gets, as a tree of tensors and constants."""
+
+    @abstractmethod
+    def code(self, root: nn.Module) -> Any:
+        """The function that is recorded."""
+
+    def source(self, root: nn.Module) -> str:
+        """``file:line`` of the recorded code."""
+        code = getattr(inspect.unwrap(self.code(root)), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+
+    @abstractmethod
+    def make_recorder(self, settings: RecorderSettings) -> Recorder:
+        """A recorder for it."""
+
+    @abstractmethod
+    def run(self, root: nn.Module, recorder: Any, example: Any) -> Any:
+        """Runs it on fakes of :meth:`example`, under the recorder; returns what later code may use."""
+
+    def choose_results(self, num_results: int) -> tuple[int, ...]:
+        """Which of so many tensors in the result are outputs of the graph."""
+        return tuple(range(num_results))
+
+    def record_of(self, recorder: Any) -> StepRecord | None:
+        """What is needed to repeat the step's other calls: nothing, with a single one."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionCall(Recordable):
     """The call that is pipelined, as seen in one run of the user's step.
 
     Attributes:
         path: Path of the called module inside the root.
         args, kwargs: Its arguments, with real tensors.
-        batch_size: Samples in them.
-        batch_dim: Dimension of a tensor that has them; see ``batch_dim_of`` of ``pytree.shapes``.
-        prelude_paths: Modules with parameters that the step called before, without training them.
-        context: Modes that the step makes it under; None stands for those of the moment.
-        varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
         wanted: Which of the tensors in the result the step uses; None where that is not known.
         prelude: What the arguments depend on besides the batch's shapes and constants; see ``tracing.prelude``.
-        ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
         is_one_of_many: Whether parameters that it does not use belong to other calls, which are planned by themselves.
     """
 
     path: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    batch_size: int
-    batch_dim: int = 0
-    prelude_paths: tuple[str, ...] = ()
-    context: CallContext | None = None
-    varying: DimGroups = ()
     wanted: WantedResults | None = None
     prelude: PreludeFacts | None = None
-    ends_because: str = ""
     is_one_of_many: bool = False
 
     @property
     def label(self) -> str:
-        """What it is, for messages."""
+        """Its module's path."""
         return self.path or "the module"
 
     @property
     def example_names(self) -> tuple[str, str]:
-        """What the two parts of :meth:`example` are called in messages."""
+        """As in a signature."""
         return "args", "kwargs"
 
     @property
     def opened_path(self) -> str | None:
-        """Module that is always opened, because its own forward is what is recorded."""
+        """The called module."""
         return self.path
 
     def example(self) -> Any:
-        """What it gets, as a tree of tensors and constants."""
+        """Its arguments."""
         return self.args, dict(self.kwargs)
 
-    def source(self, root: nn.Module) -> str:
-        """``file:line`` of the recorded code."""
-        code = getattr(inspect.unwrap(type(root.get_submodule(self.path)).forward), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+    def code(self, root: nn.Module) -> Any:
+        """The module's forward."""
+        return type(root.get_submodule(self.path)).forward
 
     def make_recorder(self, settings: RecorderSettings) -> Recorder:
-        """A recorder for it."""
+        """One for the module's inside."""
         return Recorder(settings, region_path=self.path)
 
     def run(self, root: nn.Module, recorder: Recorder, example: Any) -> Any:
-        """Makes the call on fakes of :meth:`example`, under the recorder; returns what later code may use."""
+        """Makes the call."""
         args, kwargs = example
         lasting = lasting_objects(root)
         known = set(map(id, Template.of(example, shared=lasting).tensors))
@@ -110,87 +164,9 @@ class RegionCall:
         return result
 
     def choose_results(self, num_results: int) -> tuple[int, ...]:
-        """Which of so many tensors in the result are outputs of the graph."""
-        known = self.wanted is not None and self.wanted.total == num_results
-        return self.wanted.positions if known and self.wanted is not None else tuple(range(num_results))
-
-    def record_of(self, recorder: Recorder) -> StepRecord | None:
-        """What is needed to repeat the step's other calls: nothing, with a single one."""
-        return None
-
-
-class Recordable(Protocol):
-    """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step
-    (``StepRegion`` of ``tracing.span``)."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples in the example."""
-        ...
-
-    @property
-    def batch_dim(self) -> int:
-        """Dimension of a tensor that has them."""
-        ...
-
-    @property
-    def prelude_paths(self) -> tuple[str, ...]:
-        """Modules with parameters that the step called before."""
-        ...
-
-    @property
-    def context(self) -> CallContext | None:
-        """Modes that it is made under; None stands for those of the moment."""
-        ...
-
-    @property
-    def varying(self) -> DimGroups:
-        """Dimensions of the example's tensors, besides the batch, whose sizes the trace should not depend on."""
-        ...
-
-    @property
-    def label(self) -> str:
-        """What it is, for messages."""
-        ...
-
-    @property
-    def example_names(self) -> tuple[str, str]:
-        """What the two parts of the example are called in messages."""
-        ...
-
-    @property
-    def opened_path(self) -> str | None:
-        """Module whose own forward is recorded, if there is one."""
-        ...
-
-    @property
-    def ends_because(self) -> str:
-        """Why the step's later calls of the model, if there are any, are not pipelined."""
-        ...
-
-    def example(self) -> Any:
-        """What it gets, as a tree of tensors and constants."""
-        ...
-
-    def source(self, root: nn.Module) -> str:
-        """``file:line`` of the recorded code."""
-        ...
-
-    def make_recorder(self, settings: RecorderSettings) -> Recorder:
-        """A recorder for it."""
-        ...
-
-    def run(self, root: nn.Module, recorder: Any, example: Any) -> Any:
-        """Runs it on fakes of the example, under the recorder; returns what later code may use."""
-        ...
-
-    def choose_results(self, num_results: int) -> tuple[int, ...]:
-        """Which of so many tensors in the result are outputs of the graph."""
-        ...
-
-    def record_of(self, recorder: Any) -> StepRecord | None:
-        """What is needed to repeat the step's other calls."""
-        ...
+        """Those that the step uses, where they are known."""
+        is_known = self.wanted is not None and self.wanted.total == num_results
+        return self.wanted.positions if is_known and self.wanted is not None else super().choose_results(num_results)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ made it. Numbers are the same in every run of the step, fake or real, as long as
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,6 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
 from lightning_fxpipe._compat.torch import patched_attributes, tree_flatten
 from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
-from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.rng import python_rng
@@ -33,10 +31,10 @@ from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.parameter_use import is_in_place, written_by
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
-from lightning_fxpipe.tracing.recordable import INPUT_PREFIX
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.region import StepCall
 from lightning_fxpipe.tracing.step_record import RecordedCall, StepRecord, TensorKey
-from lightning_fxpipe.tracing.torch_calls import CallContext, is_query
+from lightning_fxpipe.tracing.torch_calls import is_query
 from lightning_fxpipe.user_code.calls import call_name
 from lightning_fxpipe.user_code.frames import user_source
 
@@ -62,41 +60,32 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRegion:
-    """Several calls of a step, pipelined together; see ``RegionCall`` of ``tracing.recordable`` for the members."""
+class StepRegion(Recordable):
+    """Several calls of a step, pipelined together."""
 
     step: StepCall
     span: Span
-    batch_size: int
-    batch_dim: int = 0
-
-    prelude_paths: tuple[str, ...] = ()
-    opened_path: str | None = None
-    context: CallContext | None = None
-    varying: DimGroups = ()
-    ends_because: str = ""
 
     @property
     def label(self) -> str:
-        """What it is, for messages."""
+        """The step."""
         return f"several calls of {step_name(self.step)}"
 
     @property
     def example_names(self) -> tuple[str, str]:
-        """What the two parts of :meth:`example` are called in messages."""
+        """As in the step's signature."""
         return "batch", "args[2:]"
 
     def example(self) -> Any:
         """The batch, and what follows the batch's index among the step's arguments."""
         return _example(self.step)
 
-    def source(self, root: nn.Module) -> str:
-        """``file:line`` of the step."""
-        code = getattr(inspect.unwrap(_function(self.step)), "__code__", None)
-        return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
+    def code(self, root: nn.Module) -> Any:
+        """The step's function."""
+        return _function(self.step)
 
     def make_recorder(self, settings: RecorderSettings) -> SpanRecorder:
-        """A recorder for it."""
+        """One for what the span's calls do."""
         return SpanRecorder(settings, self.span)
 
     def run(self, root: nn.Module, recorder: SpanRecorder, example: Any) -> Any:
@@ -106,10 +95,6 @@ class StepRegion:
             run_step(root, self.step, example, say_nothing)
         recorder.aside.erase(recorder.graph)
         return [recorder.tensors[key] for key in self.span.wanted]
-
-    def choose_results(self, num_results: int) -> tuple[int, ...]:
-        """All of them: :meth:`run` returns what is wanted."""
-        return tuple(range(num_results))
 
     def record_of(self, recorder: SpanRecorder) -> StepRecord:
         """The calls of the step within the region."""
