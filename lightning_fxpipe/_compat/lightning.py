@@ -229,8 +229,8 @@ def takes_loader(step: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
-    """During the block the Trainer answers what it cannot answer before its loops begin.
+def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[set[str]]:
+    """During the block the Trainer answers what it cannot answer before its loops begin; yields the names of what it was asked.
 
     Optimizers and schedulers that do not exist yet are ``stand_in``; dataloaders are made, once more, when somebody asks for
     them, and their lengths are those of the loops. The loops' data sources have no public name. Lightning 2.6.
@@ -239,6 +239,7 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
 
     own: Any = of_root(Trainer, trainer)
     made: dict[str, Any] = {}
+    answered: set[str] = set()
 
     def loader(name: str, loop: Any) -> Any:
         if name not in made and loop._data_source.is_defined():
@@ -269,7 +270,10 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
 
         def read(asked: Any) -> Any:
             value = None if name == "estimated_stepping_batches" else getter(asked)  # which would start the loop's loaders
-            return other() if asked is trainer and not is_known(value) else value
+            if asked is not trainer or is_known(value):
+                return value
+            answered.add(name)
+            return other()
 
         return property(read)
 
@@ -277,6 +281,7 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
         return value is not None
 
     def optimizers(module: Any, *args: Any, **kwargs: Any) -> Any:
+        answered.add("optimizers")
         return original(module, *args, **kwargs) or stand_in
 
     kind: Any = of_root(LightningModule, trainer.lightning_module)
@@ -291,7 +296,7 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[None]:
         (kind, "optimizers", optimizers),
     ]
     with patched_attributes(*patches):
-        yield
+        yield answered
 
 
 def num_optimizers(configured: Any) -> tuple[int, int]:
@@ -348,7 +353,7 @@ def _noted_logger() -> Any:
 
 @contextmanager
 def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
-    """Reports each reading of the Trainer's ``global_step`` and ``current_epoch``."""
+    """Reports each reading of what the Trainer says of where the run is: its counters, what runs now, and how much there is."""
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         yield
@@ -367,8 +372,15 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
 
         return property(read)
 
-    with patched_attributes(*((own, name, watched(name)) for name in ("global_step", "current_epoch"))):
+    with patched_attributes(*((own, name, watched(name)) for name in _RUN_STATE)):
         yield
+
+
+_RUN_STATE = (
+    *("global_step", "current_epoch", "is_last_batch"),
+    *("training", "validating", "testing", "predicting", "evaluating", "sanity_checking"),
+    *("num_training_batches", "num_val_batches", "num_sanity_val_batches", "num_test_batches", "num_predict_batches"),
+)
 
 
 def weights_only_of_run() -> bool | None:

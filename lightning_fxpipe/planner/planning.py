@@ -20,7 +20,7 @@ from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, Recompu
 from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.signals import CannotCut
-from lightning_fxpipe.tracing.trace import trace_region
+from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,24 @@ class Assignment:
         return self.chain.site(self.cuts[stage]).crossing
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """A plan, and the graph that it was made of, so that nobody needs to record that once more.
+
+    Attributes:
+        plan: The plan.
+        region: What was recorded; None where the plan is not that of one region.
+        traced: Its graph.
+    """
+
+    plan: PartitionPlan
+    region: Recordable | None = None
+    traced: TracedRegion | None = None
+
+
 def plan_regions(
     root: nn.Module, calls: Iterable[Recordable], *, num_stages: int, device: torch.device | None = None
-) -> PartitionPlan:
+) -> Planned:
     """Plans the first of several regions that can be recorded and cut. Arguments and errors as :func:`plan_region`."""
     first: FxPipeError | None = None
     for call in calls:
@@ -92,10 +107,10 @@ def plan_regions(
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
     """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as ``make_plan``."""
-    return plan_regions(root, [call], num_stages=num_stages, device=device)
+    return plan_regions(root, [call], num_stages=num_stages, device=device).plan
 
 
-def _looked_at_twice(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> PartitionPlan:
+def _looked_at_twice(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> Planned:
     try:
         return _plan_region(root, call, num_stages, device, answers_looks=False)
     except PartitionError:  # modules that look at values stayed whole, and may not have to
@@ -104,7 +119,7 @@ def _looked_at_twice(root: nn.Module, call: Recordable, num_stages: int, device:
 
 def _plan_region(
     root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None, *, answers_looks: bool
-) -> PartitionPlan:
+) -> Planned:
     trace = partial(trace_region, root, call, device=device, answers_looks=answers_looks)
     chain = open_until_balanced(trace, call, num_stages)
     assignment = _best_assignment(chain, call, num_stages)
@@ -113,7 +128,7 @@ def _plan_region(
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
     chain = build_chain(trace(opened={*needed, *unable}))
     assignment = _best_assignment(chain, call, num_stages)
-    return describe_plan(assignment, call)
+    return Planned(plan=describe_plan(assignment, call), region=call, traced=chain.traced)
 
 
 def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignment:

@@ -15,7 +15,7 @@ from lightning_fxpipe._compat.lightning import lightning_class
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import plan_regions
+from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.tracing.discovery import regions
@@ -54,7 +54,7 @@ def make_plan(
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
     """
 
-    def of_region() -> PartitionPlan:
+    def of_region() -> Planned:
         batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
         found = regions(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
         return plan_regions(module, found, num_stages=num_stages)
@@ -63,13 +63,11 @@ def make_plan(
         step = StepCall.of_training(module, example_batch)
         return plan_jointly(module, step, example_batch, num_stages=num_stages, batch_dim=batch_dim)
 
-    plan = region_or_joint_plan(module, of_region, jointly) if hasattr(module, "training_step") else of_region()
-    return dataclasses.replace(plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
+    planned = region_or_joint_plan(module, of_region, jointly) if hasattr(module, "training_step") else of_region()
+    return dataclasses.replace(planned.plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
 
 
-def region_or_joint_plan(
-    module: nn.Module, of_region: Callable[[], PartitionPlan], jointly: Callable[[], PartitionPlan]
-) -> PartitionPlan:
+def region_or_joint_plan(module: nn.Module, of_region: Callable[[], Planned], jointly: Callable[[], PartitionPlan]) -> Planned:
     """A plan for a training step.
 
     Args:
@@ -82,10 +80,9 @@ def region_or_joint_plan(
     """
     reason = must_run_jointly(module)
     if reason:
-        return dataclasses.replace(jointly(), joint_reason=reason)
+        return _joint(jointly(), reason)
     try:
-        plan = of_region()
-        return _with_fewer_copies(plan, jointly)
+        return _with_fewer_copies(of_region(), jointly)
     except NoModelCall:
         raise
     except (TraceError, PartitionError, UnsupportedError) as error:
@@ -95,26 +92,30 @@ def region_or_joint_plan(
             _logger.debug("The step cannot be run jointly either", exc_info=True)
             raise error from None
         facts = "; ".join(text for text in (error.where, error.observed) if text)
-        return dataclasses.replace(joint, joint_reason=f"{error.what} ({facts})" if facts else error.what)
+        return _joint(joint, f"{error.what} ({facts})" if facts else error.what)
 
 
-def _with_fewer_copies(plan: PartitionPlan, jointly: Callable[[], PartitionPlan]) -> PartitionPlan:
+def _joint(plan: PartitionPlan, reason: str) -> Planned:
+    return Planned(plan=dataclasses.replace(plan, joint_reason=reason))
+
+
+def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -> Planned:
     """The plan; or a joint one, where a stage would hold much that others hold as well, because a later call uses it again."""
-    counted, held = max(stage.num_parameters for stage in plan.stages), _most_held(plan)
+    counted, held = max(stage.num_parameters for stage in planned.plan.stages), _most_held(planned.plan)
     if held <= _MANY_COPIES * counted:
-        return plan
+        return planned
     try:
         joint = jointly()
     except Exception:
         _logger.debug("The step cannot be run jointly", exc_info=True)
-        return plan
+        return planned
     if _MANY_COPIES * _most_held(joint) > held:
-        return plan
+        return planned
     reason = (
         f"as one pipeline, a stage would hold {human_count(held)} parameters, most of which others hold, too, and not "
         f"{human_count(_most_held(joint))}: the step calls modules again with what later ones gave"
     )
-    return dataclasses.replace(joint, joint_reason=reason)
+    return _joint(joint, reason)
 
 
 def _most_held(plan: PartitionPlan) -> int:

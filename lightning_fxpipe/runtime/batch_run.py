@@ -25,6 +25,7 @@ from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
@@ -95,6 +96,10 @@ class PipelineRuntime:
     def iterators(self) -> StepIterators:
         """Those that the running batch's step has made."""
         return self._traces.iterators
+
+    def begin_with(self, kind: StepKind, planned: Planned) -> None:
+        """See ``StageTraces.begin_with``."""
+        self._traces.begin_with(kind, planned)
 
     # ------------------------------------------------------------------ a batch
 

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fxpipe.data.skip_loading import Sparing, without_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.pytree.containers import fingerprint
 from lightning_fxpipe.pytree.shapes import Shapes
 from lightning_fxpipe.runtime.lru import LruCache
@@ -56,6 +57,10 @@ class BatchTraces:
     def iterators(self) -> StepIterators:
         """Those that the running batch's step makes."""
         return self._traces.iterators
+
+    def begin_with(self, kind: StepKind, planned: Planned) -> None:
+        """See ``StageTraces.begin_with``."""
+        self._traces.begin_with(kind, planned)
 
     def forget(self) -> None:
         """Forgets which batches have been met."""
@@ -111,14 +116,16 @@ class BatchTraces:
         constants = fingerprint((batch, step.rest[1:]))
         if constants is None or not self._traces.is_fixed(step.kind):
             return self._find(step, batch, size, has_values=has_values)
-        key = (
-            step.kind,
-            size,
-            constants,
-            tuple(module.training for module in self._root.modules()),
-            tuple(parameter.requires_grad for parameter in self._root.parameters()),
-            tuple(guarded_values(self._root, self._traces.guard_keys).values()),
-        )
+
+        def key() -> Hashable:
+            return (
+                step.kind,
+                size,
+                constants,
+                tuple(module.training for module in self._root.modules()),
+                tuple(parameter.requires_grad for parameter in self._root.parameters()),
+                tuple(guarded_values(self._root, self._traces.guard_keys).values()),
+            )
 
         def find() -> Found:
             found = self._find(step, batch, size, has_values=has_values)
@@ -126,10 +133,14 @@ class BatchTraces:
                 raise NoModelCall("The step calls no model for this batch.")
             return found
 
+        num_guards = len(self._traces.guard_keys)
         try:
-            return self._found.get(key, find)
+            found = self._found.get(key(), find)
         except NoModelCall:
             return None
+        if len(self._traces.guard_keys) > num_guards:  # the next batch like it will be looked for with the new ones, too
+            self._found.get(key(), lambda: found)
+        return found
 
     def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
         """None for a batch that skips the model."""

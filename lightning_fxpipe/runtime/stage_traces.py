@@ -17,7 +17,7 @@ from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, Uns
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.planner.planning import Assignment, Planned
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.replay import DryRunEnds, Replayer
@@ -86,6 +86,7 @@ class StageTraces:
         self._topology = topology
         self._log = log
         self._known: list[StageTrace] = []  # the one used last comes last
+        self._of_plan: StageTrace | None = None  # until a batch has run
         self.iterators = StepIterators()
         self._warned_of: set[str] = set()
         self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
@@ -96,6 +97,17 @@ class StageTraces:
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def begin_with(self, kind: StepKind, planned: Planned) -> None:
+        """Begins with the graph that the plan was made of, if every rank has one. Called by every rank.
+
+        Args:
+            kind: Which step it is of.
+            planned: What this rank has planned.
+        """
+        is_there = planned.traced is not None and (self._topology.device.type == "cpu" or not planned.traced.held.constants)
+        if all(gather_values(self._topology.control_group, is_there)):
+            self._of_plan, _ = self._make(kind, partial(self._cut_planned, planned))
 
     def find(self, kind: StepKind, call: StepCall, size: int, *, has_values: bool = True) -> tuple[StageTrace, Shapes]:
         """A trace that covers the step's calls of the model, and the shapes that they get.
@@ -118,6 +130,7 @@ class StageTraces:
                 if alike and known.traced.signature == signature and known.traced.covers(region):
                     if is_span and not self._takes(known, kind, call, shapes):
                         continue
+                    self._of_plan = None
                     self._note_looks(kind, known.traced)
                     if not has_values and self.looks_at_values(kind):
                         raise ValuesNeeded
@@ -126,6 +139,9 @@ class StageTraces:
                     return known, shapes
         if not has_values:
             raise ValuesNeeded
+        if self._of_plan is not None and self._of_plan.kind is kind:  # something has come to be since
+            self._known.remove(self._of_plan)
+            self._of_plan = None
         with self._log.told(f"Tracing the {kind.words}"):
             made, shapes = self._trace(kind, call, size)
         if made.span is not None:
@@ -307,6 +323,14 @@ class StageTraces:
                 first = first or error
         assert first is not None
         raise first
+
+    def _cut_planned(self, planned: Planned) -> _Cut:
+        region, traced = planned.region, planned.traced
+        assert region is not None
+        assert traced is not None
+        signature, shapes = sign(self._root, region)
+        self._histories.get(signature, ShapeHistory).observe(shapes, region.batch_size, self._batch_dim)
+        return region, shapes, follow_plan(self._plan, traced.with_tensors_of_today()), ()
 
     def _cut_region(self, kind: StepKind, region: Recordable, size: int) -> _Cut:
         if isinstance(region, RegionCall):

@@ -19,7 +19,7 @@ from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.microbatch.split import first_microbatch, tensors_without_batch
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import plan_regions
+from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.step_plan import plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import logger, telling
 from lightning_fxpipe.reporting.wording import error_words
@@ -38,6 +38,12 @@ _STEPS = {
     TrainerFn.TESTING: StepKind.TEST,
     TrainerFn.PREDICTING: StepKind.PREDICT,
 }
+
+
+def step_of_run(trainer: Trainer) -> StepKind:
+    """The step that a run is about, and is planned by."""
+    assert trainer.state.fn is not None
+    return _STEPS[trainer.state.fn]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,7 @@ class RunPlans:
         num_stages: int,
         device: torch.device,
         context: Callable[[StepKind], AbstractContextManager[None]],
-    ) -> PartitionPlan:
+    ) -> Planned:
         """The given plan, or one made by running the step that comes first on its first microbatch.
 
         Args:
@@ -106,14 +112,14 @@ class RunPlans:
             plan.check_fits(_shapes(module))
             check_num_stages(plan.num_stages, num_stages)
             check_batch_dim(options.batch_dim, plan.batch_dim)
+            planned = Planned(plan=plan)
         else:
-            assert trainer.state.fn is not None
             trial = _Trial(trainer, module, options, num_stages, device, context)
-            kind = _STEPS[trainer.state.fn]
+            kind = step_of_run(trainer)
             with telling(f"Tracing the {kind.words}", after_seconds=0):
-                plan = trial.plan(kind)
-        self._last = module, plan, trainer.state.fn
-        return plan
+                planned = trial.plan(kind)
+        self._last = module, planned.plan, trainer.state.fn
+        return planned
 
 
 @dataclass(frozen=True)
@@ -127,19 +133,21 @@ class _Trial:
     device: torch.device
     context: Callable[[StepKind], AbstractContextManager[None]]
 
-    def plan(self, kind: StepKind) -> PartitionPlan:
+    def plan(self, kind: StepKind) -> Planned:
         """A plan from the step that comes first.
 
         What the step reads before it calls the model may not be there yet: hooks of the run make it, and optimizers are made
         later. Such a step is tried once more with things made up in their place, which the plan does not depend on; then, in a
-        fit, the validation step is. All values that count come in with the first batch, when everything is there.
+        fit, the validation step is. A graph with something made up in it is not kept: the first batch, when everything is
+        there, makes another.
 
         Raises:
             UnsupportedError: No step can be tried, or there is no batch.
         """
-        with run_state_stood_in(self.trainer, MadeUp()):
+        with run_state_stood_in(self.trainer, MadeUp()) as made_up:
             try:
-                return self._plan(kind)
+                planned = self._plan(kind)
+                return Planned(plan=planned.plan) if made_up else planned
             except FxPipeError:
                 raise
             except Exception as error:
@@ -150,22 +158,25 @@ class _Trial:
             with patched_attributes(*_not_made_yet(self.trainer, self.module)):
                 for attempt in attempts:
                     try:
-                        return self._plan(attempt, for_training=kind is StepKind.TRAIN, is_first=False)
+                        planned = self._plan(attempt, for_training=kind is StepKind.TRAIN, is_first=False)
+                        return Planned(plan=planned.plan)
                     except Exception as error:
                         logger.debug("%s cannot be tried before the run: %s: %s", attempt.value, type(error).__name__, error)
         raise _not_tried(kind, failure) from failure
 
-    def _plan(self, kind: StepKind, *, for_training: bool = True, is_first: bool = True) -> PartitionPlan:
+    def _plan(self, kind: StepKind, *, for_training: bool = True, is_first: bool = True) -> Planned:
         trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING)
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
             is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
-            plan = region_or_joint_plan(self.module, of_region, jointly) if kind is StepKind.TRAIN else of_region()
-            return dataclasses.replace(plan, batch_dim=self.options.batch_dim, without_batch=tensors_without_batch(batch))
+            planned = region_or_joint_plan(self.module, of_region, jointly) if kind is StepKind.TRAIN else of_region()
+            without_batch = tensors_without_batch(batch)
+            plan = dataclasses.replace(planned.plan, batch_dim=self.options.batch_dim, without_batch=without_batch)
+            return dataclasses.replace(planned, plan=plan)
 
-    def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool]) -> PartitionPlan:
+    def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool]) -> Planned:
         """A plan for the step as one region; ``fallback`` tells what is a model where it cannot run without data."""
         options = self.options
         microbatch, size = first_microbatch(batch, options.num_microbatches, self.num_stages, options.batch_dim)

@@ -31,6 +31,7 @@ from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.optim.optimizers import StageOptimizer
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.step_plan import must_run_jointly
 from lightning_fxpipe.reporting.messages import inform, telling, warn
 from lightning_fxpipe.rng import set_rng_state
@@ -134,6 +135,16 @@ class Session:
         self._jointly_evaluated: set[StepKind] = set()
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
+
+    def begin_with(self, kind: StepKind, planned: Planned) -> None:
+        """Makes this rank's stage of the graph that the plan was made of. Called by every rank, before the first run.
+
+        Args:
+            kind: Which step it is of.
+            planned: What this rank has planned.
+        """
+        if self._joint is None:
+            self._runtime.begin_with(kind, planned)
 
     def prepare(self, trainer: Trainer) -> None:
         """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""

@@ -42,13 +42,14 @@ from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionN
 from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.pipelining import ScheduleName
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks, origin
 from lightning_fxpipe.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
-from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
+from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, step_of_run
 from lightning_fxpipe.strategy.session import Session, init_context, materials_of
 from lightning_fxpipe.strategy.stop_request import StopRequest
 from lightning_fxpipe.strategy.support import (
@@ -281,10 +282,11 @@ class PipelineStrategy(CheckpointStrategy):
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
         materials = materials_of(self._constructions, self.module)
         with noted_connections():
+            planned: Planned | None = None
             plan = self._plans.last_plan(trainer, self.module)
             if plan is None:
                 with self.replica.computing():
-                    made = self._plans.make(
+                    planned = self._plans.make(
                         trainer,
                         self.module,
                         num_stages=self.topology.num_stages,
@@ -292,7 +294,7 @@ class PipelineStrategy(CheckpointStrategy):
                         context=partial(step_context, self.precision_plugin),
                     )
                 # Rank 0's plan holds for all: ranks that cut differently would never find each other.
-                plan = self.broadcast(made)
+                plan = self.broadcast(planned.plan)
                 report_plan(plan, self.module, self._num_microbatches)
             self._session = Session(
                 self.module,
@@ -305,6 +307,8 @@ class PipelineStrategy(CheckpointStrategy):
                 sparing=self._sparing,
                 materials=materials,
             )
+            if planned is not None:
+                self._session.begin_with(step_of_run(trainer), planned)
 
     @override
     def model_to_device(self) -> None:

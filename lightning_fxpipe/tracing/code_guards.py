@@ -62,7 +62,7 @@ class RunKey:
             return None
         if self.name == "callbacks":
             return [vars(callback) for callback in trainer.callbacks if is_own_code(type(callback).__module__)]
-        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in trainer.strategy.optimizers for group in optimizer.param_groups]
         return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 
 

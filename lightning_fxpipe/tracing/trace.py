@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
@@ -90,6 +90,10 @@ class TracedRegion:
     def output_node(self) -> fx.Node:
         """The node with the list of the tensors in the result."""
         return self.graph.output_node()
+
+    def with_tensors_of_today(self) -> TracedRegion:
+        """The region with the buffers that its module has now, which has been moved or split since."""
+        return replace(self, held=HeldTensors(self.root, self.graph, self.held.constants))
 
     def bind_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[Any, int] | None:
         """Values of the symbols for inputs of these shapes, or None where the graph does not cover them."""

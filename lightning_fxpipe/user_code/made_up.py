@@ -1,7 +1,7 @@
 """Stands for what is not there yet when a step is tried at setup: an optimizer, a schedule that a hook will make.
 
-The trial tells which calls of a step use parameters, and with which shapes; values decide nothing of the plan. The traces that
-steps run with are made at the first batch, where everything is there.
+The trial tells which calls of a step use parameters, and with which shapes; values decide nothing of the plan. A graph with
+something made up in it is not kept: the first batch, where everything is there, makes another.
 """
 
 from __future__ import annotations

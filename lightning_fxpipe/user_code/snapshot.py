@@ -333,8 +333,9 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if _is_known(each)}
         roots["trainer.datamodule"] = getattr(trainer, "datamodule", None)
-        roots |= {f"optimizers[{i}].param_groups": each.param_groups for i, each in enumerate(trainer.optimizers)}
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        strategy = trainer.strategy  # the Trainer itself would give what stands for optimizers that are yet to come
+        roots |= {f"optimizers[{i}].param_groups": each.param_groups for i, each in enumerate(strategy.optimizers)}
+        schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
         roots |= {f"lr_schedulers[{i}]": each for i, each in enumerate(schedulers)}
     roots |= {f"step {i}": function for i, function in enumerate(functions)}
     return roots, {} if trainer is None else {"trainer": trainer}

@@ -503,8 +503,11 @@ def test_readings_of_the_trainers_counters_are_seen() -> None:
     with _compat_lightning.watched_trainer_counters(module, lambda name, value: seen.append((name, value))):
         assert module.global_step == 0
         assert module.trainer.current_epoch == 0
+        assert not module.trainer.sanity_checking
     assert module.current_epoch == 0
-    assert seen == [("global_step", 0), ("current_epoch", 0)]
+    assert seen == [("global_step", 0), ("current_epoch", 0), ("sanity_checking", False)]
+    for name in _compat_lightning._RUN_STATE:
+        assert isinstance(vars(L.Trainer)[name], property)
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])

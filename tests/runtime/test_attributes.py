@@ -216,6 +216,7 @@ def test_a_learning_rate_that_a_step_sets_is_set_on_every_rank() -> None:
             self.optimizers = [torch.optim.SGD(module.parameters(), lr=1.0)]
             scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 1)
             self.lr_scheduler_configs = [SimpleNamespace(scheduler=scheduler)]
+            self.strategy = self
 
     def warm_up(module: Any) -> None:
         module._trainer.lr_scheduler_configs[0].scheduler.step()
