@@ -6,6 +6,7 @@ stage is built, its nodes with the same mark become one node that runs them unde
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +71,7 @@ def _collapse(graph: fx.Graph, owners: Mapping[str, Any], nodes: list[fx.Node], 
     with graph.inserting_before(nodes[0]):
         call = graph.call_function(_under_checkpoint(module, mark), tuple(taken))
         call.meta.update(module_path=nodes[0].meta.get("module_path"), source=nodes[0].meta.get("source"))
-        results = [graph.call_function(_item, (call, index)) for index in range(len(given))]
+        results = [graph.call_function(operator.getitem, (call, index)) for index in range(len(given))]
     for node, result in zip(given, results, strict=True):
         result.meta.update(node.meta, checkpoints=())
         node.replace_all_uses_with(result)
@@ -84,10 +85,6 @@ def _move_up(graph: fx.Graph, nodes: Iterable[fx.Node], place: fx.Node) -> None:
     for node in nodes:
         if order[node] > order[place]:
             place.prepend(node)
-
-
-def _item(values: tuple[Any, ...], index: int) -> Any:
-    return values[index]
 
 
 def _under_checkpoint(module: fx.GraphModule, mark: Checkpoint) -> Callable[..., Any]:

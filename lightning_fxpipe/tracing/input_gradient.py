@@ -44,11 +44,9 @@ def functions_before(tensors: Iterable[Tensor]) -> Iterator[Any]:
 
 def depends_on_parameters(tensors: Iterable[Tensor], root: nn.Module) -> bool:
     """Whether autograd would give a parameter of the module a gradient from the tensors."""
-    parameters = {id(parameter) for parameter in root.parameters()}
     tensors = list(tensors)
-    return any(id(tensor) in parameters for tensor in tensors) or any(
-        id(getattr(function, "variable", None)) in parameters for function in functions_before(tensors)
-    )
+    leaves = {*map(id, tensors), *(id(getattr(function, "variable", None)) for function in functions_before(tensors))}
+    return any(id(parameter) in leaves for parameter in root.parameters())
 
 
 def no_second_derivative() -> UnsupportedError:

@@ -44,7 +44,8 @@ def check_call(
     """Called for each call of torch that a step makes.
 
     Raises:
-        ParameterMisuse: It looks at a parameter's gradient or sets it, changes a parameter, or uses one of another stage.
+        ParameterMisuse: It looks at a parameter's gradient or sets it, changes a parameter under whatever name, gives away its
+            memory, or uses one of another stage.
     """
     if func in (_GET_GRADIENT, _SET_GRADIENT) and isinstance(args[0], nn.Parameter):
         raise _misuse("The step looks at the gradient of a parameter.", root, args[0], "gradients are used after the step")
@@ -54,7 +55,8 @@ def check_call(
         wished = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
         if bool(wished) != args[0].requires_grad:
             raise _misuse("The step freezes or thaws a parameter.", root, args[0], "parameters that train in the whole step")
-    _check_written(root, func, args, kwargs or {})
+    if written := written_by(func, args, kwargs or {}):
+        check_changes(root, written)
     if is_query(func):
         return
     for argument in args:
@@ -66,12 +68,6 @@ def check_call(
                     leaf,
                     "the parameters of this rank's stage",
                 )
-
-
-def _check_written(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raises where a call writes into a parameter's memory, under whatever name, or gives it away."""
-    if written := written_by(func, args, kwargs):
-        check_changes(root, written)
 
 
 def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:

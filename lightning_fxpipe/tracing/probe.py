@@ -94,7 +94,7 @@ class Probe:
             sizes = [
                 _size_of(before[0], [(c.symbol, c.value, c.shapes[index][dim]) for c in changes], symbols)
                 if len(set(before)) == 1
-                else unknown_size(self._environment())
+                else unknown_size(self.template.tensors[0])
                 for dim, before in enumerate(same)
             ]
             results.append(torch.empty(sizes, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad))
@@ -139,15 +139,12 @@ class Probe:
             ]
         return found
 
-    def _environment(self) -> Tensor:
-        return self.template.tensors[0]
-
     def _symbols(self) -> dict[Any, Any]:
         """The symbols that sizes of the arguments follow from, as sizes."""
         every: list[Any] = [size for tensor in self.template.tensors for size in tensor.shape]
         sizes = [size for size in every if isinstance(size, torch.SymInt)]
         hints = {symbol: hint for size in sizes if not depends_on_data(size) for symbol, hint in symbol_hints(size).items()}
-        return {symbol: size_of_symbol(symbol, self._environment(), hint) for symbol, hint in hints.items()}
+        return {symbol: size_of_symbol(symbol, self.template.tensors[0], hint) for symbol, hint in hints.items()}
 
     def _run(self, sizes: Mapping[Any, int], *, seed: int, filler: int, altered: bool = False) -> _Run:
         generator = torch.Generator().manual_seed(seed)
@@ -199,17 +196,13 @@ class _Change(NamedTuple):
 
 
 def _concrete(size: Any, sizes: Mapping[Any, int]) -> int:
+    """A size where some symbols have other values than those that the trace ran with."""
     expression = symbolic_expression(size)
-    return size_hint(size) if isinstance(expression, int) else int(expression.subs({**_hints(size), **sizes}))
-
-
-def _hints(size: torch.SymInt | int) -> dict[Any, int]:
-    """Every symbol of a size at the value that the trace ran with."""
-    if not isinstance(size, torch.SymInt):
-        return {}
-    if depends_on_data(size):
-        raise ValueError(f"{size} depends on data")
-    return symbol_hints(size)
+    if isinstance(expression, int):
+        return expression
+    if depends_on_data(size) or not isinstance(size, torch.SymInt):
+        raise ValueError(f"{size} depends on data, or is no integer")
+    return int(expression.subs({**symbol_hints(size), **sizes}))
 
 
 def _smallest_sample(tensor: Tensor) -> Tensor:

@@ -19,23 +19,19 @@ from lightning_fxpipe._compat.torch import PACK_PADDED, PAD_PACKED, FakeTensor, 
 
 
 def _results(input: Tensor, states: tuple[Tensor, ...], weights: Any, positions: tuple[Any, ...], directions: int) -> Any:
-    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (input, *states, *weights))
-
+    inputs = (input, *states, *weights)
     # With projections the first state is narrower than the others; the output consists of first states.
-    output = _make(input, (*positions, states[0].shape[-1] * directions), trains)
-    return output, *(_make(input, tuple(state.shape), trains) for state in states)
+    output = _make((*positions, states[0].shape[-1] * directions), *inputs)
+    return output, *(_make(tuple(state.shape), *inputs) for state in states)
 
 
 def _layer(input: Tensor, hx: Any, params: Any, *rest: Any) -> Any:
     bidirectional, batch_first = rest[-2:]
-    output, *states = _results(input, _states(hx), params, _along_time(input, batch_first), 2 if bidirectional else 1)
+    first, second = input.shape[:2]
+    positions = (second, first) if batch_first else (first, second)
+    output, *states = _results(input, _states(hx), params, positions, 2 if bidirectional else 1)
     # Computed position by position, and then turned: not contiguous, as the layer's own.
     return output.transpose(0, 1) if batch_first else output, *states
-
-
-def _along_time(input: Tensor, batch_first: bool) -> tuple[Any, Any]:
-    first, second = input.shape[:2]
-    return (second, first) if batch_first else (first, second)
 
 
 def _run_packed(data: Tensor, batch_sizes: Tensor, hx: Any, params: Any, *rest: Any) -> Any:
@@ -86,19 +82,17 @@ class PackedSequences:
         packed, states = args[0], args[1] if len(args) > 1 else None
         if id(packed.batch_sizes) not in self._num_sequences or torch.is_autocast_enabled(packed.data.device.type):
             return None
-        weights = [*layer.parameters(), *(() if states is None else _states(states))]
-        trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (packed.data, *weights))
+        inputs = (packed.data, *layer.parameters(), *(() if states is None else _states(states)))
         directions = 2 if layer.bidirectional else 1
         width = layer.proj_size or layer.hidden_size
         count = self._num_sequences[id(packed.batch_sizes)][1]
-        output = _make(packed.data, (packed.data.shape[0], directions * width), trains)
+        output = _make((packed.data.shape[0], directions * width), *inputs)
         last = [width, layer.hidden_size] if isinstance(layer, nn.LSTM) else [width]
-        left = tuple(_make(packed.data, (directions * layer.num_layers, count, size), trains) for size in last)
+        left = tuple(_make((directions * layer.num_layers, count, size), *inputs) for size in last)
         return packed._replace(data=output), left if len(left) > 1 else left[0]
 
     def _pack(self, sequences: Tensor, lengths: Tensor, batch_first: bool, *, longest: int) -> tuple[Tensor, Tensor]:
-        trains = torch.is_grad_enabled() and sequences.requires_grad
-        data = _make(sequences, (unknown_size(sequences), *sequences.shape[2:]), trains)
+        data = _make((unknown_size(sequences), *sequences.shape[2:]), sequences)
         batch_sizes = torch.empty(longest, dtype=torch.int64)
         self._num_sequences[id(batch_sizes)] = batch_sizes, sequences.shape[0 if batch_first else 1]
         return data, batch_sizes
@@ -106,10 +100,11 @@ class PackedSequences:
     def _pad(self, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding: float, length: int) -> tuple[Tensor, Tensor]:
         count = self._num_sequences[id(batch_sizes)][1]
         sizes = (count, length) if batch_first else (length, count)
-        trains = torch.is_grad_enabled() and data.requires_grad
-        return _make(data, (*sizes, *data.shape[1:]), trains), torch.empty(count, dtype=torch.int64)
+        return _make((*sizes, *data.shape[1:]), data), torch.empty(count, dtype=torch.int64)
 
 
-def _make(like: Tensor, shape: tuple[Any, ...], trains: bool) -> Tensor:
+def _make(shape: tuple[Any, ...], like: Tensor, *others: Tensor) -> Tensor:
+    """A result of a call with these inputs: of the first one's kind, and with a gradient if any has one."""
+    trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (like, *others))
     tensor = torch.empty(shape, dtype=like.dtype, device=like.device, requires_grad=trains)
     return tensor.view(shape)  # a result, which may be changed in place, and not a leaf

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -100,15 +100,17 @@ class TraceLog:
 
 def input_names(call: Recordable) -> tuple[str, ...]:
     """Names of the tensors that the call gets, in the order of its signature, as far as containers name them."""
-    parts = zip(call.example_names, call.example(), strict=True)
-    return tuple(name + path for name, part in parts for path, leaf in leaves_with_path(part) if isinstance(leaf, Tensor))
+    return tuple(name for name, leaf in _named_leaves(call) if isinstance(leaf, Tensor))
 
 
 def input_constants(call: Recordable) -> dict[str, Any]:
     """The plain values that the call gets, by name."""
-    parts = zip(call.example_names, call.example(), strict=True)
-    leaves = ((name + path, leaf) for name, part in parts for path, leaf in leaves_with_path(part))
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, (bool, int, float, str, type(None)))}
+    return {name: leaf for name, leaf in _named_leaves(call) if isinstance(leaf, (bool, int, float, str, type(None)))}
+
+
+def _named_leaves(call: Recordable) -> Iterator[tuple[str, Any]]:
+    for name, part in zip(call.example_names, call.example(), strict=True):
+        yield from leaves_with_path(part, name)
 
 
 def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) -> dict[str, str]:
