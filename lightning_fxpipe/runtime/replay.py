@@ -269,7 +269,7 @@ class _Replay(StepMode):
             self._in_stage = True  # what the step's blocks do while it is left, such as ending a `no_grad`, has no number
             raise
         self._is_dry_run = outputs is None
-        for key, output in zip(self._record.outputs, outputs or (), strict=outputs is not None):
+        for key, output in zip(self._record.wanted, outputs or (), strict=outputs is not None):
             self._remember(output, key)
 
     def _replay(self, call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

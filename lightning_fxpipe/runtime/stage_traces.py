@@ -28,7 +28,8 @@ from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
 from lightning_fxpipe.tracing.signals import CannotFollow
-from lightning_fxpipe.tracing.span import Span, StepRegion
+from lightning_fxpipe.tracing.span import StepRegion
+from lightning_fxpipe.tracing.step_record import Span
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import Traced, TraceLog, input_constants, input_names
 from lightning_fxpipe.user_code.iterators import StepIterators

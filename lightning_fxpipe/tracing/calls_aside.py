@@ -54,7 +54,7 @@ class CallsAside:
         Raises:
             RecordError: It holds a tensor that a call aside has changed.
         """
-        if self._memory and not self._memory.isdisjoint(_memory_of(_tensors_of(module))):
+        if self._memory and not self._memory.isdisjoint(_memory_of(_held_by(module))):
             raise RecordError(f"the step changes a tensor of {path or 'the module'} before it calls it")
 
     def erase(self, graph: fx.Graph) -> None:
@@ -74,7 +74,11 @@ def _memory_of(leaves: Iterable[object]) -> set[int]:
     return {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
 
 
-def _tensors_of(module: nn.Module) -> list[object]:
-    """All tensors that a module holds: parameters, buffers, plain attributes, and those in lists and dicts."""
-    values = [value for child in module.modules() for value in vars(child).values() if isinstance(value, (Tensor, list, dict))]
-    return [*module.parameters(), *module.buffers(), *tree_leaves(values)]
+def _held_by(module: nn.Module) -> Iterable[object]:
+    return (tensor for child in module.modules() for tensor in attribute_tensors(child))
+
+
+def attribute_tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module has itself: parameters, buffers, plain attributes, and those in lists, tuples and dicts."""
+    values = [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

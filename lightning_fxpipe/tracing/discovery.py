@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, outside_fakes, size_hint, tree_leaves
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, outside_fakes, size_hint
 from lightning_fxpipe.errors import FxPipeError, TraceError
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.tracing.calls_aside import attribute_tensors
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.input_gradient import InputGradient, functions_before, input_gradient
 from lightning_fxpipe.tracing.parameter_use import (
@@ -34,11 +34,11 @@ from lightning_fxpipe.tracing.parameter_use import (
 )
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.record import RecorderSettings
-from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, RegionCall, WantedResults
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, WantedResults
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
-from lightning_fxpipe.tracing.span import Span, SpanRecorder, StepRegion, run_step, step_name
-from lightning_fxpipe.tracing.step_record import TensorKey
+from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
+from lightning_fxpipe.tracing.step_record import Span, TensorKey
 from lightning_fxpipe.tracing.torch_calls import LOOKS
 from lightning_fxpipe.tracing.trace import is_torch_leaf
 from lightning_fxpipe.user_code.exchange import OwnAttributes
@@ -54,7 +54,7 @@ _MAX_SKIPPED = 3
 _MAX_DEPTH = 4
 
 
-def locate_region(
+def regions(
     root: nn.Module,
     step: StepCall,
     *,
@@ -63,11 +63,14 @@ def locate_region(
     device: torch.device | None = None,
     fallback: IsRegion = trains,
     needs_model: bool = True,
-) -> Recordable:
-    """What of a step is pipelined: the only call that uses parameters, or the span of several.
+) -> Iterator[Recordable]:
+    """What of a step may be pipelined: the best first, and then smaller regions, for where that cannot be recorded or cut.
 
-    Where the step cannot run on fake tensors far enough to tell, the first call of a module that ``fallback`` accepts is taken,
-    and later ones run on the last stage.
+    The best is the only call that uses parameters, or the span of several. Where the step cannot run on fake tensors far enough
+    to tell, the first call of a module that ``fallback`` accepts is taken, and later ones run on the last stage.
+
+    A smaller one takes a module's forward for the step's own code: it ends where that looks at values which nobody knows
+    beforehand, and the rest of the step is ordinary Python on the last stage.
 
     Args:
         root: The LightningModule.
@@ -84,48 +87,31 @@ def locate_region(
             the step changes them.
     """
     device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
-    discovery = _discover(root, WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root), device)
-    because = discovery.ends_because()
+    whole = WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
+    discovery = _discover(whole, device)
+    because, users = discovery.ends_because(), discovery.users
     if because:
         _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
-    if not discovery.users:
-        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=fallback)
-        return replace(region, ends_because=because)
-    if len(discovery.users) == 1 and not discovery.leaves_something_behind() and (needs_model or discovery.calls_model):
-        region = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=holds_any)
-        return replace(region, wanted=discovery.wanted_of_call(discovery.users[0]), ends_because=because)
-    return discovery.region(step, batch_size, batch_dim)
+    if len(users) > 1 or users and (discovery.leaves_something_behind() or not (needs_model or discovery.calls_model)):
+        return chain([discovery.region()], _smaller(whole, frozenset(), device))
+    is_region = holds_any if users else fallback
+    call = find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=is_region)
+    call = replace(call, wanted=discovery.wanted_of_call(users[0]) if users else None, ends_because=because)
+    return chain([call], _smaller(whole, frozenset({call.path}), device))
 
 
-def regions(root: nn.Module, step: StepCall, *, batch_size: int, batch_dim: int = 0, **options: Any) -> Iterator[Recordable]:
-    """What of a step may be pipelined: the best first, and then smaller regions, for where that cannot be recorded or cut.
-
-    A smaller one takes a module's forward for the step's own code: it ends where that looks at values which nobody knows
-    beforehand, and the rest of the step is ordinary Python on the last stage. Arguments and errors as :func:`locate_region`.
-    """
-    region = locate_region(root, step, batch_size=batch_size, batch_dim=batch_dim, **options)
-    whole = WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
-    transparent = frozenset({region.path} if isinstance(region, RegionCall) else ())
-    return chain([region], _smaller(root, whole, transparent, options.get("device")))
-
-
-def _smaller(
-    root: nn.Module, whole: WholeStep, transparent: frozenset[str], device: torch.device | None
-) -> Iterator[StepRegion]:
+def _smaller(whole: WholeStep, transparent: frozenset[str], device: torch.device | None) -> Iterator[StepRegion]:
     for _ in range(_MAX_DEPTH):
-        if transparent:
-            try:
-                discovery = _discover(root, replace(whole, span=replace(whole.span, transparent=transparent)), device)
-            except FxPipeError:
-                return  # the error of the best region says more
-        else:
-            discovery = _discover(root, whole, device)
+        try:
+            discovery = _discover(replace(whole, span=replace(whole.span, transparent=transparent)), device)
+        except FxPipeError:
+            return  # the error of the best region says more
         if not discovery.users:
             return
         if transparent:
-            yield discovery.region(whole.step, whole.batch_size, whole.batch_dim)
+            yield discovery.region()
         called = [call.name for call in discovery.calls if call.number in discovery.users and call.is_module]
-        deeper = transparent.union(path for path in called if not is_torch_leaf(path, root.get_submodule(path)))
+        deeper = transparent.union(path for path in called if not is_torch_leaf(path, whole.root.get_submodule(path)))
         if deeper == transparent:
             return
         transparent = deeper
@@ -148,16 +134,16 @@ def first_regions(root: nn.Module, call: Callable[..., StepCall], **options: Any
     return regions(root, call(batch_idx=_MAX_SKIPPED), **options)
 
 
-def _discover(root: nn.Module, call: WholeStep, device: torch.device | None) -> _Discovery:
+def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
     """The calls of a step; none that uses parameters where it cannot run on fake tensors up to one."""
-    step = call.step
+    root, step = call.root, call.step
     with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
         discovery = run.recorder
         assert isinstance(discovery, _Discovery)
         try:
             discovery.know_batch(Template.of(run.example).tensors)
             discovery.note_use(run_step(root, step, run.example, lambda *logged, **more: discovery.note_use((logged, more))))
-            discovery.note_use([_attribute_tensors(module) for module in root.modules()])
+            discovery.note_use([attribute_tensors(module) for module in root.modules()])
             discovery.completed = True
             discovery.caches = _caches(root, step, run.example, discovery)
             own = [(key[0], value) for key, value in run.guards.items() if isinstance(key, tuple)]
@@ -184,8 +170,9 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
         return left
     before = {path: OwnAttributes(module) for path, module in root.named_modules()}
     discovery.called.clear()
+    discovery.is_second_run = True
     try:
-        with discovery.pause(), _SecondRun(discovery):
+        with discovery.pause():
             run_step(root, step, example, say_nothing)
     except (Exception, RecordError):
         _logger.debug("%s does not run a second time without data", step_name(step), exc_info=True)
@@ -194,32 +181,11 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
     return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
 
 
-class _SecondRun(TorchFunctionMode):
-    """Shows the step's own code ones where it looks at values; a module that looks may do anything, and ends the run."""
-
-    def __init__(self, discovery: _Discovery) -> None:
-        super().__init__()
-        self._discovery = discovery
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in LOOKS and isinstance(args[0], FakeTensor) and not self._discovery.num_running:
-            return look_at_ones(func, args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
     """What code that looks at a tensor without data sees."""
     shape = [size_hint(size) for size in tensor.shape]
     with outside_fakes():
         return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
-
-
-def _attribute_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that a module has as plain attributes, and in lists and dicts."""
-    values = [value for value in vars(module).values() if isinstance(value, (Tensor, list, dict, tuple))]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _hiding_error(step: StepCall, error: HiddenTensor) -> TraceError:
@@ -239,26 +205,27 @@ class _Discovery(SpanRecorder):
     such a look is counted to the region, because whether it is made may depend on the value.
     """
 
-    def __init__(self, settings: RecorderSettings, span: Span, root: nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__(settings, span)
+    def __init__(self, settings: RecorderSettings, whole: WholeStep) -> None:
+        super().__init__(settings, whole.span)
         self.users: list[int] = []
         self.calls_model = False
         self.misuse: ParameterMisuse | None = None
         self.answers: dict[int, Any] = {}  # to looks at values, by the number of the call
         self.completed = False
         # Whether the step uses the same for every batch, as far as its code tells.
-        self.is_fixed = not may_differ_between_batches(root, function)
+        self.is_fixed = not may_differ_between_batches(whole.root, whole.step.function)
         self._reachable: set[TensorKey] = set()  # what the step could use after the last of the users
         self._is_user_last = False
         self._uses: list[tuple[float, TensorKey]] = []  # (number of a call, what it uses)
-        self._root = root
+        self._whole = whole
+        self._root = root = whole.root
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
-        self._has_looked = False
         self._first_look: str | None = None
         self._end: str | None = None
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
         self.called: set[str | None] = set()  # modules
-        self.num_running = 0  # modules inside each other, the step's own one among them where it is called
+        self.is_second_run = False  # where a module that looks at values may do anything, and ends the run
+        self._num_running = 0  # modules inside each other, the step's own one among them where it is called
         self.parameters = parameters_by_name(root)  # as modules have left them
 
     def __torch_function__(
@@ -269,6 +236,8 @@ class _Discovery(SpanRecorder):
                 check_call(self._root, func, args, kwargs)
             if func is torch.autograd.grad and self.users:
                 self._check_gradient(*args, **(kwargs or {}))
+        if self.is_second_run and func in LOOKS and isinstance(args[0], FakeTensor) and not self._num_running:
+            return look_at_ones(func, args[0])
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
             self._note_look()
             self.before_call()
@@ -285,16 +254,15 @@ class _Discovery(SpanRecorder):
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Notes which modules are called."""
         self.called.add(self._module_paths.get(id(module)))
-        self.num_running += 1
+        self._num_running += 1
         try:
             return super().call_module(original_call, module, args, kwargs)
         finally:
-            self.num_running -= 1
-            if not self.num_running:
+            self._num_running -= 1
+            if not self._num_running:
                 self.parameters = with_todays_memory(self._root, self.parameters)
 
     def _note_look(self) -> None:
-        self._has_looked = True
         self._first_look = self._first_look or user_source() or "some code"
 
     def note_end(self, error: BaseException, source: str | None) -> None:
@@ -352,7 +320,7 @@ class _Discovery(SpanRecorder):
             if node.op != "call_module":
                 with self._noted_misuse():
                     check_changes(self._root, node.meta.get("mutated_storages", ()))
-        if not self._has_looked and any(self._uses_parameters(node) for node in nodes):
+        if self._first_look is None and any(self._uses_parameters(node) for node in nodes):
             self.users.append(number)
             self._is_user_last, self._reachable = True, set()
             self.calls_model |= any(node.op == "call_module" for node in nodes)
@@ -377,7 +345,7 @@ class _Discovery(SpanRecorder):
         if self._is_user_last:
             self._is_user_last = False
             with self.pause():
-                values = [*locals_up_to(run_step.__code__), *map(_attribute_tensors, self._root.modules())]
+                values = [*locals_up_to(run_step.__code__), *map(attribute_tensors, self._root.modules())]
                 self._reachable = {key for value in values for key in self._keys_in(value)}
 
     def _keys_in(self, value: Any) -> list[TensorKey]:
@@ -394,9 +362,11 @@ class _Discovery(SpanRecorder):
         """What code after a call uses. Where it may do something else for another batch, also what it could use then; None
         where that is not known, because the step did not go on."""
         used = {key for other, key in self._uses if other > number}
-        if self.is_fixed and not self._has_looked:
-            return used if self.completed else None
-        return used | self._reachable if self.completed and not self._is_user_last else None
+        if not self.completed:
+            return None
+        if self.is_fixed and self._first_look is None:
+            return used
+        return None if self._is_user_last else used | self._reachable
 
     def wanted_of_call(self, number: int) -> WantedResults | None:
         """The results of a call that later code uses; None where that is not known."""
@@ -407,13 +377,17 @@ class _Discovery(SpanRecorder):
         positions = tuple(i for i, key in enumerate(call.keys) if key in used or key.call != number)
         return WantedResults(positions=positions, total=len(call.keys)) if positions else None
 
-    def region(self, step: StepCall, batch_size: int, batch_dim: int) -> StepRegion:
+    def region(self) -> StepRegion:
         """From the first to the last call that uses parameters."""
-        first, last = self.users[0], self.users[-1]
-        wanted, transparent = self.used_after(first, last), self._span.transparent
-        span = Span(first=first, last=last, wanted=wanted, answers=self.answers, transparent=transparent)
-        because = self.ends_because()
-        return StepRegion(step=step, span=span, batch_size=batch_size, batch_dim=batch_dim, ends_because=because)
+        first, last, whole = self.users[0], self.users[-1], self._whole
+        span = replace(whole.span, first=first, last=last, wanted=self.used_after(first, last), answers=self.answers)
+        return StepRegion(
+            step=whole.step,
+            span=span,
+            batch_size=whole.batch_size,
+            batch_dim=whole.batch_dim,
+            ends_because=self.ends_because(),
+        )
 
     def used_after(self, first: int, last: int) -> tuple[TensorKey, ...]:
         """The tensors made within the span that later code uses; all of them where that is not known."""
@@ -437,4 +411,4 @@ class WholeStep(StepRegion):
 
     def make_recorder(self, settings: RecorderSettings) -> _Discovery:
         """A recorder for it."""
-        return _Discovery(settings, self.span, self.root, self.step.function)
+        return _Discovery(settings, self)

@@ -6,7 +6,8 @@ can be computed, without the model's weights, from the inputs of the traced call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,15 +33,19 @@ def draws(node: fx.Node) -> bool:
     return any(word in name for word in _DRAWS)
 
 
-def cone(node: fx.Node) -> list[fx.Node]:
-    """The node and all that it follows from, in no particular order."""
+def cone(node: fx.Node) -> set[fx.Node]:
+    """The node and all that it follows from."""
+    return _followed(node, lambda current: current.all_input_nodes)
+
+
+def _followed(node: fx.Node, before: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The node, those ``before`` it, those before them, and so on."""
     found, waiting = {node}, [node]
     while waiting:
-        for operand in waiting.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
-                waiting.append(operand)
-    return list(found)
+        new = {*before(waiting.pop())} - found
+        found |= new
+        waiting += new
+    return found
 
 
 class Examples:
@@ -124,31 +129,44 @@ class Examples:
             return self._constants[str(node.target)]
         if node.op not in ("call_function", "call_method"):
             raise NoExample(f"{node_words(node)} is a weight or a module's result")
-        args, kwargs = self._real((node.args, node.kwargs), known)
+        args, kwargs = filled_argument((node.args, node.kwargs), known, self._number)
         context: CallContext | None = node.meta.get("context")
+        modes = context.active() if context is not None and context.autocast_enabled else nullcontext()
         try:
-            if context is not None and context.autocast_enabled:
-                with context.active():
-                    return _call(node, args, kwargs)
-            return _call(node, args, kwargs)
+            with modes:
+                return call_function_node(node, args, kwargs)
         except Exception as error:
             raise NoExample(f"{node_words(node)} fails: {error_words(error)}") from error
 
-    def _real(self, value: Any, known: Mapping[fx.Node, Any]) -> Any:
-        if isinstance(value, fx.Node):
-            return known[value]
-        if isinstance(value, SymbolicSize):
-            result = value.expression.subs(dict(self._sizes))
-            if result.free_symbols:
-                raise NoExample("a size depends on data")
-            return as_number(result)
-        if isinstance(value, (tuple, list)):
-            return type(value)([self._real(item, known) for item in value])
-        if isinstance(value, Mapping):
-            return {key: self._real(item, known) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*(self._real(item, known) for item in (value.start, value.stop, value.step)))
-        return value
+    def _number(self, size: SymbolicSize) -> int | float | bool:
+        result = size.expression.subs(dict(self._sizes))
+        if result.free_symbols:
+            raise NoExample("a size depends on data")
+        return as_number(result)
+
+
+def filled_argument(value: Any, values: Mapping[fx.Node, Any], number: Callable[[SymbolicSize], Any]) -> Any:
+    """An argument of a node, or all of them, with ``values`` in place of nodes, and each symbolic size as a ``number``."""
+    if isinstance(value, fx.Node):
+        return values[value]
+    if isinstance(value, SymbolicSize):
+        return number(value)
+    if isinstance(value, (tuple, list)):
+        items = [filled_argument(item, values, number) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return {key: filled_argument(item, values, number) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(filled_argument(bound, values, number) for bound in (value.start, value.stop, value.step)))
+    return value
+
+
+def call_function_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """What a node's function or method gives for other arguments."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
 
 
 # What they take of their first operand, or of the others, is shape, dtype and device.
@@ -159,18 +177,15 @@ _TO_A_KIND = frozenset("to type_as view_as reshape_as expand_as".split())  # noq
 
 def _read_for(node: fx.Node) -> set[fx.Node]:
     """The nodes whose values a node's value follows from, with all changes that are made to them in place."""
-    found, waiting = {node}, [node]
-    while waiting:
-        current = waiting.pop()
+
+    def read(current: fx.Node) -> list[fx.Node]:
         name = getattr(current.target, "__name__", str(current.target))
         first = [arg for arg in current.args[:1] if isinstance(arg, fx.Node)]
-        read = [] if name in _OF_A_KIND else first if name in _TO_A_KIND else current.all_input_nodes
+        operands = [] if name in _OF_A_KIND else first if name in _TO_A_KIND else current.all_input_nodes
         storage = storage_key(current.meta["val"]) if isinstance(current.meta.get("val"), Tensor) else None
-        changers = [other for other in node.graph.nodes if storage in other.meta.get("mutated_storages", ())]
-        new = {*read, *changers} - found
-        found |= new
-        waiting.extend(new)
-    return found
+        return [*operands, *(other for other in node.graph.nodes if storage in other.meta.get("mutated_storages", ()))]
+
+    return _followed(node, read)
 
 
 def _without_memory(node: fx.Node, user: fx.Node) -> Tensor:
@@ -182,9 +197,3 @@ def _without_memory(node: fx.Node, user: fx.Node) -> Tensor:
             return torch.empty((), dtype=value.dtype, device=value.device)
         raise NoExample(f"{node.name} has the size of the batch")
     return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
-
-
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,8 @@ from lightning_fxpipe.user_code.placement import Placement, device_of
 from lightning_fxpipe.user_code.silence import silencing
 
 
-def _symbol_values(fakes: Sequence[Tensor]) -> dict[Any, int]:
+def symbol_values(fakes: Iterable[Tensor]) -> dict[Any, int]:
+    """The example's value of every expression that is a size of the inputs and no number."""
     sizes = [size for fake in fakes for size in fake.shape if isinstance(size, torch.SymInt)]
     return {symbolic_expression(size): size_hint(size) for size in sizes}
 
@@ -75,7 +76,7 @@ def fake_run(
     """Exchanges all tensors of the module for fakes, and records what the block runs."""
     world = FakeWorld()
     lasting = lasting_objects(root)
-    template = taken_apart(root, call, lasting)
+    template = taken_apart(call, lasting)
     context = context_of(call)
     placement = Placement(root, device or device_of(template.tensors))
     fqns: dict[int, str] = {}
@@ -100,6 +101,9 @@ def fake_run(
         torch.inference_mode(False),
         context.active(),
     ):
+        fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
+        names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
+        sizes = symbol_values(fakes)
         settings = RecorderSettings(
             modules=dict(root.named_modules()),
             tensor_fqns=fqns,
@@ -108,14 +112,12 @@ def fake_run(
             lasting=lasting,
             answers_looks=answers_looks,
             learned=learned or Learned(),
+            inputs=dict(zip(names, template.tensors, strict=True)),
+            sizes=sizes,
         )
         recorder = call.make_recorder(settings)
-        fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
-        for index, fake in enumerate(fakes):
-            recorder.add_input(f"{INPUT_PREFIX}{index}", fake)
-        names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
-        sizes = _symbol_values(fakes)
-        recorder.use_examples(dict(zip(names, template.tensors, strict=True)), sizes)
+        for name, fake in zip(names, fakes, strict=True):
+            recorder.add_input(name, fake)
         with (
             silencing(),
             tracing_friendly_torch(),

@@ -44,7 +44,7 @@ class NotConstant(Exception):
 
 
 class FirstCalls:
-    """The values that a model has been given before it is recorded.
+    """The values that a model has been given before it is recorded. A context manager: an error in the block takes them back.
 
     Args:
         root: The model.
@@ -64,6 +64,13 @@ class FirstCalls:
         for place in values:
             self.paths.add(place.path)
             _set(roots, place)
+
+    def __enter__(self) -> FirstCalls:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.take_back()
 
     @property
     def is_endless(self) -> bool:

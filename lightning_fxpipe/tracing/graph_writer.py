@@ -34,6 +34,11 @@ class GraphWriter:
         tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
         lasting: By ``id``, objects that modules keep from one call to the next.
         region_path: Path of the module whose forward is written down.
+
+    Attributes:
+        graph: The graph.
+        constants: Tensors that are neither parameters, buffers nor results, by their names in the graph.
+        is_paused: Whether calls leave no nodes now.
     """
 
     def __init__(self, tensor_fqns: Mapping[int, str], lasting: Mapping[int, Any], region_path: str) -> None:
@@ -46,7 +51,7 @@ class GraphWriter:
         self._alive: list[Any] = []  # a freed tensor's id would be given to another
         self._module_stack = [region_path]
         self._last_input: fx.Node | None = None
-        self._paused = False
+        self.is_paused = False
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
         """Makes a tensor one of the graph's inputs."""
@@ -75,9 +80,7 @@ class GraphWriter:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             if not any(isinstance(leaf, (Tensor, *SYMBOLIC_TYPES)) for leaf in tree_leaves(value)):
                 return value
-            node = self.graph.call_function(type(value), tuple(self.argument(item) for item in value))
-            node.meta.update(module_path=self._current_path, source=user_source())
-            return node
+            return self._call_here(type(value), tuple(self.argument(item) for item in value))
         if isinstance(value, (tuple, list)):
             return type(value)([self.argument(item) for item in value])
         if isinstance(value, slice):
@@ -95,11 +98,20 @@ class GraphWriter:
             raise RecordError("a module with parameters is an argument of another one")
         tensors = [self.argument(template.tensors[index]) for index in sent]
         sizes = [self.argument(size) for size in template.sizes]
-        node = self.graph.call_function(refill(template.structure, sent), (tensors, sizes))
-        items = [self.graph.call_function(operator.getitem, (node, index)) for index in range(count)]
-        for made in (node, *items):
-            made.meta.update(module_path=self._current_path, source=user_source())
-        return node, items
+        node = self._call_here(refill(template.structure, sent), (tensors, sizes))
+        return node, [self._call_here(operator.getitem, (node, index)) for index in range(count)]
+
+    def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """The node of a call that the code does not make, but that what it does now needs."""
+        node = self.graph.call_function(function, args)
+        node.meta.update(module_path=self._current_path, source=user_source())
+        return node
+
+    def _part_of(self, call: fx.Node, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+        """The node that takes something out of what a call has made."""
+        node = self.graph.call_function(function, args)
+        node.meta.update(module_path=call.meta["module_path"], source=call.meta.get("source"), part_of=call)
+        return node
 
     def _tensor_argument(self, tensor: Tensor) -> fx.Node:
         node = self._nodes.get(id(tensor))
@@ -152,17 +164,13 @@ class GraphWriter:
             self._bind_inside(node, self._template_of(value), node)
         for getter, key, item in items:
             if self._template_of(item).tensors:
-                child = self.graph.call_function(getter, (node, key))
-                child.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"), part_of=node)
-                self._bind_output(item, child)
+                self._bind_output(item, self._part_of(node, getter, (node, key)))
 
     def _bind_inside(self, holder: fx.Node, template: Template, call: fx.Node) -> None:
         """Gives the tensors that a call left in an object nodes, where they have none."""
         for index, tensor in enumerate(template.tensors):
             if isinstance(tensor, FakeTensor) and id(tensor) not in self._nodes and id(tensor) not in self._tensor_fqns:
-                child = self.graph.call_function(tensor_of(index, len(template.tensors)), (holder,))
-                child.meta.update(module_path=call.meta["module_path"], source=call.meta.get("source"), part_of=call)
-                self._bind_tensor(tensor, child)
+                self._bind_tensor(tensor, self._part_of(call, tensor_of(index, len(template.tensors)), (holder,)))
 
     def _template_of(self, value: Any) -> Template:
         try:
@@ -177,11 +185,11 @@ class GraphWriter:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Records nothing during the block."""
-        before, self._paused = self._paused, True
+        before, self.is_paused = self.is_paused, True
         try:
             yield
         finally:
-            self._paused = before
+            self.is_paused = before
 
 
 def erase_unused(graph: fx.Graph) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
-from lightning_fxpipe.tracing.signals import HiddenTensor, InnerPlace, InnerResult, Learned, ProbeInside, RecordAgain
+from lightning_fxpipe.tracing.signals import HiddenTensor, InnerPlace, Learned, Lesson
 
 
 @dataclass
@@ -102,7 +103,7 @@ class InnerCalls:
         inside, number, index = place
         return _tensors(self._runs[-1].results[inside, number])[index]
 
-    def way_to(self, tensor: Tensor, learned: Learned) -> RecordAgain | None:
+    def way_to(self, tensor: Tensor, learned: Learned) -> Lesson | None:
         """How to get at a tensor that no node has made, if it is the result of a module inside a whole one.
 
         Args:
@@ -116,7 +117,7 @@ class InnerCalls:
             paths = {path for path, result in self._made_up for made in _tensors(result) if made is tensor}
             if paths and paths <= learned.probed_inside:
                 raise HiddenTensor("it has left a module that looks at tensor values by another way than its result")
-            return self._probe_inside() if paths else None
+            return self._probe_inside(learned) if paths else None
         for run in self._runs:
             for (inside, number), result in run.results.items():
                 for index, made in enumerate(_tensors(result)):
@@ -124,13 +125,14 @@ class InnerCalls:
                         continue
                     place = (inside, number, index)
                     if run.was_made_up:
-                        return self._probe_inside() if run.path not in learned.probed_inside else None
-                    return None if place in learned.inner_results.get(run.path, ()) else InnerResult(run.path, place)
+                        return self._probe_inside(learned) if run.path not in learned.probed_inside else None
+                    is_taken = place in learned.inner_results.get(run.path, ())
+                    return None if is_taken else partial(learned.add_inner_result, run.path, place)
         return None
 
-    def _probe_inside(self) -> ProbeInside:
+    def _probe_inside(self, learned: Learned) -> Lesson:
         """For all that were made up: where one lets something out, those like it do."""
-        return ProbeInside(frozenset(run.path for run in self._runs if run.was_made_up))
+        return partial(learned.probed_inside.update, {run.path for run in self._runs if run.was_made_up})
 
 
 def _tensors(result: Any) -> tuple[Tensor, ...]:

@@ -45,7 +45,7 @@ from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.inner_results import InnerCalls
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
-from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, OpenedSets, RecordAgain, RecordError
+from lightning_fxpipe.tracing.signals import Learned, Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
     NORMALISATIONS,
@@ -81,6 +81,8 @@ class RecorderSettings:
         lasting: By ``id``, objects that modules keep from one call to the next.
         answers_looks: Whether a module inside the region's that looks at values of the inputs may be opened.
         learned: What earlier recordings have shown.
+        inputs: The real inputs, by the graph's placeholders.
+        sizes: Values of the symbols.
     """
 
     modules: Mapping[str, nn.Module]
@@ -90,6 +92,8 @@ class RecorderSettings:
     lasting: Mapping[int, Any]
     answers_looks: bool = True
     learned: Learned = field(default_factory=Learned)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    sizes: Mapping[Any, int] = field(default_factory=dict)
 
 
 class Recorder(GraphWriter, TorchFunctionMode):
@@ -104,29 +108,23 @@ class Recorder(GraphWriter, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
-        self.lessons: list[RecordAgain] = []  # what has to be known to record it, and was not
+        self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
         self.looks = Looks()
         self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
-        self._is_whole = settings.is_whole
-        self._device_type = settings.device_type
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
         self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
-        self._examples: Examples | None = None
+        self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
         self._module_call = nn.Module.__call__
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
         self._watches: list[Snapshot] = []  # of what opened code may change, which is running
         self._checkpoints: tuple[Checkpoint, ...] = ()  # that run now, the outermost first
-        self._ambient = CallContext.current(self._device_type)
-
-    def use_examples(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int]) -> None:
-        """Gives the real inputs and the values of the symbols, for questions about values."""
-        self._examples = Examples(inputs, sizes, self.constants)
+        self._ambient = CallContext.current(settings.device_type)
 
     # ------------------------------------------------------------------ torch calls
 
@@ -134,9 +132,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused and self._seen is not None:
+        if self.is_paused and self._seen is not None:
             self._seen.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        if self._paused or is_query(func):
+        if self.is_paused or is_query(func):
             if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
             return shape_only(func, args)(*args, **kwargs)
@@ -218,7 +216,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     ) -> fx.Node:
         node = self.graph.create_node(operation, target, args, kwargs)
         node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated, checkpoints=self._checkpoints)
-        context = CallContext.current(self._device_type)
+        context = CallContext.current(self._settings.device_type)
         if context != self._ambient:
             # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
             node.meta["context"] = context
@@ -234,9 +232,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a module: recorded as one node, or inside a node for each of its calls."""
         path = self._module_paths.get(id(module))
-        if self._paused or path is None or self._in_own_call[-1:] == [module]:
+        if self.is_paused or path is None or self._in_own_call[-1:] == [module]:
             return self._call_inside(original_call, path, module, args, kwargs)
-        if self._is_whole(path, module):
+        if self._settings.is_whole(path, module):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
         self._in_own_call.append(module if original_call is not self._module_call else None)
@@ -277,7 +275,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if names:
             self.changed_by_opened[path] = sorted(names)[0]
             if not self._settings.learned.watches_state:
-                self.lessons.append(OpenedSets())
+                self.lessons.append(self._settings.learned.watch_state)
 
     def _may_leave_tensors(self) -> bool:
         """Whether the opened module that runs may set tensors on itself: where somebody sets them in every run."""
@@ -313,10 +311,12 @@ class Recorder(GraphWriter, TorchFunctionMode):
             sent = [index for index, tensor in enumerate(before.tensors) if id(tensor) in seen]
             holder, items = self._refill(before, sent, len(objects))
             made_anew = {id(value): item for value, item in zip(objects, items, strict=True)}
-        node_args = tuple(made_anew[id(arg)] if id(arg) in made_anew else self.argument(arg) for arg in args)
-        node_kwargs = {
-            key: made_anew[id(value)] if id(value) in made_anew else self.argument(value) for key, value in kwargs.items()
-        }
+
+        def argument(value: Any) -> Any:
+            return made_anew[id(value)] if id(value) in made_anew else self.argument(value)
+
+        node_args = tuple(map(argument, args))
+        node_kwargs = {key: argument(value) for key, value in kwargs.items()}
         places = self._settings.learned.inner_results.get(path, ())
         taken = [self._inner_calls.tensor(place) for place in places]
         returned = (result, (*sides.values(), *taken)) if sides or taken else result
@@ -376,7 +376,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         """The tensor's value in the traced call, where it follows from the inputs."""
         node = self._nodes.get(id(tensor))
         try:
-            return self._examples.value(node) if node is not None and self._examples is not None else None
+            return None if node is None else self._examples.value(node)
         except NoExample:
             return None
 
@@ -389,8 +389,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if len(self._module_stack) > 1 and not self._settings.answers_looks:
             raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
         try:
-            if self._examples is None:
-                raise NoExample("there is no example")
             with self.pause():
                 return self.looks.answer(func, self._tensor_argument(tensor), self._examples)
         except NoExample as error:
@@ -416,7 +414,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             NoExample: It follows from the inputs, weights or random numbers, or is not known.
         """
         node = self._nodes.get(id(tensor))
-        if node is None or self._examples is None:
+        if node is None:
             raise NoExample("it is no result of a recorded call")
         value: Tensor = self._examples.constant(node)
         return value
@@ -425,8 +423,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
         """Answers ``if tensor:`` in opened code as the traced call does, and has it checked in every later call."""
         node = self._tensor_argument(tensor)
         try:
-            if self._examples is None:
-                raise NoExample("there is no example")
             with self.pause():
                 outcomes = self._examples.outcomes(node)
         except NoExample as error:
@@ -434,15 +430,14 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if len(outcomes) > 1:
             raise RecordError("its Python takes a path at random")
         (expected,) = outcomes
-        check = self.graph.call_function(same_answer(expected, user_source()), (node,))
-        check.meta.update(module_path=self._current_path, source=user_source(), checks=True)
+        self._call_here(same_answer(expected, user_source()), (node,)).meta["checks"] = True
         return expected
 
     @contextmanager
     def under_checkpoint(self, options: Mapping[str, Any]) -> Iterator[None]:
         """Marks the nodes made during the block as recorded under a checkpoint."""
         before = self._checkpoints
-        if not self._paused:
+        if not self.is_paused:
             self._checkpoints = (*before, Checkpoint(options))
         try:
             yield
@@ -472,12 +467,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @property
     def is_recording(self) -> bool:
         """Whether what runs now becomes part of the graph."""
-        return not self._paused
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether calls leave no nodes now."""
-        return self._paused
+        return not self.is_paused
 
     @contextmanager
     def _seen_tensors(self, asked: bool) -> Iterator[set[int]]:

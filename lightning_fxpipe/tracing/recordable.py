@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from lightning_fxpipe.tracing.step_record import StepRecord
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.objects import lasting_objects
 from lightning_fxpipe.user_code.placement import device_of
+from lightning_fxpipe.user_code.step_code import code_of
 
 INPUT_PREFIX = "region_input_"
 
@@ -86,7 +86,7 @@ class Recordable(ABC):
 
     def source(self, root: nn.Module) -> str:
         """``file:line`` of the recorded code."""
-        code = getattr(inspect.unwrap(self.code(root)), "__code__", None)
+        code = code_of(self.code(root))
         return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
 
     @abstractmethod
@@ -165,8 +165,9 @@ class RegionCall(Recordable):
 
     def choose_results(self, num_results: int) -> tuple[int, ...]:
         """Those that the step uses, where they are known."""
-        is_known = self.wanted is not None and self.wanted.total == num_results
-        return self.wanted.positions if is_known and self.wanted is not None else super().choose_results(num_results)
+        if self.wanted is None or self.wanted.total != num_results:
+            return super().choose_results(num_results)
+        return self.wanted.positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
     Raises:
         TraceError: An argument has tensors that cannot be exchanged.
     """
-    template = taken_apart(root, call, lasting_objects(root))
+    template = taken_apart(call, lasting_objects(root))
     region = root.get_submodule(call.opened_path or "")
     signature = Signature(
         label=call.label,
@@ -202,11 +203,10 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
     return signature, tuple(tuple(tensor.shape) for tensor in template.tensors)
 
 
-def taken_apart(root: nn.Module, call: Recordable, lasting: Mapping[int, Any]) -> Template:
+def taken_apart(call: Recordable, lasting: Mapping[int, Any]) -> Template:
     """What the call gets, as tensors and the rest.
 
     Args:
-        root: The module that paths are relative to.
         call: The call.
         lasting: By ``id``, objects that modules keep from one call to the next.
 

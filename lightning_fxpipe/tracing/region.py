@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.placement import device_of
+from lightning_fxpipe.user_code.step_code import code_of
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 IsRegion = Callable[[nn.Module], bool]
@@ -81,16 +82,6 @@ class _RegionReached(BaseException):
     """Ends the step at the region's call; not an ``Exception``, so that the step's own handlers let it pass."""
 
 
-@dataclass(frozen=True)
-class _Reached:
-    """The region's call. No exception is kept: it would keep the frames that it came through, and these their tensors."""
-
-    path: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    context: CallContext
-
-
 def find_region(
     root: nn.Module,
     step: StepCall,
@@ -116,12 +107,24 @@ def find_region(
         if id(module) in paths and holds_any(module):
             if is_region(module):
                 found_on = device or device_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-                found.append(_Reached(paths[id(module)], args, kwargs, CallContext.current(found_on.type)))
+                found.append(
+                    RegionCall(
+                        path=paths[id(module)],
+                        args=args,
+                        kwargs=kwargs,
+                        batch_size=batch_size,
+                        batch_dim=batch_dim,
+                        prelude_paths=tuple(prelude),
+                        context=CallContext.current(found_on.type),
+                    )
+                )
                 raise _RegionReached
             prelude[paths[id(module)]] = None
         return original_call(module, *args, **kwargs)
 
-    found: list[_Reached] = []  # the first counts, though the step may catch it with all that it catches
+    # The first counts, though the step may go on where it catches everything. No exception is kept: it would keep the frames
+    # that it came through, and these their tensors.
+    found: list[RegionCall] = []
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
@@ -133,17 +136,7 @@ def find_region(
             raise
     if not found:
         raise _no_region(step.function)
-    reached = found[0]
-    region = RegionCall(
-        path=reached.path,
-        args=reached.args,
-        kwargs=reached.kwargs,
-        batch_size=batch_size,
-        batch_dim=batch_dim,
-        prelude_paths=tuple(prelude),
-        context=reached.context,
-        prelude=run.facts,
-    )
+    region = replace(found[0], prelude=run.facts)
     leaves = [leaf for leaf in tree_leaves((region.args, region.kwargs)) if isinstance(leaf, Tensor)]
     trained = [leaf for leaf in leaves if leaf.requires_grad] if torch.is_grad_enabled() else []
     if trained and not depends_on_parameters(trained, root):
@@ -160,7 +153,7 @@ def find_region(
 
 
 def _source(function: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = code_of(function)
     name = str(getattr(function, "__qualname__", function))
     return f"{name}, {code.co_filename}:{code.co_firstlineno}" if code else name
 

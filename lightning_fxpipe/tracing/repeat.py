@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import FakeWorld, size_hint, symbolic_expression
+from lightning_fxpipe._compat.torch import FakeWorld, size_hint
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, tensor_bytes
+from lightning_fxpipe.tracing.examples import call_function_node, filled_argument
+from lightning_fxpipe.tracing.fake_run import symbol_values
+from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.exchange import exchanged_tensors
 from lightning_fxpipe.user_code.placement import Placement
@@ -53,13 +56,10 @@ class Repeat:
             values: Those of its operands.
             call_module: Makes the call where it is one of a module.
         """
-        args, kwargs = self._argument(node.args, values), self._argument(node.kwargs, values)
+        args, kwargs = filled_argument((node.args, node.kwargs), values, self._number)
         if node.op == "call_module":
             return call_module(self._traced.root.get_submodule(str(node.target)), args, kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert callable(node.target)
-        return node.target(*args, **kwargs)
+        return call_function_node(node, args, kwargs)
 
     @contextmanager
     def module_on_fakes(self, module: nn.Module) -> Iterator[None]:
@@ -81,26 +81,13 @@ class Repeat:
     def _sizes(self) -> dict[Any, int]:
         return example_sizes(self._traced)
 
-    def _argument(self, value: Any, values: Mapping[fx.Node, Any]) -> Any:
-        if isinstance(value, fx.Node):
-            return values[value]
-        if isinstance(value, SymbolicSize):
-            expression = value.expression.xreplace(self._traced.world.replacements())
-            return as_number(expression.subs(self._sizes))
-        if isinstance(value, (tuple, list)):
-            items = [self._argument(item, values) for item in value]
-            return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, Mapping):
-            return {key: self._argument(item, values) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(*(self._argument(bound, values) for bound in (value.start, value.stop, value.step)))
-        return value
+    def _number(self, size: SymbolicSize) -> int | float | bool:
+        return as_number(size.expression.xreplace(self._traced.world.replacements()).subs(self._sizes))
 
 
 def example_sizes(traced: TracedRegion) -> dict[Any, int]:
     """The example's value of every expression that is a size of an input and no number."""
-    sizes = [size for node in traced.input_nodes for size in node.meta["val"].shape]
-    return {symbolic_expression(size): size_hint(size) for size in sizes if isinstance(size, torch.SymInt)}
+    return symbol_values(node.meta["val"] for node in traced.input_nodes)
 
 
 def has_known_size(value: Tensor) -> bool:
@@ -119,12 +106,7 @@ def is_of_torch(node: fx.Node) -> bool:
     return node.op == "call_method" or home.split(".")[0] in ("torch", "_operator", "builtins")
 
 
-@contextmanager
-def modes_of(node: fx.Node) -> Iterator[None]:
+def modes_of(node: fx.Node) -> AbstractContextManager[None]:
     """During the block the grad and autocast modes are those that a node's call was made under."""
-    context = node.meta.get("context")
-    if context is None:
-        yield
-    else:
-        with context.active():
-            yield
+    context: CallContext | None = node.meta.get("context")
+    return nullcontext() if context is None else context.active()

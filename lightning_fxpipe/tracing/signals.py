@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Path of a module inside a whole one, which of its calls, and which of the tensors in that call's result.
 InnerPlace = tuple[str, int, int]
+# Adds to what is learned; not while the recording goes on that has shown it.
+Lesson = Callable[[], None]
 
 
 class RecordError(BaseException):
@@ -37,20 +39,8 @@ class MustStayWhole(BaseException):
         self.path, self.reason, self.source = path, reason, source
 
 
-class CannotCut(Exception):
-    """A region has too few places for cuts, and nothing in it is closed: neither another look at it nor a part of it has more.
-
-    Args:
-        reason: The error that says so.
-    """
-
-    def __init__(self, reason: FxPipeError) -> None:
-        super().__init__(reason.what)
-        self.reason = reason
-
-
-class CannotFollow(Exception):
-    """A step that trains nothing cannot be cut as the plan says. Raised on every rank.
+class _Because(Exception):
+    """What an error means for us.
 
     Args:
         reason: The error that says why.
@@ -59,6 +49,14 @@ class CannotFollow(Exception):
     def __init__(self, reason: FxPipeError) -> None:
         super().__init__(reason.what)
         self.reason = reason
+
+
+class CannotCut(_Because):
+    """A region has too few places for cuts, and nothing in it is closed: no other look at it, and no part of it, has more."""
+
+
+class CannotFollow(_Because):
+    """A step that trains nothing cannot be cut as the plan says. Raised on every rank."""
 
 
 class StepFailed(CannotFollow):
@@ -83,64 +81,21 @@ class Learned:
     watches_state: bool = False
     given: set[tuple[Any, ...]] = field(default_factory=set)
 
+    def add_inner_result(self, path: str, place: InnerPlace) -> None:
+        """A tensor is used that a module inside a whole one has returned: the whole one, at ``path``, is to return it, too."""
+        self.inner_results[path] = tuple(dict.fromkeys((*self.inner_results.get(path, ()), place)))
+
+    def watch_state(self) -> None:
+        """An opened module has set something: it matters what else is set, and by whom."""
+        self.watches_state = True
+
 
 class RecordAgain(BaseException):
-    """The trace starts again, and knows more."""
+    """The trace starts again, and knows more: each of the ``lessons`` adds something to what is learned."""
 
-    def teach(self, learned: Learned) -> None:
-        """Adds what is known now."""
-        raise NotImplementedError
-
-
-class InnerResult(RecordAgain):
-    """A tensor is used that a module inside a whole one has returned: the whole one is to return it, too.
-
-    Args:
-        path: The whole module.
-        place: The result.
-    """
-
-    def __init__(self, path: str, place: InnerPlace) -> None:
-        super().__init__(path, place)
-        self.path, self.place = path, place
-
-    def teach(self, learned: Learned) -> None:
-        """Adds the place to those that the module returns."""
-        known = learned.inner_results.get(self.path, ())
-        learned.inner_results[self.path] = tuple(dict.fromkeys((*known, self.place)))
-
-
-class ProbeInside(RecordAgain):
-    """Whole modules that look at values let a tensor out: only what looks at values inside them is to be probed."""
-
-    def __init__(self, paths: frozenset[str]) -> None:
-        super().__init__(*sorted(paths))
-        self.paths = paths
-
-    def teach(self, learned: Learned) -> None:
-        """Adds the modules."""
-        learned.probed_inside |= self.paths
-
-
-class OpenedSets(RecordAgain):
-    """An opened module has set something: it matters what else is set, and by whom."""
-
-    def teach(self, learned: Learned) -> None:
-        """Has the model's state watched."""
-        learned.watches_state = True
-
-
-class Lessons(RecordAgain):
-    """Several of them."""
-
-    def __init__(self, lessons: Sequence[RecordAgain]) -> None:
-        super().__init__(*lessons)
+    def __init__(self, lessons: Sequence[Lesson]) -> None:
+        super().__init__()
         self.lessons = lessons
-
-    def teach(self, learned: Learned) -> None:
-        """Adds each."""
-        for lesson in self.lessons:
-            lesson.teach(learned)
 
 
 class FirstCallSets(BaseException):

@@ -11,9 +11,9 @@ made it. Numbers are the same in every run of the step, fake or real, as long as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,30 +33,12 @@ from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.region import StepCall
-from lightning_fxpipe.tracing.step_record import RecordedCall, StepRecord, TensorKey
+from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord, TensorKey
 from lightning_fxpipe.tracing.torch_calls import is_query
 from lightning_fxpipe.user_code.calls import call_name
 from lightning_fxpipe.user_code.frames import user_source
 
 _BATCH = -1  # stands for the batch in a TensorKey
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """Which of a step's calls are the region.
-
-    Attributes:
-        first, last: Numbers of the first and last call.
-        wanted: The tensors that later code uses, in the order in which they are made.
-        answers: What code before the region has seen when it looked at values, by the number of the call.
-        transparent: Paths of modules whose forward counts as the step's own code: it is its calls that have numbers.
-    """
-
-    first: int
-    last: int
-    wanted: tuple[TensorKey, ...]
-    answers: Mapping[int, Any] = field(default_factory=dict)
-    transparent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +60,12 @@ class StepRegion(Recordable):
 
     def example(self) -> Any:
         """The batch, and what follows the batch's index among the step's arguments."""
-        return _example(self.step)
+        # The batch's index is another one every time, and no part of what makes two calls alike.
+        return self.step.args[0] if self.step.args else None, self.step.args[2:]
 
     def code(self, root: nn.Module) -> Any:
         """The step's function."""
-        return _function(self.step)
+        return self.step.function
 
     def make_recorder(self, settings: RecorderSettings) -> SpanRecorder:
         """One for what the span's calls do."""
@@ -98,15 +81,7 @@ class StepRegion(Recordable):
 
     def record_of(self, recorder: SpanRecorder) -> StepRecord:
         """The calls of the step within the region."""
-        return StepRecord(
-            first=self.span.first,
-            last=self.span.last,
-            calls=tuple(recorder.calls),
-            inputs=tuple(recorder.inputs),
-            outputs=self.span.wanted,
-            answers=self.span.answers,
-            transparent=self.span.transparent,
-        )
+        return StepRecord(**vars(self.span), calls=tuple(recorder.calls), inputs=tuple(recorder.inputs))
 
 
 class _SpanEnds(BaseException):
@@ -171,12 +146,12 @@ class SpanRecorder(Recorder):
     @property
     def is_recording(self) -> bool:
         """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
-        return not self._paused and self._count > self._span.first
+        return not self.is_paused and self._count > self._span.first
 
     @property
     def _is_nested(self) -> bool:
         """Whether a call is made by a module, or by us."""
-        return self._paused or len(self._module_stack) > 1
+        return self.is_paused or len(self._module_stack) > 1
 
     def _number(
         self,
@@ -275,7 +250,8 @@ class SpanRecorder(Recorder):
     def _tensor_argument(self, tensor: Tensor) -> fx.Node:
         key = self._keys.get(id(tensor))
         if id(tensor) not in self._nodes and key is not None and key.call < self._span.first:
-            return self._add_span_input(tensor, key)
+            self.inputs.append(key)
+            return self.add_input(f"{INPUT_PREFIX}{len(self.inputs) - 1}", tensor)
         return super()._tensor_argument(tensor)
 
     def _name_unknown(self, tensor: Tensor) -> str:
@@ -283,11 +259,6 @@ class SpanRecorder(Recorder):
             return super()._name_unknown(tensor)
         # What the step's own code has by another way than from its calls, it would not have in a run in stages.
         return GraphWriter._name_unknown(self, tensor)
-
-    def _add_span_input(self, tensor: Tensor, key: TensorKey) -> fx.Node:
-        node = self.add_input(f"{INPUT_PREFIX}{len(self.inputs)}", tensor)
-        self.inputs.append(key)
-        return node
 
 
 def _nodes_after(graph: fx.Graph, last: fx.Node | None) -> list[fx.Node]:
@@ -304,18 +275,9 @@ def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., N
         return step.function(batch, *step.args[1:2], *further, **step.kwargs)
 
 
-def _example(step: StepCall) -> Any:
-    # The batch's index is another one every time, and no part of what makes two calls alike.
-    return step.args[0] if step.args else None, step.args[2:]
-
-
-def _function(step: StepCall) -> Callable[..., Any]:
-    function = step.function
-    while hasattr(function, "func"):
-        function = function.func
-    return function
-
-
 def step_name(step: StepCall) -> str:
     """Name of the step's function, for messages."""
-    return getattr(_function(step), "__name__", "the step")
+    function = step.function
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", "the step")

@@ -28,6 +28,24 @@ class TensorKey:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Span:
+    """Which of a step's calls are the region.
+
+    Attributes:
+        first, last: Numbers of the first and last call.
+        wanted: The tensors that later code uses, in the order in which they are made.
+        answers: What code before the region has seen when it looked at values, by the number of the call.
+        transparent: Paths of modules whose forward counts as the step's own code: it is its calls that have numbers.
+    """
+
+    first: int
+    last: int
+    wanted: tuple[TensorKey, ...]
+    answers: Mapping[int, Any] = field(default_factory=dict)
+    transparent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordedCall:
     """A call that the step makes itself, within the region.
 
@@ -58,22 +76,13 @@ class RecordedCall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """The calls of a region that spans several of a step's calls.
+class StepRecord(Span):
+    """A region that spans several of a step's calls, as it was recorded; its ``wanted`` tensors are the graph's outputs.
 
     Attributes:
-        first, last: Numbers of the region's first and last call.
-        calls: The calls between, in order.
+        calls: The calls between the first and the last, in order.
         inputs: Where each of the graph's inputs comes from.
-        outputs: Which tensors the graph's outputs are.
-        answers: What code before the region has seen when it looked at values, by the number of the call.
-        transparent: Paths of modules whose forward counts as the step's own code.
     """
 
-    first: int
-    last: int
     calls: tuple[RecordedCall, ...]
     inputs: tuple[TensorKey, ...]
-    outputs: tuple[TensorKey, ...]
-    answers: Mapping[int, Any] = field(default_factory=dict)
-    transparent: frozenset[str] = frozenset()

@@ -18,11 +18,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import (
-    FakeWorld,
-    depends_on_data,
-    has_hooks,
-)
+from lightning_fxpipe._compat.torch import FakeWorld, depends_on_data, has_hooks
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
@@ -37,7 +33,7 @@ from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
-from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, Lessons, MustStayWhole, RecordAgain, RecordError
+from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.step_record import StepRecord
 from lightning_fxpipe.tracing.structure_guards import StructureKey
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
@@ -168,7 +164,6 @@ def trace_region(
     *,
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
-    wanted: Collection[int] | None = None,
     check: bool = True,
     answers_looks: bool = True,
 ) -> TracedRegion:
@@ -183,9 +178,6 @@ def trace_region(
         opened: Paths of the modules inside which nodes are wanted; the called module itself always is. ``None`` opens
             everything down to torch.nn's own modules.
         device: Device that the module is taken to be on; by default that of the call's tensors.
-        wanted: Which of the tensors in the result are needed, by their place in ``Template.of(result).tensors``; the others
-            are left out of the graph's outputs, and come out as stand-ins that nobody may look at. ``None`` leaves it to
-            the call.
         check: Whether to record twice and compare; without, the graph is good for planning only.
         answers_looks: Whether modules that look at values of the inputs may be opened; otherwise they stay whole.
 
@@ -193,55 +185,37 @@ def trace_region(
         TraceError: The Python of the called module itself cannot be recorded.
     """
     signature, _ = sign(root, call)
-    first_calls = FirstCalls(root)
-    try:
-        return _trace(root, call, signature, opened, device, wanted, first_calls, check=check, answers_looks=answers_looks)
-    except BaseException:
-        first_calls.take_back()
-        raise
+    with FirstCalls(root) as first_calls:
+        learned = Learned(given=first_calls.paths)
+        record = partial(_record, root, call, signature, device=device, answers_looks=answers_looks, learned=learned)
 
+        def keep_whole(stop: MustStayWhole) -> None:
+            first_calls.take_back()
+            if stop.path in ("", call.opened_path) or stop.path in learned.kept_whole:
+                raise _untraceable(root, call, stop.reason, stop.source) from stop
+            learned.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
 
-def _trace(
-    root: nn.Module,
-    call: Recordable,
-    signature: Signature,
-    opened: Collection[str] | None,
-    device: torch.device | None,
-    wanted: Collection[int] | None,
-    first_calls: FirstCalls,
-    *,
-    check: bool,
-    answers_looks: bool,
-) -> TracedRegion:
-    learned = Learned(given=first_calls.paths)
-    record = partial(_record, root, call, signature, device=device, wanted=wanted, answers_looks=answers_looks, learned=learned)
-
-    def keep_whole(stop: MustStayWhole) -> None:
-        first_calls.take_back()
-        if stop.path in ("", call.opened_path) or stop.path in learned.kept_whole:
-            raise _untraceable(root, call, stop.reason, stop.source) from stop
-        learned.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
-
-    while True:
-        try:
-            traced, drew = record(opened)
-            again = record(opened)[0] if check else traced
-        except FirstCallSets as sets:
-            first_calls.give(sets.values)
-            if first_calls.is_endless:
-                keep_whole(sets.otherwise)
-        except RecordAgain as knowing_more:
-            knowing_more.teach(learned)
-        except MustStayWhole as stop:
-            keep_whole(stop)
-        except RecordError as error:
-            raise _untraceable(root, call, error.reason, error.source) from error
-        else:
-            _check_deterministic(root, call, traced.graph, again.graph, drew)
-            drawing = traced.drawing - set(learned.kept_whole)
-            if opened is None or not drawing:
-                return traced
-            opened = {*opened, *drawing}
+        while True:
+            try:
+                traced, drew = record(opened)
+                again = record(opened)[0] if check else traced
+            except FirstCallSets as sets:
+                first_calls.give(sets.values)
+                if first_calls.is_endless:
+                    keep_whole(sets.otherwise)
+            except RecordAgain as knowing_more:
+                for learn in knowing_more.lessons:
+                    learn()
+            except MustStayWhole as stop:
+                keep_whole(stop)
+            except RecordError as error:
+                raise _untraceable(root, call, error.reason, error.source) from error
+            else:
+                _check_deterministic(root, call, traced.graph, again.graph, drew)
+                drawing = traced.drawing - set(learned.kept_whole)
+                if opened is None or not drawing:
+                    return traced
+                opened = {*opened, *drawing}
 
 
 def _record(
@@ -251,7 +225,6 @@ def _record(
     opened: Collection[str] | None,
     *,
     device: torch.device | None,
-    wanted: Collection[int] | None,
     answers_looks: bool,
     learned: Learned,
 ) -> tuple[TracedRegion, bool]:
@@ -295,7 +268,7 @@ def _record(
                 raise _untraceable(root, call, reason, source) from error
             settle()
             output = _taken_apart(result, run.lasting)
-            chosen = call.choose_results(len(output.tensors)) if wanted is None else tuple(sorted(wanted))
+            chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
     structure = StructureKey.of_graph(recorder.graph, actually_opened)
@@ -331,10 +304,10 @@ def _lessons_first(recorder: Recorder) -> Iterator[None]:
         yield
     except (Exception, RecordError, MustStayWhole) as error:
         if recorder.lessons:
-            raise Lessons(recorder.lessons) from error
+            raise RecordAgain(recorder.lessons) from error
         raise
     if recorder.lessons:
-        raise Lessons(recorder.lessons)
+        raise RecordAgain(recorder.lessons)
 
 
 def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:

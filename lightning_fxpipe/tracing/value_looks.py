@@ -47,7 +47,7 @@ class Looks:
             NoExample: The value does not follow from the inputs.
         """
         answer = _answer(function, examples.value(node))
-        needed = set(cone(node))
+        needed = cone(node)
         for other in node.graph.nodes:
             if other in needed and other not in self._copies:
                 self._copies[other] = self._graph.node_copy(other, self._copies.__getitem__)

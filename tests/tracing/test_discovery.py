@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.tracing.discovery import locate_region
+from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.region import StepCall
 from lightning_fxpipe.tracing.span import StepRegion
@@ -56,7 +56,7 @@ def found(step: Callable[[Any, Tensor], Any]) -> Any:
 
 def found_and_traced(step: Callable[[Any, Tensor], Any]) -> tuple[Any, Any]:
     module = Lit(step)
-    region = locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    region = next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
     return region, trace_region(module, region)
 
 
@@ -184,14 +184,14 @@ def test_a_tensor_hidden_elsewhere_is_refused() -> None:
     module = Lit(step)
     module.hides = Hides(6, 6)
     with pytest.raises(TraceError, match="has left somewhere"):
-        locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+        next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 
 def test_the_module_and_the_generators_are_left_as_they_were() -> None:
     module = Lit(vae)
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6, generator=torch.Generator())), batch_size=BATCH)
+    next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6, generator=torch.Generator())), batch_size=BATCH))
     assert torch.equal(torch.get_rng_state(), state)
     assert module.kept == []
     assert not any(isinstance(parameter.grad, Tensor) for parameter in module.parameters())
@@ -259,7 +259,7 @@ def test_only_what_the_step_uses_or_may_use_of_a_result_is_wanted(step: Any, exp
         training_step = step
 
     module = Module(step)
-    region = locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    region = next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
     assert isinstance(region, RegionCall)
     assert (region.wanted and region.wanted.positions) == expected
     traced = trace_region(module, region)
@@ -297,13 +297,13 @@ def test_a_tensor_that_a_hook_has_taken_from_inside_the_model_is_refused() -> No
     module.keeps = KeepsOnce()
     module.keeps.layer.register_forward_hook(lambda layer, args, output: stash.append(output))
     with pytest.raises(TraceError, match="has left somewhere"):
-        locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+        next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 
 def test_what_a_first_call_leaves_once_and_for_all_is_no_output() -> None:
     module = Lit(lambda module, x: module.keeps(x).mean())
     module.keeps = KeepsOnce()
-    region = locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    region = next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
     assert isinstance(region, RegionCall)
 
 
@@ -315,6 +315,6 @@ def test_a_step_that_goes_another_way_a_second_time_has_left_what_it_left() -> N
 
     batch = -torch.ones(BATCH, 6)
     module = Lit(step)
-    region = locate_region(module, StepCall.of_training(module, batch), batch_size=BATCH)
+    region = next(regions(module, StepCall.of_training(module, batch), batch_size=BATCH))
     assert isinstance(region, StepRegion)
     assert "keeps.penalty" in [key.name for key in region.span.wanted]

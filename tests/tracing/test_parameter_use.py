@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.runtime.replay import watched_step
-from lightning_fxpipe.tracing.discovery import locate_region
+from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.parameter_use import ParameterMisuse, check_call, check_same_parameters, parameters_by_name
 from lightning_fxpipe.tracing.region import StepCall
 
@@ -41,7 +41,7 @@ class Lit(L.LightningModule):
 
 def discover(before: Action = lambda _: None, after: Action = lambda _: None) -> None:
     module = Lit(before, after)
-    locate_region(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 
 @torch.no_grad()
