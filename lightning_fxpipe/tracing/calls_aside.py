@@ -54,7 +54,8 @@ class CallsAside:
         Raises:
             RecordError: It holds a tensor that a call aside has changed.
         """
-        if self._memory and not self._memory.isdisjoint(_memory_of(_held_by(module))):
+        held = (tensor for child in module.modules() for tensor in attribute_tensors(child))
+        if self._memory and not self._memory.isdisjoint(_memory_of(held)):
             raise RecordError(f"the step changes a tensor of {path or 'the module'} before it calls it")
 
     def erase(self, graph: fx.Graph) -> None:
@@ -72,10 +73,6 @@ class CallsAside:
 
 def _memory_of(leaves: Iterable[object]) -> set[int]:
     return {storage_key(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided}
-
-
-def _held_by(module: nn.Module) -> Iterable[object]:
-    return (tensor for child in module.modules() for tensor in attribute_tensors(child))
 
 
 def attribute_tensors(module: nn.Module) -> list[Tensor]:

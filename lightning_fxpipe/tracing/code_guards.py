@@ -73,12 +73,7 @@ _RUN_NAMES = {
 
 
 def code_guards(root: nn.Module, opened: Iterable[str]) -> dict[GuardKey, Any]:
-    """What the code of opened modules may read, with the values of today.
-
-    Args:
-        root: The module.
-        opened: Paths of the modules whose forward is recorded.
-    """
+    """What the code of the modules at the ``opened`` paths, whose forward is recorded, may read; with the values of today."""
     found: dict[GuardKey, Any] = {}
     for path in opened:
         module = root.get_submodule(path)

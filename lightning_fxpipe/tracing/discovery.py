@@ -34,7 +34,7 @@ from lightning_fxpipe.tracing.parameter_use import (
 )
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.record import RecorderSettings
-from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, WantedResults
+from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
@@ -144,7 +144,6 @@ def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
             discovery.know_batch(Template.of(run.example).tensors)
             discovery.note_use(run_step(root, step, run.example, lambda *logged, **more: discovery.note_use((logged, more))))
             discovery.note_use([attribute_tensors(module) for module in root.modules()])
-            discovery.completed = True
             discovery.caches = _caches(root, step, run.example, discovery)
             own = [(key[0], value) for key, value in run.guards.items() if isinstance(key, tuple)]
             discovery.is_fixed &= not any(path is None or isinstance(value, bool) for path, value in own)
@@ -211,7 +210,6 @@ class _Discovery(SpanRecorder):
         self.calls_model = False
         self.misuse: ParameterMisuse | None = None
         self.answers: dict[int, Any] = {}  # to looks at values, by the number of the call
-        self.completed = False
         # Whether the step uses the same for every batch, as far as its code tells.
         self.is_fixed = not may_differ_between_batches(whole.root, whole.step.function)
         self._reachable: set[TensorKey] = set()  # what the step could use after the last of the users
@@ -221,7 +219,7 @@ class _Discovery(SpanRecorder):
         self._root = root = whole.root
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
         self._first_look: str | None = None
-        self._end: str | None = None
+        self._end: str | None = None  # why the step has not come to its end, if it has not
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
         self.called: set[str | None] = set()  # modules
         self.is_second_run = False  # where a module that looks at values may do anything, and ends the run
@@ -362,20 +360,20 @@ class _Discovery(SpanRecorder):
         """What code after a call uses. Where it may do something else for another batch, also what it could use then; None
         where that is not known, because the step did not go on."""
         used = {key for other, key in self._uses if other > number}
-        if not self.completed:
+        if self._end is not None:
             return None
         if self.is_fixed and self._first_look is None:
             return used
         return None if self._is_user_last else used | self._reachable
 
-    def wanted_of_call(self, number: int) -> WantedResults | None:
-        """The results of a call that later code uses; None where that is not known."""
+    def wanted_of_call(self, number: int) -> tuple[bool, ...] | None:
+        """For each result of a call whether later code uses it; None where that is not known, or it uses none."""
         (call,) = (call for call in self.calls if call.number == number)
         used = self._used_after(number)
         if used is None:
             return None
-        positions = tuple(i for i, key in enumerate(call.keys) if key in used or key.call != number)
-        return WantedResults(positions=positions, total=len(call.keys)) if positions else None
+        wanted = tuple(key in used or key.call != number for key in call.keys)
+        return wanted if any(wanted) else None
 
     def region(self) -> StepRegion:
         """From the first to the last call that uses parameters."""

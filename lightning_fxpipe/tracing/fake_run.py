@@ -42,20 +42,17 @@ class FakeRun:
     """The module while its tensors are fakes and a recorder watches.
 
     Attributes:
-        world: The fakes' world.
-        recorder: The recorder, active.
-        placement: Where the fakes of the module's tensors are.
-        example: The region's example with fakes for its tensors.
+        device: Where the fakes of the module's tensors are.
+        example: The region's example with fakes for its tensors, whose shapes are ``input_shapes``.
         lasting: By ``id``, objects that modules keep from one call to the next.
-        input_shapes: Shapes of the fakes.
-        batch_symbols: Sizes of their dimensions that are the batch.
-        sizes: What the symbols in them are in the example.
+        batch_symbols: Sizes of the fakes' dimensions that are the batch.
+        sizes: What the symbols in their shapes are in the example.
         guards: Plain values that the recorded code has read from modules so far.
     """
 
     world: FakeWorld
     recorder: Recorder
-    placement: Placement
+    device: torch.device
     example: Any
     lasting: Mapping[int, Any]
     input_shapes: tuple[tuple[Any, ...], ...]
@@ -102,7 +99,7 @@ def fake_run(
         context.active(),
     ):
         fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
-        names = [f"{INPUT_PREFIX}{index}" for index in range(len(fakes))]
+        inputs = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(template.tensors)}
         sizes = symbol_values(fakes)
         settings = RecorderSettings(
             modules=dict(root.named_modules()),
@@ -112,11 +109,11 @@ def fake_run(
             lasting=lasting,
             answers_looks=answers_looks,
             learned=learned or Learned(),
-            inputs=dict(zip(names, template.tensors, strict=True)),
+            inputs=inputs,
             sizes=sizes,
         )
         recorder = call.make_recorder(settings)
-        for name, fake in zip(names, fakes, strict=True):
+        for name, fake in zip(inputs, fakes, strict=True):
             recorder.add_input(name, fake)
         with (
             silencing(),
@@ -130,7 +127,7 @@ def fake_run(
                 yield FakeRun(
                     world=world,
                     recorder=recorder,
-                    placement=placement,
+                    device=placement.device,
                     example=template.fill(fakes),
                     lasting=lasting,
                     input_shapes=tuple(tuple(symbolic_expression(size) for size in fake.shape) for fake in fakes),

@@ -44,11 +44,7 @@ class NotConstant(Exception):
 
 
 class FirstCalls:
-    """The values that a model has been given before it is recorded. A context manager: an error in the block takes them back.
-
-    Args:
-        root: The model.
-    """
+    """The values that a model has been given before it is recorded; a context manager that an error makes take them back."""
 
     def __init__(self, root: nn.Module) -> None:
         self.paths: set[Path] = set()
@@ -56,14 +52,15 @@ class FirstCalls:
         self._root = root
         self._before: Snapshot | None = None
 
-    def give(self, values: Iterable[Difference]) -> None:
-        """Sets values on the model."""
+    def give(self, values: Iterable[Difference]) -> bool:
+        """Sets values on the model. False where it has been given some again and again, and sets more each time."""
         self._num_rounds += 1
         self._before = self._before or user_state(self._root)
         roots = roots_of(self._root)[0]
         for place in values:
             self.paths.add(place.path)
             _set(roots, place)
+        return self._num_rounds <= _MAX_ROUNDS
 
     def __enter__(self) -> FirstCalls:
         return self
@@ -71,11 +68,6 @@ class FirstCalls:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.take_back()
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether the model has been given values again and again, and sets more each time."""
-        return self._num_rounds > _MAX_ROUNDS
 
     def take_back(self) -> None:
         """Makes the model what it was."""

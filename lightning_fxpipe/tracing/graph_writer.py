@@ -73,7 +73,7 @@ class GraphWriter:
             return as_size(value)
         if isinstance(value, np.generic):  # some are numbers of Python's, too, but a graph's code cannot name them
             return value.item()
-        if value is None or value is Ellipsis or isinstance(value, PLAIN_TYPES):
+        if value is None or value is Ellipsis or isinstance(value, (*PLAIN_TYPES, torch.Generator)):
             return value
         if isinstance(value, torch.Size):
             return tuple(self.argument(size) for size in value)
@@ -87,8 +87,6 @@ class GraphWriter:
             return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         if type(value) is dict or type(value).__name__ == "OrderedDict":
             return {key: self.argument(item) for key, item in value.items()}
-        if isinstance(value, torch.Generator):
-            return value
         template = self._template_of([value])
         return self._refill(template, range(len(template.tensors)), 1)[1][0]
 
@@ -195,9 +193,9 @@ class GraphWriter:
 def erase_unused(graph: fx.Graph) -> None:
     """Drops calls whose result nobody uses, unless they change something, draw random numbers or make a size."""
     for node in reversed(list(graph.nodes)):
-        if node.users or node.op in ("placeholder", "output", "call_module") or node.meta.get("checks"):
+        if node.users or node.op in ("placeholder", "output", "call_module"):
             continue
-        if node.meta.get("mutated_storages"):
+        if node.meta.get("checks") or node.meta.get("mutated_storages"):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and any(depends_on_data(size) for size in value.shape):

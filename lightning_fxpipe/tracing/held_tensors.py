@@ -16,17 +16,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe.tracing.graph_writer import CONSTANT_PREFIX
+from lightning_fxpipe.tracing.structure_guards import submodule_at
 from lightning_fxpipe.user_code.snapshot import Path, at_path, roots_of, user_state
 
 
 class HeldTensors:
-    """Those of one graph.
-
-    Args:
-        root: The LightningModule.
-        graph: The graph.
-        constants: The tensors that have no FQN, by their names in the graph.
-    """
+    """Those of one graph of ``root``; ``constants`` are the ones that have no FQN, by their names in the graph."""
 
     def __init__(self, root: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
         self._root = root
@@ -98,10 +93,7 @@ class HeldTensors:
 def attribute(root: nn.Module, fqn: str) -> Any:
     """A tensor of a module, by its FQN; None where there is none."""
     path, _, name = fqn.rpartition(".")
-    try:
-        return getattr(root.get_submodule(path), name, None)
-    except AttributeError:
-        return None
+    return getattr(submodule_at(root, path), name, None)
 
 
 def _at(roots: Mapping[str, Any], place: Path) -> Any:

@@ -106,10 +106,6 @@ class InnerCalls:
     def way_to(self, tensor: Tensor, learned: Learned) -> Lesson | None:
         """How to get at a tensor that no node has made, if it is the result of a module inside a whole one.
 
-        Args:
-            tensor: The tensor.
-            learned: What has been tried.
-
         Raises:
             HiddenTensor: There is no way.
         """

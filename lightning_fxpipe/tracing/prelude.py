@@ -97,7 +97,7 @@ def dry_run(
 
             said_before = said.tell()
             with (
-                logging or _dropped_logs(root),
+                logging or logs_to(say_nothing, root, "log"),  # to which Lightning's log_dict comes
                 silenced_loggers(root, note_logger),
                 Placement(root, device).pretending() if device is not None else nullcontext(),
             ):
@@ -109,8 +109,9 @@ def dry_run(
 
 
 @contextmanager
-def _dropped_logs(root: nn.Module) -> Iterator[None]:
-    muted = log_replaced(root, say_nothing, "log")  # to which Lightning's log_dict comes
+def logs_to(log: Callable[..., None], root: nn.Module, *names: str) -> Iterator[None]:
+    """In the block, what a module logs by methods of these ``names`` goes to ``log``; its metrics count nothing."""
+    muted = log_replaced(root, log, *names)
     with patched_attributes(*muted), metrics_as_one_call(held_metrics(root).values(), count=False):
         yield
 

@@ -34,7 +34,6 @@ from lightning_fxpipe.user_code.exchange import exchanged_tensors
 
 _logger = logging.getLogger("lightning_fxpipe")
 
-Call = Callable[..., Any]
 Example = Callable[[Tensor], Tensor | None]
 
 
@@ -44,16 +43,14 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A call of a module with fake tensors.
+    """A call of a module with fake tensors, made by ``call(module, *args, **kwargs)``.
 
     Attributes:
-        call: ``call(module, *args, **kwargs)`` calls it.
-        module: The module.
         template: Its (args, kwargs).
         example: The value that a tensor has in the traced call, or None where it is not known.
     """
 
-    call: Call
+    call: Callable[..., Any]
     module: nn.Module
     template: Template
     example: Example

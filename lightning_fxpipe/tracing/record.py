@@ -97,12 +97,7 @@ class RecorderSettings:
 
 
 class Recorder(GraphWriter, TorchFunctionMode):
-    """The mode that writes the graph.
-
-    Args:
-        settings: What it must know of the module.
-        region_path: Path of the module whose forward is recorded.
-    """
+    """The mode that writes the graph; ``region_path`` is that of the module whose forward is recorded."""
 
     def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         TorchFunctionMode.__init__(self)
@@ -436,9 +431,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @contextmanager
     def under_checkpoint(self, options: Mapping[str, Any]) -> Iterator[None]:
         """Marks the nodes made during the block as recorded under a checkpoint."""
-        before = self._checkpoints
-        if not self.is_paused:
-            self._checkpoints = (*before, Checkpoint(options))
+        before, self._checkpoints = self._checkpoints, (*self._checkpoints, Checkpoint(options))
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -28,19 +28,6 @@ INPUT_PREFIX = "region_input_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WantedResults:
-    """Which of the tensors in a result are used.
-
-    Attributes:
-        positions: Their places among the tensors in it.
-        total: How many tensors it has.
-    """
-
-    positions: tuple[int, ...]
-    total: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recordable(ABC):
     """What can be pipelined: a call of one module (:class:`RegionCall`), or several calls of a step (``StepRegion`` of
     ``tracing.span``).
@@ -54,6 +41,8 @@ class Recordable(ABC):
         ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
     """
 
+    example_names: ClassVar[tuple[str, str]]  # what the two parts of `example` are called in messages
+
     batch_size: int
     batch_dim: int = 0
     prelude_paths: tuple[str, ...] = ()
@@ -65,11 +54,6 @@ class Recordable(ABC):
     @abstractmethod
     def label(self) -> str:
         """What it is, for messages."""
-
-    @property
-    @abstractmethod
-    def example_names(self) -> tuple[str, str]:
-        """What the two parts of :meth:`example` are called in messages."""
 
     @property
     def opened_path(self) -> str | None:
@@ -113,15 +97,17 @@ class RegionCall(Recordable):
     Attributes:
         path: Path of the called module inside the root.
         args, kwargs: Its arguments, with real tensors.
-        wanted: Which of the tensors in the result the step uses; None where that is not known.
+        wanted: For each tensor in the result whether the step uses it; None where that is not known.
         prelude: What the arguments depend on besides the batch's shapes and constants; see ``tracing.prelude``.
         is_one_of_many: Whether parameters that it does not use belong to other calls, which are planned by themselves.
     """
 
+    example_names = "args", "kwargs"
+
     path: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    wanted: WantedResults | None = None
+    wanted: tuple[bool, ...] | None = None
     prelude: PreludeFacts | None = None
     is_one_of_many: bool = False
 
@@ -129,11 +115,6 @@ class RegionCall(Recordable):
     def label(self) -> str:
         """Its module's path."""
         return self.path or "the module"
-
-    @property
-    def example_names(self) -> tuple[str, str]:
-        """As in a signature."""
-        return "args", "kwargs"
 
     @property
     def opened_path(self) -> str | None:
@@ -165,9 +146,9 @@ class RegionCall(Recordable):
 
     def choose_results(self, num_results: int) -> tuple[int, ...]:
         """Those that the step uses, where they are known."""
-        if self.wanted is None or self.wanted.total != num_results:
+        if self.wanted is None or len(self.wanted) != num_results:
             return super().choose_results(num_results)
-        return self.wanted.positions
+        return tuple(index for index, is_wanted in enumerate(self.wanted) if is_wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +185,7 @@ def sign(root: nn.Module, call: Recordable) -> tuple[Signature, tuple[tuple[int,
 
 
 def taken_apart(call: Recordable, lasting: Mapping[int, Any]) -> Template:
-    """What the call gets, as tensors and the rest.
-
-    Args:
-        call: The call.
-        lasting: By ``id``, objects that modules keep from one call to the next.
+    """What the call gets, as tensors and the rest; ``lasting`` are, by ``id``, objects that modules keep between calls.
 
     Raises:
         TraceError: An argument has tensors that cannot be exchanged.

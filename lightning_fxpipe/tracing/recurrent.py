@@ -64,10 +64,7 @@ class PackedSequences:
     def result(self, function: Callable[..., Any], args: tuple[Any, ...], longest: Any) -> Any:
         """What a function of torch gives that packs sequences or pads packed ones; None for another, or what is not known.
 
-        Args:
-            function: The function.
-            args: Its arguments, with fakes.
-            longest: Where it packs, the length of the longest sequence.
+        ``longest`` is the length of the longest sequence that is packed.
         """
         if function is PACK_PADDED and isinstance(longest, int):
             return self._pack(*args, longest=longest)

@@ -37,12 +37,9 @@ class NoModelCall(TraceError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepCall:
-    """A call of user code that calls the model somewhere inside.
+    """A call of user code, the step, that calls the model somewhere inside.
 
-    Attributes:
-        function: The step.
-        args: Its arguments; the batch, or one microbatch of it, comes first.
-        kwargs: Its keyword arguments.
+    The batch, or one microbatch of it, is the first of ``args``.
     """
 
     function: Callable[..., Any]

@@ -24,11 +24,7 @@ CallModule = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Repeat:
-    """Makes calls of a graph again.
-
-    Args:
-        traced: The graph.
-    """
+    """Makes calls of a graph again."""
 
     def __init__(self, traced: TracedRegion) -> None:
         self._traced = traced
@@ -49,13 +45,7 @@ class Repeat:
         return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
 
     def call(self, node: fx.Node, values: Mapping[fx.Node, Any], call_module: CallModule) -> Any:
-        """What a node's call gives.
-
-        Args:
-            node: A call.
-            values: Those of its operands.
-            call_module: Makes the call where it is one of a module.
-        """
+        """What a node's call gives for ``values`` of its operands; ``call_module`` makes it where it is one of a module."""
         args, kwargs = filled_argument((node.args, node.kwargs), values, self._number)
         if node.op == "call_module":
             return call_module(self._traced.root.get_submodule(str(node.target)), args, kwargs)

@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
-from lightning_fxpipe._compat.torch import patched_attributes, tree_flatten
-from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
+from lightning_fxpipe._compat.lightning import silenced_loggers
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_flatten
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.tracing.calls_aside import CallsAside
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.parameter_use import is_in_place, written_by
-from lightning_fxpipe.tracing.prelude import say_nothing
+from lightning_fxpipe.tracing.prelude import logs_to, say_nothing
 from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.region import StepCall
@@ -45,6 +44,8 @@ _BATCH = -1  # stands for the batch in a TensorKey
 class StepRegion(Recordable):
     """Several calls of a step, pipelined together."""
 
+    example_names = "batch", "args[2:]"
+
     step: StepCall
     span: Span
 
@@ -52,11 +53,6 @@ class StepRegion(Recordable):
     def label(self) -> str:
         """The step."""
         return f"several calls of {step_name(self.step)}"
-
-    @property
-    def example_names(self) -> tuple[str, str]:
-        """As in the step's signature."""
-        return "batch", "args[2:]"
 
     def example(self) -> Any:
         """The batch, and what follows the batch's index among the step's arguments."""
@@ -228,7 +224,7 @@ class SpanRecorder(Recorder):
         if isinstance(leaf, Tensor):
             known = self._keys.get(id(leaf))
             return known or TensorKey(_BATCH, 0, self._tensor_fqns.get(id(leaf)) or self._constant_name(leaf))
-        return as_size(leaf) if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) else leaf
+        return as_size(leaf) if isinstance(leaf, SYMBOLIC_TYPES) else leaf
 
     def key_of(self, tensor: Tensor) -> TensorKey | None:
         """Identity of a tensor that a call of the step made."""
@@ -270,8 +266,7 @@ def _nodes_after(graph: fx.Graph, last: fx.Node | None) -> list[fx.Node]:
 def run_step(root: nn.Module, step: StepCall, example: Any, log: Callable[..., None]) -> Any:
     """Runs a step on the fakes of its example. What it would log goes to ``log``; its metrics count nothing."""
     batch, further = example
-    muted = log_replaced(root, log, "log", "log_dict")
-    with patched_attributes(*muted), silenced_loggers(root), metrics_as_one_call(held_metrics(root).values(), count=False):
+    with logs_to(log, root, "log", "log_dict"), silenced_loggers(root):
         return step.function(batch, *step.args[1:2], *further, **step.kwargs)
 
 

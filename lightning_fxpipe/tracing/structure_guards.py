@@ -35,12 +35,7 @@ class StructureKey:
 
     @classmethod
     def of_graph(cls, graph: fx.Graph, opened: Collection[str]) -> StructureKey:
-        """The key of a graph's modules.
-
-        Args:
-            graph: The graph.
-            opened: Paths of the modules whose inside is recorded.
-        """
+        """The key of a graph's modules; ``opened`` are the paths of those whose inside is recorded."""
         paths = [str(node.target) for node in graph.nodes if node.op == "call_module"] + [path for path in opened if path]
         called: dict[str, dict[str, None]] = {}
         for path in paths:
@@ -55,15 +50,16 @@ class StructureKey:
         """What they are now, in numbers."""
         found: list[int] = []
         for path in self.opened:
-            module = _submodule(root, path)
+            module = submodule_at(root, path)
             found += [_number_of(_forward_of(module)), module is not None and has_hooks(module)]
         for path, names in self.called:
-            holder = _submodule(root, path)
+            holder = submodule_at(root, path)
             found += [_number_of(getattr(holder, name, None)) for name in names]
         return array("q", found).tobytes()
 
 
-def _submodule(root: nn.Module, path: str) -> Any:
+def submodule_at(root: nn.Module, path: str) -> Any:
+    """What a module has at a path; None where there is nothing."""
     try:
         return root.get_submodule(path)
     except AttributeError:

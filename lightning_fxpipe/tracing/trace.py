@@ -200,8 +200,7 @@ def trace_region(
                 traced, drew = record(opened)
                 again = record(opened)[0] if check else traced
             except FirstCallSets as sets:
-                first_calls.give(sets.values)
-                if first_calls.is_endless:
+                if not first_calls.give(sets.values):
                     keep_whole(sets.otherwise)
             except RecordAgain as knowing_more:
                 for learn in knowing_more.lessons:
@@ -285,7 +284,7 @@ def _record(
         wanted=chosen,
         held=HeldTensors(root, recorder.graph, recorder.constants),
         world=run.world,
-        device=run.placement.device,
+        device=run.device,
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(learned.kept_whole),
         record=call.record_of(recorder),

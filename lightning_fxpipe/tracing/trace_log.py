@@ -32,22 +32,14 @@ _OTHER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """One trace that was made.
-
-    Attributes:
-        step: Name of the step.
-        seconds: How long it took.
-        signature, shapes: Of the recorded calls.
-        names: Names of the input tensors.
-        constants: Plain values among the inputs, by name.
-    """
+    """One trace of a step that was made, and the seconds that it took."""
 
     step: str
     seconds: float
     signature: Signature
     shapes: Shapes
-    names: tuple[str, ...]
-    constants: Mapping[str, Any]
+    names: tuple[str, ...]  # of the input tensors
+    constants: Mapping[str, Any]  # plain values among the inputs, by name
 
 
 class TraceLog:
@@ -56,8 +48,6 @@ class TraceLog:
     One trace more is nothing to speak of: every epoch's last batch is smaller. What comes again and again costs time.
 
     Args:
-        info: Prints a line.
-        warn: Warns.
         detail: Writes a line that only who looks for it sees.
         told: ``told(what)`` is a context that says what is going on where it takes long.
     """

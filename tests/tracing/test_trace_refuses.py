@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.tracing.recordable import RegionCall, WantedResults
+from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.traces import BATCH, WIDTH, TwoLayers, batch, call_of, line_of, names, trace
 from tests.tracing.test_trace_restores import DISTURBANCES, AroundRestless, Restless
@@ -227,7 +227,7 @@ def test_results_that_nobody_wants_are_left_out_and_cannot_be_used() -> None:
             hidden = self.first(x)
             return {"hidden": Opaque(hidden), "out": self.last(hidden)}
 
-    traced = trace_region(Net(), replace(call_of(batch()), wanted=WantedResults(positions=(1,), total=2)))
+    traced = trace_region(Net(), replace(call_of(batch()), wanted=(False, True)))
     assert [str(node.target) for node in traced.output_node.args[0]] == ["last"]
     result = traced.result([torch.ones(2)])
     assert torch.equal(result["out"], torch.ones(2))
