@@ -40,11 +40,7 @@ class MustStayWhole(BaseException):
 
 
 class _Because(Exception):
-    """What an error means for us.
-
-    Args:
-        reason: The error that says why.
-    """
+    """A signal; ``reason`` is the error that says why."""
 
     def __init__(self, reason: FxPipeError) -> None:
         super().__init__(reason.what)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.lightning import silenced_loggers
