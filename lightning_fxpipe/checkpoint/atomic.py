@@ -11,9 +11,11 @@ import contextlib
 import ctypes
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _HIDDEN = ".unfinished"
 _NEW, _OLD, _REMOVED, _LINK = ".new", ".old", ".removed", ".link"
@@ -54,6 +56,26 @@ def cancel(path: Path) -> None:
         with contextlib.suppress(OSError):
             _delete(left)
     _tidy(path)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write what gets the name after the block, if that ends well."""
+    try:
+        yield begin(path)
+        finish(path)
+    except BaseException:
+        cancel(path)
+        raise
+
+
+@contextmanager
+def synced_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file, which is on the disk after the block."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:

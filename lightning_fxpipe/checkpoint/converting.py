@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,21 +14,19 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lightning_fxpipe._compat.checkpoints import folder_writer
 from lightning_fxpipe._compat.lightning import metadata_filename
-from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
-from lightning_fxpipe.checkpoint.folders import BESIDE, open_folder, original_errors
+from lightning_fxpipe.checkpoint.atomic import replacing
+from lightning_fxpipe.checkpoint.folders import open_folder, original_errors
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.safetensors_files import write_safetensors
-from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, number_parameters
+from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, is_by_fqn, with_numbers
 from lightning_fxpipe.checkpoint.stage_state import (
-    ENTRY,
-    OPTIMIZER,
     as_first_step,
+    checkpoint_of_folder,
+    entry_of,
     is_folder,
-    names_of,
-    note_attributes,
-    note_names,
-    restore_state,
+    states_beside,
+    taken_states,
     without_notes,
 )
 from lightning_fxpipe.errors import FxPipeError
@@ -95,14 +91,16 @@ def convert(
     if target is Target.SAFETENSORS:
         left_out = [key for key in checkpoint if key not in ("state_dict", VERSION_KEY)]
         left_out += [name for name, value in checkpoint["state_dict"].items() if not isinstance(value, Tensor)]
-        shared = _write_safetensors(path, checkpoint["state_dict"])
+        tensors = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
+        with replacing(path) as new:
+            shared = write_safetensors(new, tensors, {"format": "pt"})
     elif target is Target.FILE:
         with Location.of(path).writing() as file:
-            torch.save(_as_file(checkpoint), file)
+            torch.save(with_numbers(checkpoint), file)
     else:
         _write_folder(path, checkpoint)
-    states = checkpoint.get("optimizer_states") or []
-    return Conversion(form, target, tuple(left_out), shared, has_numbers=not all(map(_is_by_fqn, states)))
+    has_numbers = bool(checkpoint.get("optimizer_states")) and not is_by_fqn(checkpoint)
+    return Conversion(form, target, tuple(left_out), shared, has_numbers)
 
 
 # What `Trainer.save_checkpoint(weights_only=True)` leaves out; the precision plugin's state has the name of its class.
@@ -118,26 +116,13 @@ def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[st
             return stored.format, as_first_step(stored.checkpoint["state_dict"])
         return stored.format, _by_fqn(stored.checkpoint)
     folder = open_folder(source)
-    rest = folder.read_rest(weights_only=weights_only)
-    found = folder.read({str(path[0]) for path in folder.paths.values()}, lambda path: True)
-    checkpoint = {key: value for key, value in rest.items() if not re.fullmatch(OPTIMIZER, key)}
-    names = names_of(checkpoint)
-    checkpoint["state_dict"] = restore_state(checkpoint, "state_dict", found.pop(folder.model_root), names)
-    optimizers = {key: value for key, value in (*rest.items(), *found.items()) if re.fullmatch(OPTIMIZER, key)}
-    if optimizers:
-        ordered = sorted(optimizers.items(), key=lambda item: int(item[0].rpartition("_")[2]))
-        checkpoint["optimizer_states"] = [{**value, "state": value.get("state", {})} for _, value in ordered]
-    for key, value in found.items():
-        if key not in optimizers:
-            name = key.removeprefix(BESIDE)
-            checkpoint[name] = restore_state(checkpoint, name, value, names)
-    return Format.FOLDER, without_notes(checkpoint)
+    return Format.FOLDER, checkpoint_of_folder(folder, folder.read_rest(weights_only=weights_only), lambda path: True)
 
 
 def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint of a file with optimizers by FQN, where it says which parameters are in which group."""
     states = checkpoint.get("optimizer_states") or []
-    known = (checkpoint.get(ENTRY) or {}).get(GROUP_FQNS)
+    known = entry_of(checkpoint).get(GROUP_FQNS)
     if known is None:
         known = [_names_in_groups(state) for state in states]
         # An optimizer made from `self.model.named_parameters()` has names, but not those of the module.
@@ -145,10 +130,8 @@ def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
             return checkpoint
     if not states or len(known) != len(states) or not all(map(_fits, states, known)):
         return checkpoint
-    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key != GROUP_FQNS}
-    result = {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
-    result["optimizer_states"] = [_with_names(state, groups) for state, groups in zip(states, known, strict=True)]
-    return result
+    named = [_with_names(state, groups) for state, groups in zip(states, known, strict=True)]
+    return {**without_notes(checkpoint, GROUP_FQNS), "optimizer_states": named}
 
 
 def _names_in_groups(state: Mapping[str, Any]) -> list[list[str]]:
@@ -176,52 +159,15 @@ def _with_names(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> di
     }
 
 
-def _is_by_fqn(state: Mapping[str, Any]) -> bool:
-    return all(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
-
-
-def _as_file(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """As a plain Trainer writes it: optimizers numbered, and what the numbers mean beside them."""
-    states = checkpoint.get("optimizer_states")
-    if not states or not all(map(_is_by_fqn, states)):
-        return checkpoint
-    fqns = [[list(group["params"]) for group in state["param_groups"]] for state in states]
-    entry = {**(checkpoint.get(ENTRY) or {}), GROUP_FQNS: fqns}
-    return {**checkpoint, "optimizer_states": [number_parameters(state) for state in states], ENTRY: entry}
-
-
 def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
-    rest, model = dict(checkpoint), checkpoint["state_dict"]
-    state: dict[str, Any] = {"model": model}
-    beside = [n for n, v in rest.items() if isinstance(v, Mapping) and v and v.keys() <= model.keys() and n != "state_dict"]
-    note_attributes(rest, ("state_dict", *beside))
-    note_names(rest, model)
-    del rest["state_dict"]
-    for name in beside:
-        state[BESIDE + name] = rest.pop(name)
+    rest = dict(checkpoint)
+    state = taken_states(rest, states_beside(checkpoint), checkpoint["state_dict"])
     # Numbers without names stay in the file beside the tensors, as a plain Trainer's: in keys they would become words.
-    if (states := rest.get("optimizer_states")) and all(map(_is_by_fqn, states)):
+    if is_by_fqn(rest):
         for index, optimizer in enumerate(rest.pop("optimizer_states")):
             (state if optimizer["state"] else rest)[f"optimizer_{index}"] = optimizer
-    with _replacing(path) as new:
+    with replacing(path) as new:
         new.mkdir()
         with original_errors():
             dcp_save(state, storage_writer=folder_writer(new, str(new), {}), no_dist=True)
         torch.save(rest, new / metadata_filename())
-
-
-def _write_safetensors(path: Path, state: Mapping[str, Any]) -> dict[str, str]:
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    with _replacing(path) as new:
-        return write_safetensors(new, tensors, {"format": "pt"})
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Where to write what gets the name after the block, if that ends well."""
-    try:
-        yield begin(path)
-        finish(path)
-    except BaseException:
-        cancel(path)
-        raise

@@ -47,7 +47,7 @@ class Folder:
     location: Location
 
     @cached_property
-    def stored(self) -> Mapping[str, Any]:
+    def _stored(self) -> Mapping[str, Any]:
         """What is stored, by key, without the values."""
         return self._metadata.state_dict_metadata  # type: ignore[no-any-return]
 
@@ -68,39 +68,38 @@ class Folder:
         """For each key the names and indices that it is made of."""
         known = self._metadata.planner_data
         known = known if isinstance(known, Mapping) else {}
-        return {key: tuple(known[key]) if key in known else _split(key) for key in self.stored}
+        return {key: tuple(known[key]) if key in known else _split(key) for key in self._stored}
 
     @cached_property
     def model_root(self) -> str:
         """The entry that has the model's state."""
-        roots = {path[0] for path in self.paths.values()}
-        found = next((root for root in _MODEL if root in roots), None)
+        found = next((root for root in _MODEL if root in self.roots), None)
         if found is None:
             raise FxPipeError(
                 "The checkpoint folder has no state of a model.",
                 where=self.location.text,
-                observed=f"entries {', '.join(sorted(map(str, roots))[:8])}",
+                observed=f"entries {', '.join(sorted(self.roots)[:8])}",
                 expected=f"an entry named {' or '.join(_MODEL)}",
             )
         return found
 
-    def entries(self, pattern: str) -> list[str]:
-        """The entries, first parts of keys, that a pattern matches."""
-        roots = dict.fromkeys(str(path[0]) for path in self.paths.values())
-        return [root for root in roots if re.fullmatch(pattern, root)]
+    @cached_property
+    def roots(self) -> list[str]:
+        """The entries: first parts of keys."""
+        return list(dict.fromkeys(str(path[0]) for path in self.paths.values()))
 
-    def empty(self, key: str, device: str = "cpu") -> Any:
-        """A tensor for what is stored under a key; None for what is no tensor."""
-        meta = self.stored[key]
+    def entries(self, pattern: str) -> list[str]:
+        """The entries that a pattern matches."""
+        return [root for root in self.roots if re.fullmatch(pattern, root)]
+
+    def _place(self, key: str, given: Tensor | None = None, device: str = "cpu") -> Tensor | None:
+        """A tensor for what is stored under a key, the given one if it fits; None for what is no tensor."""
+        meta = self._stored[key]
         if not isinstance(meta, TensorStorageMetadata):
             return None
+        if given is not None and (given.shape, given.dtype) == (meta.size, meta.properties.dtype):
+            return given
         return torch.empty(meta.size, dtype=meta.properties.dtype, device=device)
-
-    def _place(self, key: str, given: Tensor | None) -> Any:
-        meta = self.stored[key]
-        if given is None or not isinstance(meta, TensorStorageMetadata):
-            return self.empty(key)
-        return given if (given.shape, given.dtype) == (meta.size, meta.properties.dtype) else self.empty(key)
 
     def read(
         self, roots: Collection[str], is_wanted: Callable[[KeyPath], bool], into: Mapping[KeyPath, Tensor] | None = None
@@ -114,7 +113,7 @@ class Folder:
         """
         paths = {key: path for key, path in self.paths.items() if path[0] in roots}
         places = into or {}
-        wanted = {key: self._place(key, places.get(path)) for key, path in paths.items() if is_wanted(path)}
+        wanted: dict[str, Any] = {key: self._place(key, places.get(path)) for key, path in paths.items() if is_wanted(path)}
         with original_errors(), warnings.catch_warnings():
             # Each rank reads for itself, which torch takes for a process that is alone, and warns of.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -122,7 +121,7 @@ class Folder:
             dcp_load(wanted, storage_reader=self._reader(), no_dist=True)
         result: dict[str, Any] = {}
         for key, path in paths.items():
-            value = wanted[key] if key in wanted else self.empty(key, "meta")
+            value = wanted[key] if key in wanted else self._place(key, device="meta")
             if key in wanted or isinstance(value, Tensor):
                 _put(result, path, value)
         return result

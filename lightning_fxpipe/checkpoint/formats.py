@@ -27,6 +27,8 @@ from lightning_fxpipe.errors import FxPipeError
 
 # Lightning's entry by which it knows its checkpoints, and refuses others.
 VERSION_KEY = "pytorch-lightning_version"
+# An entry that has the state of one optimizer.
+OPTIMIZER = r"optimizer_\d+"
 # Under what other programs keep the weights in a file of theirs.
 _WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model")
 _PICKLE_START = b"\x80"
@@ -109,9 +111,6 @@ def _is_safetensors(path: Path) -> bool:
 
 def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = None) -> Any:
     """What ``torch.save`` has written, with tensors mapped from the file; raises :class:`FxPipeError` where it is damaged."""
-    options: dict[str, Any] = {"map_location": "cpu", "weights_only": weights_only}
-    if pickle_module is not None:
-        options["pickle_module"] = pickle_module
     with path.open("rb") as file:
         start = file.read(2)
     is_archive = start == b"PK"
@@ -123,7 +122,7 @@ def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = Non
         raise _unknown(path, f"a file that begins with {start!r}")
     try:
         # torch's format from before 1.6 cannot be mapped.
-        return torch.load(path, mmap=is_archive, **options)
+        return torch.load(path, "cpu", pickle_module, weights_only=weights_only, mmap=is_archive)
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error):
             raise  # torch says which class it was, and what to do about it
@@ -141,9 +140,8 @@ def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None
         if "state_dict" not in checkpoint and isinstance(checkpoint.get("model"), Mapping):
             # As `python -m lightning.fabric.utilities.consolidate_checkpoint` writes it.
             checkpoint["state_dict"] = checkpoint.pop("model")
-            names = sorted((key for key in checkpoint if re.fullmatch(r"optimizer_\d+", key)), key=lambda k: int(k[10:]))
-            if names:
-                checkpoint["optimizer_states"] = [checkpoint.pop(name) for name in names]
+            if optimizers := taken_optimizers(checkpoint):
+                checkpoint["optimizer_states"] = optimizers
         return (Format.FILE, checkpoint) if isinstance(checkpoint.get("state_dict"), Mapping) else None
     if _is_state_dict(content):
         return Format.STATE_DICT, {"state_dict": content}
@@ -151,6 +149,12 @@ def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None
         if isinstance(content.get(key), Mapping) and _is_state_dict(content[key]):
             return Format.STATE_DICT, {"state_dict": content[key]}
     return None
+
+
+def taken_optimizers(*entries: dict[str, Any]) -> list[Any]:
+    """Takes out the states of optimizers that are entries of their own, in the order of their numbers."""
+    found = {name: some.pop(name) for some in entries for name in list(some) if re.fullmatch(OPTIMIZER, name)}
+    return [found[name] for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))]
 
 
 def _is_state_dict(content: Mapping[Any, Any]) -> bool:
@@ -176,7 +180,7 @@ def _without_unwanted(checkpoint: dict[str, Any], is_wanted: Callable[[str], boo
         # Weights beside averaged ones have the same names.
         if not isinstance(value, Mapping) or not value or not names & value.keys():
             return value
-        items = {key: entry if key not in names or is_wanted(key) else on_meta(entry) for key, entry in value.items()}
+        items = {key: entry if key not in names or is_wanted(key) else _on_meta(entry) for key, entry in value.items()}
         return with_items(value, items)
 
     return {key: stripped(value) for key, value in checkpoint.items()}
@@ -191,13 +195,13 @@ def with_items(state: Mapping[str, Any], items: Mapping[str, Any]) -> dict[str, 
     return result
 
 
-def on_meta(value: Any) -> Any:
+def _on_meta(value: Any) -> Any:
     """The value with tensors that have no data in place of its tensors."""
-    return tree_map(_tensor_on_meta, value)
 
+    def stand_in(leaf: Any) -> Any:
+        return torch.empty_like(leaf, device="meta", requires_grad=False) if isinstance(leaf, Tensor) else leaf
 
-def _tensor_on_meta(value: Any) -> Any:
-    return torch.empty_like(value, device="meta", requires_grad=False) if isinstance(value, Tensor) else value
+    return tree_map(stand_in, value)
 
 
 def _read_sharded(path: Path, is_wanted: Callable[[str], bool]) -> StoredCheckpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,35 +12,18 @@ import torch
 from torch import Tensor
 
 from lightning_fxpipe._compat.checkpoints import names_only
+from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import tree_leaves
-from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, open_folder
-from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
+from lightning_fxpipe.checkpoint.folders import Folder, open_folder
+from lightning_fxpipe.checkpoint.formats import OPTIMIZER, VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
-from lightning_fxpipe.checkpoint.stage_state import ENTRY, OPTIMIZER, in_order, is_folder, names_of
+from lightning_fxpipe.checkpoint.stage_state import ENTRY, checkpoint_of_folder, entry_of, is_folder, states_beside
 from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.optim.optimizers import GROUPS
 from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
 
 # What Lightning puts into every checkpoint; shown in words of its own.
 _SHOWN = {"epoch", "global_step", VERSION_KEY, "state_dict", "optimizer_states", "callbacks", "lr_schedulers", ENTRY}
-
-
-@dataclass(frozen=True)
-class Amount:
-    """Some tensors together.
-
-    Attributes:
-        name: What they are.
-        num_tensors: How many.
-        num_elements: Their elements.
-        num_bytes: Their bytes.
-        dtypes: Their dtypes, most bytes first.
-    """
-
-    name: str
-    num_tensors: int
-    num_elements: int
-    num_bytes: int
-    dtypes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -61,13 +45,7 @@ class Contents:
     @property
     def states(self) -> dict[str, Mapping[str, Any]]:
         """The states of the model: one, or also that of weights beside averaged ones."""
-        model: Mapping[str, Any] = self.checkpoint["state_dict"]
-        beside = {key: value for key, value in self.checkpoint.items() if _is_like(value, model) and key != "state_dict"}
-        return {"model": model, **beside}
-
-
-def _is_like(value: Any, model: Mapping[str, Any]) -> bool:
-    return isinstance(value, Mapping) and len(value) > 0 and value.keys() <= model.keys()
+        return {"model": self.checkpoint["state_dict"], **states_beside(self.checkpoint)}
 
 
 def look_into(location: Location) -> Contents:
@@ -79,7 +57,8 @@ def look_into(location: Location) -> Contents:
     if not is_folder(location):
         with location.local_copy() as path:
             stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=names_only())
-        return Contents(location, stored.format, {**stored.checkpoint, **_notes(stored.metadata)})
+        notes = {"metadata": dict(stored.metadata)} if stored.metadata else {}
+        return Contents(location, stored.format, stored.checkpoint | notes)
     lacking = ""
     try:
         folder = open_folder(location)
@@ -87,43 +66,30 @@ def look_into(location: Location) -> Contents:
         if not location.inside(".metadata").exists():
             raise
         folder, lacking = Folder(location), error.observed or error.what
-    rest = {} if "meta.pt" in lacking else folder.read_rest(weights_only=False, pickle_module=names_only())
-    return Contents(location, Format.FOLDER, _folder_contents(folder, rest), lacking)
-
-
-def _notes(metadata: Mapping[str, str]) -> dict[str, Any]:
-    return {"metadata": dict(metadata)} if metadata else {}
-
-
-def _folder_contents(folder: Folder, rest: dict[str, Any]) -> dict[str, Any]:
-    roots = {str(path[0]) for path in folder.paths.values()}
+    rest = {} if metadata_filename() in lacking else folder.read_rest(weights_only=False, pickle_module=names_only())
     # Of an optimizer the options are read, which are numbers; everything else by its metadata.
-    found = folder.read(roots, lambda path: re.fullmatch(OPTIMIZER, str(path[0])) is not None and path[1] == "param_groups")
-    checkpoint = {key: value for key, value in rest.items() if not re.fullmatch(OPTIMIZER, key)}
-    checkpoint["state_dict"] = in_order(found.get(folder.model_root, {}), names_of(checkpoint))
-    optimizers = {key: value for key, value in (*rest.items(), *found.items()) if re.fullmatch(OPTIMIZER, key)}
-    if optimizers:
-        checkpoint["optimizer_states"] = [optimizers[key] for key in sorted(optimizers)]
-    checkpoint |= {key.removeprefix(BESIDE): value for key, value in found.items() if key.startswith(BESIDE)}
-    return checkpoint
+    checkpoint = checkpoint_of_folder(
+        folder, rest, lambda path: re.fullmatch(OPTIMIZER, str(path[0])) is not None and path[1] == GROUPS
+    )
+    return Contents(location, Format.FOLDER, checkpoint, lacking)
 
 
 def describe(contents: Contents, *, with_tensors: bool) -> str:
     """The text that a user reads."""
     parts = ["\n".join(f"{name:<13}{value}" for name, value in _facts(contents))]
-    amounts = [_amount(name, state.values()) for name, state in contents.states.items()]
+    tensors = {name: _tensors(list(state.values())) for name, state in contents.states.items()}
     optimizers = contents.checkpoint.get("optimizer_states") or []
     for index, optimizer in enumerate(optimizers):
         states = _states_by_name(optimizer.get("state") or {})
-        amounts += [_amount(f"optimizer {index}: {name}", tensors) for name, tensors in states.items()]
-    total = sum(amount.num_bytes for amount in amounts)
+        tensors |= {f"optimizer {index}: {name}": _tensors(values) for name, values in states.items()}
+    total = sum(_num_bytes(some) for some in tensors.values())
     parts.append(
         render_table(
             "Tensors",
             ("What", "Tensors", "Elements", "Bytes", "Dtypes"),
             [
-                (a.name, str(a.num_tensors), human_count(a.num_elements), human_bytes(a.num_bytes), ", ".join(a.dtypes))
-                for a in amounts
+                (name, str(len(some)), human_count(sum(t.numel() for t in some)), human_bytes(_num_bytes(some)), _dtypes(some))
+                for name, some in tensors.items()
             ],
             right_aligned=("Tensors", "Elements", "Bytes"),
             caption=f"{human_bytes(total)} in all",
@@ -143,7 +109,7 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     yield "Complete", f"no: {contents.lacking}" if contents.lacking else "yes"
     if "global_step" in checkpoint:
         yield "Step", f"{checkpoint['global_step']}, epoch {checkpoint.get('epoch')}"
-    origin = checkpoint.get(ENTRY) or {}
+    origin = entry_of(checkpoint)
     versions = dict(origin.get("versions") or {})
     versions.setdefault("lightning", checkpoint.get(VERSION_KEY))
     known = [f"{name} {number}" for name, number in versions.items() if number]
@@ -160,22 +126,29 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     others = [str(key) for key in checkpoint if key not in _SHOWN and key not in contents.states]
     if others:
         yield "Also", ", ".join(others)
-    missing = _plain_names(contents.states["model"])
+    missing = [name for name, value in contents.states["model"].items() if not isinstance(value, (Tensor, list))]
     if missing:
         yield "No tensors", ", ".join(missing)
 
 
-def _plain_names(state: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in state.items() if not isinstance(value, (Tensor, list))]
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _amount(name: str, values: Iterable[Any]) -> Amount:
-    tensors = [leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)]
-    sizes: dict[torch.dtype, int] = {}
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> str:
+    """Their dtypes, most bytes first."""
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in tensors:
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]))
-    return Amount(name, len(tensors), sum(tensor.numel() for tensor in tensors), sum(sizes.values()), dtypes)
+        sizes[tensor.dtype] += tensor.nbytes
+    return ", ".join(_dtype_words(dtype) for dtype, _ in sizes.most_common())
+
+
+def _dtype_words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _states_by_name(states: Mapping[Any, Any]) -> dict[str, list[Any]]:
@@ -203,9 +176,8 @@ def _short(value: Any) -> str:
 
 def _tensors_table(name: str, state: Mapping[str, Any]) -> str:
     rows = [
-        (fqn, "×".join(map(str, leaf.shape)) or "scalar", str(leaf.dtype).removeprefix("torch."), human_bytes(leaf.nbytes))
+        (fqn, "×".join(map(str, leaf.shape)) or "scalar", _dtype_words(leaf.dtype), human_bytes(leaf.nbytes))
         for fqn, value in state.items()
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor)
+        for leaf in _tensors(value)
     ]
     return render_table(f"Tensors of {name}", ("Name", "Shape", "Dtype", "Bytes"), rows, right_aligned=("Bytes",))

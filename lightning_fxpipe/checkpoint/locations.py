@@ -13,8 +13,9 @@ from typing import IO, Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import get_protocol
 
-from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
+from lightning_fxpipe.checkpoint.atomic import replacing, synced_file
 from lightning_fxpipe.errors import UnsupportedError
 
 
@@ -100,29 +101,16 @@ class Location:
             with system.transaction, system.open(self.text, "wb") as file:
                 yield file
             return
-        new = begin(self.path)
-        try:
-            with new.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            finish(self.path)
-        except BaseException:
-            cancel(self.path)
-            raise
+        with replacing(self.path) as new, synced_file(new) as file:
+            yield file
 
 
 def check_seen_by_all(location: Location, num_ranks: int) -> None:
     """Raises :class:`UnsupportedError` for a file system that is in one process's memory."""
-    if location.path is None and num_ranks > 1 and "memory" in _protocols(location.system):
+    if location.path is None and num_ranks > 1 and get_protocol(location.text) == "memory":
         raise UnsupportedError(
             "A checkpoint in memory:// is in the memory of one process, and the stages are in several.",
             where=location.text,
             expected="a folder or URL that all processes see",
             todo="Save to a path, file:// or an object store.",
         )
-
-
-def _protocols(system: Any) -> tuple[str, ...]:
-    protocol = system.protocol
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)

@@ -28,23 +28,15 @@ def read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> tuple[dict
     tensors: dict[str, Tensor] = {}
     with _open(path) as file:
         metadata = dict(file.metadata() or {})
+        shared: dict[str, str] = json.loads(metadata.get(SHARED, "{}"))
+        wanted = {shared.get(name, name) for name in (*file.keys(), *shared) if is_wanted(name)}
         for name in file.keys():  # noqa: SIM118  (no mapping)
-            if is_wanted(name):
+            if name in wanted:
                 tensors[name] = file.get_tensor(name)
                 continue
             part = file.get_slice(name)
             tensors[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
-    for name, stored in json.loads(metadata.get(SHARED, "{}")).items():
-        if is_wanted(name) and tensors[stored].is_meta:
-            tensors |= read_safetensors_one(path, stored)
-        tensors[name] = tensors[stored]
-    return tensors, metadata
-
-
-def read_safetensors_one(path: Path, name: str) -> dict[str, Tensor]:
-    """One tensor of a file, by its name."""
-    with _open(path) as file:
-        return {name: file.get_tensor(name)}
+    return tensors | {name: tensors[stored] for name, stored in shared.items()}, metadata
 
 
 def write_safetensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:

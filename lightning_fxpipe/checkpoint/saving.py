@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 import io
-import os
 import pickle
 import threading
 import traceback
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map
-from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish
+from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish, synced_file
 from lightning_fxpipe.checkpoint.folders import original_errors
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.groups import closed_with
@@ -78,7 +77,7 @@ class Saver:
         if self._group is None:
             self._group = self._make_group()
             closed_with(self, [] if self._group is None else [self._group])
-        self._jobs.append(_Job(path, write, self._group, moment, self._jobs[-1] if self._jobs else None))
+        self._begin(functools.partial(save_together, path, write, self._group), path, moment)
 
     def wait(self, *, before: int | None = None) -> None:
         """Waits for what has been started, at moments earlier than ``before`` or at all.
@@ -89,7 +88,7 @@ class Saver:
         waiting = [job for job in self._jobs if before is None or job.moment < before]
         self._jobs = [job for job in self._jobs if job not in waiting]
         for job in waiting:
-            job.join()
+            job.thread.join()
         for job in waiting:
             if job.error is not None:
                 raise job.error
@@ -97,8 +96,8 @@ class Saver:
     def abandon(self, seconds: float) -> None:
         """Gives what is being written some time after a failure; it may fail or be left unfinished, and nobody is told."""
         jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            job.join(seconds)
+        if jobs:
+            jobs[-1].thread.join(seconds)  # which is over after all the others
 
     def when_saved(self, action: Callable[[], None]) -> None:
         """Calls ``action`` when all that has been started is written; never, where some of it fails."""
@@ -108,67 +107,40 @@ class Saver:
             if all(job.error is None for job in jobs):
                 action()
 
-        if not jobs or not jobs[-1].then(unless_failed):
+        if jobs and jobs[-1].thread.is_alive():
+            self._begin(unless_failed, jobs[-1].path, jobs[-1].moment)
+        else:
             unless_failed()
 
     def is_started(self, path: Path) -> bool:
         """Whether a path may still be being written; the same on every rank."""
         return any(job.path == path for job in self._jobs)
 
+    def _begin(self, work: Callable[[], None], path: Path, moment: int) -> None:
+        self._jobs.append(_Job(work, path, moment, self._jobs[-1] if self._jobs else None))
+
 
 class _Job:
-    """A save in the background.
+    """Work in the background for a path, after that of another job.
 
     Attributes:
+        thread: What does it, and holds what it needs.
         error: What it failed with, once it is done.
     """
 
-    def __init__(self, path: Path, write: Write, group: dist.ProcessGroup | None, moment: int, previous: _Job | None) -> None:
+    def __init__(self, work: Callable[[], None], path: Path, moment: int, previous: _Job | None) -> None:
         self.path, self.moment = path, moment
         self.error: BaseException | None = None
-        self._write: Write | None = write
-        self._group = group
-        self._previous = previous
-        self._actions: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
-        self.is_done = False
-        self._thread = threading.Thread(target=self._run, name=f"fxpipe-save {path.name}", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(work, previous), name=f"fxpipe-save {path.name}", daemon=True)
+        self.thread.start()
 
-    def then(self, action: Callable[[], None]) -> bool:
-        """Has ``action`` called once the path is written; False where it is too late for that."""
-        with self._lock:
-            if not self.is_done:
-                self._actions.append(action)
-            return not self.is_done
-
-    def join(self, seconds: float | None = None) -> None:
-        """Waits for the end."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None], previous: _Job | None) -> None:
         try:
-            if self._previous is not None:
-                self._previous.join()
-                self._previous = None
-            assert self._write is not None
-            save_together(self.path, self._write, self._group)
-            self._write = None  # what it holds
-            self._run_actions()
+            if previous is not None:
+                previous.thread.join()
+            work()
         except BaseException as error:
             self.error = error
-        finally:
-            with self._lock:
-                self.is_done = True
-
-    def _run_actions(self) -> None:
-        while True:
-            with self._lock:
-                if not self._actions:
-                    self.is_done = True
-                    return
-                action = self._actions.pop(0)
-            action()
 
 
 # ---------------------------------------------------------------------------------------------------- together
@@ -206,7 +178,8 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
         if error is not None:
             raise error
         return result
-    told = gather_values(group, (dist.get_rank(), result if dist.get_rank() == 0 else None, _portable(error)))
+    sent = None if error is None else (portable(error), "".join(traceback.format_tb(error.__traceback__)))
+    told = gather_values(group, (dist.get_rank(), result if dist.get_rank() == 0 else None, sent))
     if error is not None:
         raise error
     for rank, _, other in told:
@@ -215,13 +188,6 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
             original.add_note(f"while saving a checkpoint on rank {rank}:\n{stack}")
             raise original
     return next(result for rank, result, _ in told if rank == 0)
-
-
-def _portable(error: Exception | None) -> tuple[Exception, str] | None:
-    """An exception that can be sent, and its traceback."""
-    if error is None:
-        return None
-    return portable(error), "".join(traceback.format_tb(error.__traceback__))
 
 
 def portable(error: Exception) -> Exception:
@@ -245,7 +211,7 @@ def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: 
         rest: Everything else; that of rank 0 is written.
         copied: Whether the values may change before they are written.
     """
-    state = copied_state(parts) if copied else parts
+    state = on_cpu(parts, copied=True) if copied else parts
     serialized = io.BytesIO()
     if dist.get_rank() == 0:
         torch.save(dict(rest), serialized)
@@ -253,10 +219,8 @@ def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: 
     def write(path: Path, group: dist.ProcessGroup | None) -> None:
         write_parts(state, FileSystemWriter(path), group)
         if dist.get_rank() == 0:
-            with (path / metadata_filename()).open("wb") as file:
+            with synced_file(path / metadata_filename()) as file:
                 file.write(serialized.getbuffer())
-                file.flush()
-                os.fsync(file.fileno())
 
     return write
 
@@ -302,19 +266,21 @@ def _sendable_errors(*objects: tuple[Any, type]) -> Iterator[None]:
         raise
 
 
-def copied_state(state: Any) -> Any:
-    """A copy, on the CPU, that shares no memory with the original; what shared memory in it still does."""
-    copies: dict[Any, Tensor] = {}
+def on_cpu(state: Any, *, copied: bool) -> Any:
+    """The state with tensors on the CPU; what shared memory still does. With ``copied`` none with the original."""
+    moved: dict[Any, Tensor] = {}
 
-    def copied(leaf: Any) -> Any:
+    def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf)
+            return copy.deepcopy(leaf) if copied else leaf
+        if leaf.device.type == "cpu" and not copied:
+            return leaf
         key = identity(leaf)
-        if key not in copies:
-            copies[key] = leaf.detach().to("cpu", copy=True)
-        return copies[key]
+        if key not in moved:
+            moved[key] = leaf.detach().to("cpu", copy=copied)
+        return moved[key]
 
-    return tree_map(copied, state)
+    return tree_map(move, state)
 
 
 class _Planner(DefaultSavePlanner):

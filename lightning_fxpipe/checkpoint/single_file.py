@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as dist
-from torch import Tensor
 
 from lightning_fxpipe._compat.checkpoints import folder_writer
 from lightning_fxpipe._compat.lightning import metadata_filename
-from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe.checkpoint.atomic import synced_file
 from lightning_fxpipe.checkpoint.formats import with_items
 from lightning_fxpipe.checkpoint.locations import Location
-from lightning_fxpipe.checkpoint.saving import Write, copied_state, on_every_rank, write_parts
-from lightning_fxpipe.checkpoint.stage_state import ENTRY, drop_placeholders, in_order, names_in_parts, taken_parts
+from lightning_fxpipe.checkpoint.saving import Write, on_cpu, on_every_rank, write_parts
+from lightning_fxpipe.checkpoint.stage_state import ENTRY, drop_placeholders, entry_of, in_order, names_in_parts, taken_parts
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.distributed.values import identity, receive_value, send_value
+from lightning_fxpipe.distributed.values import receive_value, send_value
 
 # Which state, and what of it.
 Key = tuple[str | int, str]
@@ -40,7 +38,9 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
         topology: This rank's place.
     """
     mine = drop_placeholders(checkpoint["state_dict"])
-    beside = _of_any_rank(names_in_parts(checkpoint, mine, fqns), topology)
+    # Of any rank: one that holds all there is sees no parts.
+    partial_names = gather_values(topology.control_group, names_in_parts(checkpoint, mine, fqns))
+    beside = list(dict.fromkeys(name for names in partial_names for name in names))
     parts: dict[Key, Any] = {}
     for name in ("state_dict", *beside):
         parts |= {(name, fqn): value for fqn, value in drop_placeholders(checkpoint[name]).items()}
@@ -48,18 +48,17 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
     for index, optimizer in enumerate(optimizers):
         parts |= {(index, fqn): state for fqn, state in optimizer["state"].items()}
     collected = _collect(parts, topology)
-    if collected is not None:
-        del parts
-        collected = _on_cpu(collected)
-        for name in ("state_dict", *beside):
-            found = {fqn: value for (of, fqn), value in collected.items() if of == name}
-            checkpoint[name] = in_order(with_items(checkpoint[name], found), fqns)
-        fqns_of = [[list(group["params"]) for group in optimizer["param_groups"]] for optimizer in optimizers]
-        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), GROUP_FQNS: fqns_of}
-        for index, optimizer in enumerate(optimizers):
-            states = {fqn: value for (of, fqn), value in collected.items() if of == index}
-            optimizers[index] = number_parameters({**optimizer, "state": states})
-    return None if collected is None else checkpoint
+    del parts
+    if collected is None:
+        return None
+    collected = on_cpu(collected, copied=False)
+    for name in ("state_dict", *beside):
+        found = {fqn: value for (of, fqn), value in collected.items() if of == name}
+        checkpoint[name] = in_order(with_items(checkpoint[name], found), fqns)
+    for index, optimizer in enumerate(optimizers):
+        states = {fqn: value for (of, fqn), value in collected.items() if of == index}
+        optimizers[index] = {**optimizer, "state": states}
+    return with_numbers(checkpoint)
 
 
 def file_writer(whole: dict[str, Any] | None, *, copied: bool) -> Write:
@@ -69,14 +68,12 @@ def file_writer(whole: dict[str, Any] | None, *, copied: bool) -> Write:
         whole: The checkpoint, on rank 0.
         copied: Whether its values may change before they are written.
     """
-    contents = copied_state(whole) if copied else whole
+    contents = on_cpu(whole, copied=True) if copied else whole
 
     def write(path: Path, group: dist.ProcessGroup | None) -> None:
         if contents is not None:
-            with path.open("wb") as file:
+            with synced_file(path) as file:
                 torch.save(contents, file)
-                file.flush()
-                os.fsync(file.fileno())
 
     return write
 
@@ -115,26 +112,24 @@ def _collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | No
     return result if topology.is_last else None
 
 
-def _of_any_rank(names: list[str], topology: Topology) -> list[str]:
-    """The names that any rank has: one that holds all there is sees no parts."""
-    found = gather_values(topology.control_group, names)
-    return list(dict.fromkeys(name for part in found for name in part))
+def with_numbers(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """As a plain Trainer writes it: parameters of optimizers numbered, and what the numbers mean beside them."""
+    if not is_by_fqn(checkpoint):
+        return checkpoint
+    states = checkpoint["optimizer_states"]
+    fqns = [[list(group["params"]) for group in state["param_groups"]] for state in states]
+    entry = {**entry_of(checkpoint), GROUP_FQNS: fqns}
+    return {**checkpoint, "optimizer_states": [_number_parameters(state) for state in states], ENTRY: entry}
 
 
-def _on_cpu(values: dict[Key, Any]) -> dict[Key, Any]:
-    """The values with tensors on the CPU; what shared memory still does."""
-    moved: dict[Any, Tensor] = {}
-
-    def move(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.device.type == "cpu":
-            return value
-        return moved.setdefault(identity(value), value.cpu())
-
-    result: dict[Key, Any] = tree_map(move, values)
-    return result
+def is_by_fqn(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether there are optimizers, and all of their parameters have names."""
+    states = checkpoint.get("optimizer_states") or []
+    groups = [group for state in states for group in state["param_groups"]]
+    return bool(states) and all(isinstance(name, str) for group in groups for name in group["params"])
 
 
-def number_parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _number_parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state by FQN as torch writes it, with parameters numbered in the order of their groups."""
     numbers: dict[str, int] = {}
     groups = [

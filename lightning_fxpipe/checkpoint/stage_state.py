@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import lightning
@@ -19,7 +19,14 @@ from torchmetrics import Metric
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, KeyPath, open_folder
-from lightning_fxpipe.checkpoint.formats import VERSION_KEY, is_distributed_folder, read_stored, with_items
+from lightning_fxpipe.checkpoint.formats import (
+    OPTIMIZER,
+    VERSION_KEY,
+    is_distributed_folder,
+    read_stored,
+    taken_optimizers,
+    with_items,
+)
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optim.optimizers import GROUPS, STATE, StageOptimizer
@@ -28,6 +35,19 @@ from lightning_fxpipe.reporting.messages import inform
 
 # Our entry of a checkpoint: where it comes from, and the random generators.
 ENTRY = "lightning_fxpipe"
+# In it what a folder has no place for: what states have beside their items, and the order of the model's names.
+_ATTRIBUTES, _NAMES = "attributes", "names"
+
+
+def entry_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Our entry; empty where there is none."""
+    return checkpoint.get(ENTRY) or {}
+
+
+def without_notes(checkpoint: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The checkpoint without some of what is in our entry, and without an entry that is then empty."""
+    entry = {key: value for key, value in entry_of(checkpoint).items() if key not in names}
+    return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -60,31 +80,63 @@ _EXTRA = "_extra_state"
 
 def taken_parts(checkpoint: dict[str, Any], fqns: Collection[str]) -> dict[str, Any]:
     """Takes out of the checkpoint what ranks have in parts, under the names that it has in a folder."""
-    state = {"model": drop_placeholders(checkpoint["state_dict"])}
-    beside = names_in_parts(checkpoint, state["model"], fqns)
-    note_attributes(checkpoint, ("state_dict", *beside))
-    note_names(checkpoint, fqns)
-    del checkpoint["state_dict"]
-    for name in beside:
-        state[BESIDE + name] = drop_placeholders(checkpoint.pop(name))
-    for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
-        state[f"optimizer_{index}"] = optimizer
-    return state
+    beside = names_in_parts(checkpoint, drop_placeholders(checkpoint["state_dict"]), fqns)
+    parts = {name: drop_placeholders(state) for name, state in taken_states(checkpoint, beside, fqns).items()}
+    return parts | {f"optimizer_{index}": state for index, state in enumerate(checkpoint.pop("optimizer_states", []))}
 
 
-def note_attributes(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
-    """Keeps in our entry what states have beside their items, for which a folder has no place."""
-    found = {name: dict(vars(state)) for name in names if isinstance(state := checkpoint[name], OrderedDict)}
-    if found:
-        checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _ATTRIBUTES: found}
+def taken_states(checkpoint: dict[str, Any], beside: Collection[str], fqns: Iterable[str]) -> dict[str, Any]:
+    """Takes out the states of the model, under their names in a folder; our entry keeps what that has no place for.
+
+    Args:
+        checkpoint: The checkpoint.
+        beside: Names of the states beside ``state_dict``.
+        fqns: Names of the whole model's tensors, in their order.
+    """
+    known = {name: checkpoint[name] for name in ("state_dict", *beside)}
+    attributes = {name: dict(vars(state)) for name, state in known.items() if isinstance(state, OrderedDict)}
+    notes = {_NAMES: list(fqns), **({_ATTRIBUTES: attributes} if attributes else {})}
+    checkpoint[ENTRY] = {**entry_of(checkpoint), **notes}
+    return {_name_in_folder(name): checkpoint.pop(name) for name in known}
 
 
-_ATTRIBUTES = "attributes"
+def _name_in_folder(name: str) -> str:
+    return "model" if name == "state_dict" else BESIDE + name
+
+
+def states_beside(checkpoint: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The entries beside ``state_dict`` that have names of the model, such as weights beside averaged ones."""
+    names = checkpoint["state_dict"].keys()
+    return {key: value for key, value in checkpoint.items() if key != "state_dict" and _has_names_of(value, names)}
+
+
+def _has_names_of(value: Any, names: Set[str]) -> bool:
+    return isinstance(value, Mapping) and bool(value) and value.keys() <= names
+
+
+def checkpoint_of_folder(folder: Folder, rest: Mapping[str, Any], is_wanted: Callable[[KeyPath], bool]) -> dict[str, Any]:
+    """What a Trainer has in place of a folder, optimizers by FQN.
+
+    Args:
+        folder: The folder.
+        rest: What it has beside the tensors.
+        is_wanted: Says by its path whether a value is read. Other tensors are on the meta device, other values left out.
+    """
+    found, checkpoint = folder.read(folder.roots, is_wanted), dict(rest)
+    optimizers = taken_optimizers(checkpoint, found)
+    if optimizers:
+        checkpoint["optimizer_states"] = [{**saved, STATE: saved.get(STATE, {})} for saved in optimizers]
+    states = {"state_dict": found.pop(folder.model_root, {})}
+    states |= {key.removeprefix(BESIDE): value for key, value in found.items()}
+    order = entry_of(rest).get(_NAMES, ())  # the keys of a folder have none
+    for name, state in states.items():
+        checkpoint[name] = restore_state(rest, name, state, order) if isinstance(state, Mapping) else state
+    return without_notes(checkpoint, _NAMES, _ATTRIBUTES)
 
 
 def restore_state(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
-    """A state that was in a folder, as it was before: in an order, and with what :func:`note_attributes` has kept."""
-    attributes = (checkpoint.get(ENTRY) or {}).get(_ATTRIBUTES, {}).get(name)
+    """A state that was in a folder, as it was before: in an order, and with what :func:`taken_states` has kept."""
+    attributes = entry_of(checkpoint).get(_ATTRIBUTES, {}).get(name)
     state = in_order(items, order)
     if attributes is None:
         return state
@@ -116,10 +168,8 @@ def names_in_parts(checkpoint: Mapping[str, Any], mine: Mapping[str, Any], fqns:
 
 
 def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
-    if not isinstance(value, Mapping) or not value or not fqns.issuperset(value):
-        return False
-    return any(map(_is_placeholder, value.values())) or (
-        len(value) < len(fqns) and drop_placeholders(value).keys() == mine.keys()
+    return _has_names_of(value, fqns) and (
+        any(map(_is_placeholder, value.values())) or (len(value) < len(fqns) and drop_placeholders(value).keys() == mine.keys())
     )
 
 
@@ -187,29 +237,6 @@ def in_order(state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The state with its names in an order, and others after them."""
     order = {fqn: index for index, fqn in enumerate(names)}
     return with_items(state, dict(sorted(state.items(), key=lambda item: order.get(item[0], len(order)))))
-
-
-def note_names(checkpoint: dict[str, Any], names: Iterable[str]) -> None:
-    """Keeps the order of the model's names in our entry, for which a folder has no place."""
-    checkpoint[ENTRY] = {**checkpoint.get(ENTRY, {}), _NAMES: list(names)}
-
-
-def without_notes(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint without what only a folder needs to be noted."""
-    entry = {key: value for key, value in (checkpoint.get(ENTRY) or {}).items() if key not in (_NAMES, _ATTRIBUTES)}
-    return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
-
-
-_NAMES = "names"
-
-
-def names_of(checkpoint: Mapping[str, Any]) -> Sequence[str]:
-    """The names of the model's state in their order, where one of ours says them: the keys of a folder have none."""
-    names: Sequence[str] = (checkpoint.get(ENTRY) or {}).get(_NAMES, ())
-    return names
-
-
-OPTIMIZER = r"optimizer_\d+"
 
 
 def prefix_of(names: Collection[str], expected: Collection[str]) -> str:
