@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -93,11 +94,7 @@ class _InStep:
         self._length = length
         self._kind = sparing.running_step()
         self._count = 0
-        self._inner: Iterator[Any] | None = None
-        if self._kind is not None and sparing.stages(self._kind):
-            self._inner = sparing.begin(self._kind, begin)
-        else:
-            self._inner = begin()
+        self._inner = sparing.begin(self._kind, begin)
 
     def __iter__(self) -> _InStep:
         return self
@@ -116,20 +113,17 @@ class _InStep:
 
     def _load(self) -> list[Any]:
         """The next batch; an empty list at the end."""
-        if self._kind is not None and self._sparing.stages(self._kind):
-            if self._sparing.is_spared(self._kind) and self._inner is not None:
-                self._inner = None
-                self._give_up()
-            loaded = self._sparing.load(self._kind, self._load_here)
-        else:
-            loaded = self._load_here()
+        if self._sparing.is_spared(self._kind) and self._inner is not None:
+            self._inner = None
+            self._give_up()
+        loaded = self._sparing.load(self._kind, self._load_here)
         if self._length is None:
             self._vote(bool(loaded))
         return loaded
 
     def _load_here(self) -> list[Any]:
         assert self._inner is not None
-        return list(_at_most_one(self._inner))
+        return list(islice(self._inner, 1))
 
     def _vote(self, has_batch: bool) -> None:
         group = self._sparing.group
@@ -138,13 +132,6 @@ class _InStep:
         if 0 < int(ended) < dist.get_world_size(group):
             count = f"{'at least ' * has_batch}{self._count + has_batch} batches"
             check_agreement(group, count, _disagreement())
-
-
-def _at_most_one(iterator: Iterator[Any]) -> Iterator[Any]:
-    try:
-        yield next(iterator)
-    except StopIteration:
-        return
 
 
 def _disagreement() -> BatchError:

@@ -26,7 +26,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import tree_map
-from lightning_fxpipe.distributed.agreement import gather_values
+from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.user_code.step import StepKind
@@ -47,19 +47,6 @@ class Watched:
     running_step: Callable[[], StepKind | None]
     free_stages: Callable[[StepKind], frozenset[int]]
     is_seen_by_hooks: Callable[[StepKind], bool]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _News:
-    """What rank 0 tells of its loading.
-
-    Attributes:
-        batches: The batch, pickled; nothing at the end of the data.
-        rng: The state of the random numbers, where loading has drawn some.
-    """
-
-    batches: tuple[bytes, ...]
-    rng: dict[str, Any] | None
 
 
 class Sparing:
@@ -110,7 +97,7 @@ class Sparing:
             stages = f"stage{'s' * (len(agreed) > 1)} {', '.join(map(str, sorted(agreed)))}"
             self._tell(f"The ranks of {stages} load no more data for {kind.value}: they need no more than its shapes.")
 
-    def load(self, kind: StepKind, load: Callable[[], list[Any]]) -> list[Any]:
+    def load(self, kind: StepKind | None, load: Callable[[], list[Any]]) -> list[Any]:
         """Loads on the ranks that are not spared. Called by every rank.
 
         Args:
@@ -120,6 +107,8 @@ class Sparing:
         Returns:
             The batch; on a rank that is spared one like that of rank 0, of zeros.
         """
+        if kind is None or not self.stages(kind):
+            return load()
         before = rng_state()
         mine = [] if self.is_spared(kind) else load()
         assert self._watched is not None
@@ -127,27 +116,29 @@ class Sparing:
         batches = self._tell_others(kind, tuple(map(pickled, mine)) if self._topology.is_last else (), before)
         return [pickle.loads(batch) for batch in batches] if self.is_spared(kind) else mine
 
-    def begin(self, kind: StepKind, begin: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
+    def begin(self, kind: StepKind | None, begin: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
         """Makes a loader's iterator on the ranks that are not spared; it may draw random numbers. Called by every rank."""
+        if not self.stages(kind):
+            return begin()
         before = rng_state()
         try:
             return None if self.is_spared(kind) else begin()
         finally:
             self._tell_others(kind, (), before)
 
-    def _tell_others(self, kind: StepKind, batches: tuple[bytes, ...], before: dict[str, Any]) -> tuple[bytes, ...]:
+    def _tell_others(self, kind: StepKind | None, batches: tuple[bytes, ...], before: dict[str, Any]) -> tuple[bytes, ...]:
         """What rank 0 has loaded, on all ranks; those that are spared draw what it has drawn since ``before``."""
-        news: list[_News | None] = [None]
+        news = None
         if self._topology.is_last:
             now = rng_state()
             drawn = None if same_rng(before, now) else {key: state for key, state in now.items() if key != "cuda"}
-            news = [_News(batches=batches, rng=drawn)]
-        self._send(news)
-        told = news[0]
+            news = (batches, drawn)
+        told = of_last_stage(news, self._topology)
         assert told is not None
-        if told.rng is not None and self.is_spared(kind):
-            set_rng_state(told.rng)
-        return told.batches
+        batches, drawn = told
+        if drawn is not None and self.is_spared(kind):
+            set_rng_state(drawn)
+        return batches
 
     def with_values(self, kind: StepKind, batch: Any) -> Any:
         """The batch with its values, as the step gets it. Called by every rank.
@@ -156,23 +147,17 @@ class Sparing:
             kind: The step.
             batch: The batch, on a rank that is spared perhaps without values.
         """
-        on_cpu = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, batch)
-        values = [on_cpu if self._topology.is_last else None]
-        self._send(values)
-        if not self.is_spared(kind):
-            return batch
-        device = self._topology.device
-        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, values[0])
-
-    def _send(self, objects: list[Any]) -> None:
-        """Fills in what rank 0 has."""
-        dist.broadcast_object_list(objects, src=self._topology.last_rank, group=self.group)
+        values = of_last_stage(_moved(batch, "cpu") if self._topology.is_last else None, self._topology)
+        return _moved(values, self._topology.device) if self.is_spared(kind) else batch
 
 
 def without_values(batch: Any, device: torch.device) -> Any:
     """A batch like it, of zeros."""
-    zeros = pickle.loads(describe_batch(batch))
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, zeros)
+    return _moved(pickle.loads(describe_batch(batch)), device)
+
+
+def _moved(batch: Any, device: torch.device | str) -> Any:
+    return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def describe_batch(batch: Any) -> bytes:
