@@ -18,8 +18,11 @@ from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.user_code.bytecode import loaded_variables
 
-# Those that run before the module is split, on one rank only, or on data, are left alone.
-_NOT_WRAPPED = {"setup", "configure_model", "configure_sharded_model", "on_exception", "state_dict", "load_state_dict"}
+# Those that no Hooks wrap: they run before the module is split, on one rank only, or make data.
+_EARLY_HOOKS = ("setup", "configure_model", "configure_sharded_model", "on_exception")
+_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_DATA_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", *_BATCH_HOOKS)
+_NOT_WRAPPED = {*_EARLY_HOOKS, "state_dict", "load_state_dict"}
 _MODULE_HOOKS = (
     *(name for kind in (ModelHooks, CheckpointHooks) for name in vars(kind) if not name.startswith("_")),
     *("configure_optimizers", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
@@ -29,13 +32,6 @@ _CALLBACK_HOOKS = tuple(
 )
 _OWN_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fxpipe.")
 
-# Those that no Hooks wrap: they run before the module is split, or make data.
-_EARLY_HOOKS = ("setup", "configure_model", "configure_sharded_model", "on_exception")
-_DATA_HOOKS = (
-    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"),
-    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
-)
-
 
 @contextmanager
 def early_hooks(trainer: Trainer, module: LightningModule, replica: Replica) -> Iterator[None]:
@@ -44,7 +40,7 @@ def early_hooks(trainer: Trainer, module: LightningModule, replica: Replica) -> 
     patches = [(owner, name, replica.computes) for owner in owners for name in _DATA_HOOKS]
     patches += [(owner, name, replica.acts) for owner in (*owners, *callbacks(trainer)) for name in _EARLY_HOOKS]
     found = [(owner, name, wrapped, getattr(owner, name, None)) for owner, name, wrapped in patches]
-    with patched_attributes(*((o, n, wrapped(hook)) for o, n, wrapped, hook in found if hook and not _is_own(hook))):
+    with patched_attributes(*((o, n, wrapped(hook)) for o, n, wrapped, hook in found if hook and not is_own(hook))):
         yield
 
 
@@ -60,17 +56,18 @@ def hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[
             yield module, name
     for callback in callbacks(trainer):
         for name in _CALLBACK_HOOKS:
-            is_user_code = _calls_users(callback) or not _is_own(getattr(callback, name))
+            is_user_code = _calls_users(callback) or not is_own(getattr(callback, name))
             if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
                 yield callback, name
 
 
 def _calls_users(callback: Callback) -> bool:
     """Whether the callback's inherited hooks run user code, or compare parameters of the whole model."""
-    return not _is_own(type(callback)) or isinstance(callback, in_all_roots(BaseFinetuning))
+    return not is_own(type(callback)) or isinstance(callback, in_all_roots(BaseFinetuning))
 
 
-def _is_own(thing: Any) -> bool:
+def is_own(thing: Any) -> bool:
+    """Whether a class or function is Lightning's or ours."""
     return str(getattr(thing, "__module__", "")).startswith(_OWN_PACKAGES)
 
 
@@ -81,11 +78,10 @@ def short(step: str) -> str:
 
 def changes_batches(trainer: Trainer, module: LightningModule) -> bool:
     """Whether user code gets each batch between the loader and the step."""
-    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     data: Any = getattr(trainer, "datamodule", None)
     owners = [(module, of_root(LightningModule, module))]
     owners += [(data, of_root(LightningDataModule, data))] if data is not None else []
-    return any(is_overridden(name, owner, kind) for owner, kind in owners for name in names)
+    return any(is_overridden(name, owner, kind) for owner, kind in owners for name in _BATCH_HOOKS)
 
 
 def readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:

@@ -1,23 +1,45 @@
-"""The strategy's hooks about checkpoints, each a few lines that hand over to :class:`CheckpointHooks`."""
+"""The strategy's hooks about checkpoints: what Lightning asks for when it saves or restores a run, for a module in stages."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fxpipe._compat.lightning import checkpoints_in_background
-from lightning_fxpipe.checkpoint.saving import Saver
-from lightning_fxpipe.distributed.failure import has_failed
-from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background, weights_only_of_run
+from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
+from lightning_fxpipe.checkpoint.locations import Location, check_seen_by_all
+from lightning_fxpipe.checkpoint.saving import Saver, folder_writer
+from lightning_fxpipe.checkpoint.single_file import file_writer, save_file_at, save_folder_at, whole_checkpoint
+from lightning_fxpipe.checkpoint.stage_state import (
+    ENTRY,
+    entry_of,
+    load_model,
+    load_optimizers,
+    module_state,
+    portable_rng,
+    read_checkpoint,
+    taken_parts,
+    usable_rng,
+    without_foreign_extras,
+)
+from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
+from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
+from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
+from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.support import report_unsaved
 
 _LAST_SECONDS = 2.0  # that a checkpoint in the background still has when the run has failed
@@ -28,79 +50,228 @@ class CheckpointStrategy(ReplicaStrategy):
 
     Args:
         saver: Saves.
+        options: Options of the run that a checkpoint tells of, beside the plan.
+        as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
+        in_background: Whether training goes on while a checkpoint is written.
     """
 
-    def __init__(self, saver: Saver) -> None:
+    def __init__(self, saver: Saver, *, options: Mapping[str, Any], as_folder: bool, in_background: bool) -> None:
         super().__init__()
         self._saver = saver
-        self._checkpoints: CheckpointHooks | None = None
+        self._told_options = options
+        self._as_folder = as_folder
+        self._in_background = in_background
+        self._session: Session | None = None
+        self._stage_optimizers: list[StageOptimizer] = []
         self._seed = 0
-        self._has_trained = False  # in this run; what is restored then is no resumed run, but a trial that is over
+        # Of this run:
+        self._is_in_stages = False
+        self._has_trained = False  # what is restored then is no resumed run, but a trial that is over
+        self._restored_from: Location | None = None
+        self._restored_rng: dict[str, Any] | None = None  # until the first batch
+        self._linked: list[Path] = []  # to be removed
 
     @property
-    def _saving(self) -> CheckpointHooks:
-        if self._checkpoints is None:
+    def session(self) -> Session:
+        """The module in its pipeline, after setup."""
+        if self._session is None:
+            raise RuntimeError("The module is split in the strategy's setup; nothing is there before.")
+        return self._session
+
+    @property
+    def _saved_session(self) -> Session:
+        if not self._is_in_stages:
             raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
-        return self._checkpoints
+        return self.session
 
     @property
     def _saves_nothing(self) -> bool:
         """Whether a run ends with an exception before the module is in stages, and a hook on exceptions wants a checkpoint."""
-        return self._checkpoints is None and sys.exc_info()[0] is not None
+        return not self._is_in_stages and sys.exc_info()[0] is not None
 
-    def _begin_saving(self, trainer: Trainer, checkpoints: CheckpointHooks) -> Any:
-        """For a new run; returns what holds while it is on, a context."""
-        self._checkpoints = checkpoints
+    def _begin_saving(self, trainer: Trainer) -> Any:
+        """For a new run, once the module is in stages; returns what holds while it is on, a context."""
+        self._is_in_stages = True
         self._has_trained = False
-        return checkpoints_in_background(trainer, checkpoints.is_started, checkpoints.link)
+        self._restored_from, self._restored_rng, self._linked = None, None, []
+        return checkpoints_in_background(trainer, lambda path: self._saver.is_started(Path(path)), self._link)
 
     def _end_saving(self) -> None:
         if has_failed():
             self._saver.abandon(_LAST_SECONDS)
-        elif self._checkpoints is not None:
-            self._saving.end()
+        elif self._is_in_stages:
+            self._finish_saving()
+
+    def _finish_saving(self) -> None:
+        """Waits for what is being written. Called by every rank."""
+        self._saver.wait()
+        self._remove_linked()
 
     @override
     def on_train_start(self) -> None:
-        self._saving.begin_training()
+        loop = self._saved_session.module.trainer.fit_loop
+        if self._restored_rng is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
+            # The iterator over the rest of the epoch has drawn numbers, and that of the whole epoch had done so before.
+            set_rng_state(self._restored_rng)
+        self._restored_rng = None
 
     @override
     def on_train_end(self) -> None:
-        self._saving.end()
+        self._finish_saving()
+
+    # ------------------------------------------------------------------ saving
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return {} if self._saves_nothing else self._saving.module_state()
+        """This rank's part of the module's state."""
+        if self._saves_nothing:
+            return {}
+        with self._saved_session.hooks.suspend():
+            return module_state(self.session.module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {} if self._saves_nothing else self._saving.optimizer_state(optimizer)
+        """This rank's part of an optimizer's state."""
+        if self._saves_nothing:
+            return {}
+        inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
+        with self._saved_session.hooks.suspend():
+            return next((mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner), {})
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
         if self._saves_nothing:
             report_unsaved(filepath, self.global_rank)
             return
-        self._saving.save(checkpoint, self.broadcast(filepath), storage_options, seed=self._seed)
-
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        if not self.is_global_zero:
+        session, path = self._saved_session, self.broadcast(filepath)
+        module, group = session.module, self.topology.control_group
+        if has_failed() and not have_all_stopped_at(module.trainer.global_step, group):
+            # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
+            report_unsaved(path, module.trainer.global_rank)
             return
-        if self._checkpoints is None or "://" in os.fspath(filepath):
-            self._saver.when_saved(partial(super().remove_checkpoint, filepath))
+        self._remove_linked()
+        location = Location.of(path, storage_options)
+        check_seen_by_all(location, self.topology.num_stages)
+        with session.hooks.suspend():
+            names = list(module.state_dict())
+            checkpoint = without_foreign_extras(checkpoint, module)
+            checkpoint[ENTRY] = self._entry()
+            self._check_common(checkpoint)
+            if self._as_folder:
+                checkpoint = self._folder_like(checkpoint)
+            if location.path is None:
+                self._saver.wait()
+                save = save_folder_at if self._as_folder else save_file_at
+                save(location, checkpoint, names, self.topology)
+                return
+            in_background = self._in_background and not has_failed() and module.trainer.state.status == TrainerStatus.RUNNING
+            if self._as_folder:
+                parts = taken_parts(checkpoint, names)
+                write = folder_writer(parts, checkpoint, copied=in_background)
+            else:
+                write = file_writer(whole_checkpoint(checkpoint, names, self.topology), copied=in_background)
+        if in_background:
+            self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
-            self._checkpoints.remove(Path(filepath))
+            self._saver.save(location.path, write, group)
+
+    def _entry(self) -> dict[str, Any]:
+        """What a checkpoint says of the run that has written it, and what the stages' random numbers derive from."""
+        versions = {name: _version_of_package(name) for name in ("lightning-fxpipe", "torch", "lightning")}
+        plan = dataclasses.asdict(self.session.plan)
+        return {"versions": versions, **self._told_options, "plan": plan, "rng": portable_rng(rng_state()), "seed": self._seed}
+
+    def _check_common(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuses what an optimizer keeps beside the states of its parameters where it differs between the stages."""
+        states = checkpoint.get("optimizer_states", [])
+        common = [mine.common_state(state) for mine, state in zip(self._stage_optimizers, states, strict=False)]
+        check_agreement(
+            self.topology.control_group,
+            [{key: text_of(value) for key, value in entries.items()} for entries in common],
+            UnsupportedError(
+                "The optimizer's state cannot be saved: what belongs to no parameter is not the same on all stages.",
+                where=", ".join(type(mine.optimizer).__name__ for mine in self._stage_optimizers),
+                expected="counters and the like, which are the same whatever parameters an optimizer has",
+                todo="Keep it in the state of the parameters (optimizer.state[parameter]).",
+            ),
+        )
+
+    def _folder_like(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint as a folder can have it."""
+        if any_rank(any(mine.get("state") for mine in checkpoint.get("optimizer_states", [])), self.topology):
+            return checkpoint
+        # A folder has no empty dicts, and torch wants one: such states lie beside the tensors.
+        states = checkpoint.pop("optimizer_states", [])
+        return {**checkpoint, **{f"optimizer_{index}": state for index, state in enumerate(states)}}
+
+    # ------------------------------------------------------------------ restoring
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        return self._saving.load(self.broadcast(checkpoint_path), weights_only=weights_only)
+        """Reads a checkpoint but for the optimizers' states. Called by every rank."""
+        session, path = self._saved_session, self.broadcast(checkpoint_path)
+        self._saver.wait()
+        self._restored_from = location = Location.of(path)
+        check_seen_by_all(location, self.topology.num_stages)
+        if location.path is not None:
+            recover(location.path)
+        if weights_only is None:
+            weights_only = weights_only_of_run()
+        with session.hooks.suspend():
+            return read_checkpoint(location, session.module, weights_only=weights_only, into=session.overwritable())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._saving.load_model(checkpoint, strict=strict)
+        session = self._saved_session
+        with session.hooks.suspend():
+            load_model(session.module, checkpoint["state_dict"], strict=strict)
+            session.materialise_rest(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        seed = self._saving.load_optimizers(checkpoint, is_resumed=not self._has_trained)
-        self._seed = self._seed if seed is None else seed
+        assert self._restored_from is not None
+        self.session.restore_groups(self.session.module.trainer)
+        load_optimizers(self._restored_from, checkpoint, self._stage_optimizers)
+        entry = entry_of(checkpoint)
+        if "rng" not in entry or self._has_trained:  # a converted checkpoint may have our entry, but not this
+            return
+        # A resumed run shuffles and draws as the uninterrupted one would have.
+        self._restored_rng = usable_rng(entry["rng"])
+        set_rng_state(self._restored_rng)
+        self._seed = entry.get("seed", self._seed)
+
+    # ------------------------------------------------------------------ what becomes of checkpoints
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint, once those that were started before are written.
+
+        One that a link leads to stays until the link leads elsewhere or the next checkpoint: the link may be the last one.
+        """
+        if not self.is_global_zero:
+            return
+        if not self._is_in_stages or "://" in os.fspath(filepath):
+            self._saver.when_saved(partial(super().remove_checkpoint, filepath))
+        elif is_linked(Path(filepath)):
+            self._linked.append(Path(filepath))
+        else:
+            self._saver.when_saved(partial(remove, Path(filepath)))
+
+    def _link(self, target: str | Path, path: str | Path) -> None:
+        """Makes a link to a checkpoint, once it is written. Called by rank 0."""
+        self._saver.when_saved(partial(link, Path(target), Path(path)))
+        self._remove_linked()
+
+    def _remove_linked(self) -> None:
+        paths, self._linked = self._linked, []
+        for path in paths:
+            self._saver.when_saved(partial(remove, path))
+
+
+@cache
+def _version_of_package(name: str) -> str:
+    """The installed version, or that it is unknown: a source tree that is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"

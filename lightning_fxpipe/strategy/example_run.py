@@ -28,6 +28,7 @@ from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode, patched_attributes
 from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.hooks.hook_code import is_own
 from lightning_fxpipe.hooks.user_hooks import Frame, Hooks
 from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes, take_over
@@ -127,12 +128,8 @@ def _makes_summary(callback: Any) -> bool:
     return (
         isinstance(callback, in_all_roots(ModelSummary))
         and "on_fit_start" not in vars(callback)
-        and _is_lightnings(callback.on_fit_start)
+        and is_own(callback.on_fit_start)
     )
-
-
-def _is_lightnings(function: Any) -> bool:
-    return str(function.__module__).startswith("lightning.")
 
 
 def _writes_graph(logger: Any) -> bool:

@@ -22,6 +22,7 @@ from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.hooks.hook_code import is_own
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.hooks.whole_model import WholeModel
 from lightning_fxpipe.metrics.metric_calls import held_metrics
@@ -435,8 +436,7 @@ def _awaits_checkpoint(module: Any) -> bool:
 def _hooks_change_checkpoints(module: Any) -> bool:
     """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
     hooks = [getattr(owner, "on_load_checkpoint", None) for owner in (module, *module.trainer.callbacks)]
-    sources = [str(getattr(hook, "__module__", "lightning.")) for hook in hooks]
-    return not all(source.startswith(("lightning.", "pytorch_lightning.", "lightning_fxpipe.")) for source in sources)
+    return any(hook is not None and not is_own(hook) for hook in hooks)
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.distributed_c10d as dist
@@ -10,24 +11,25 @@ from lightning_fxpipe._compat.lightning import note_sigterm, stop_after_batch
 from lightning_fxpipe.distributed.agreement import LateVote
 
 
-class StopRequest:
-    """Made by every rank for each run.
+def stopping_together(trainer: Any, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Has SIGTERM wait for the next batch. Called by every rank before each run.
 
     Args:
         trainer: The Trainer.
         group: The pipeline's ranks; None without a process group.
+
+    Returns:
+        What stops after this batch if a rank had been asked to before the last one. Called by every rank for each batch.
     """
+    vote, is_asked = LateVote(group), False
 
-    def __init__(self, trainer: Any, group: dist.ProcessGroup | None) -> None:
-        self._trainer = trainer
-        self._vote = LateVote(group)
-        self._is_asked = False
-        note_sigterm(trainer, self._note)
+    def note() -> None:
+        nonlocal is_asked
+        is_asked = True
 
-    def at_batch(self) -> None:
-        """Stops after this batch if a rank had been asked to before the last one. Called by every rank for each batch."""
-        if self._vote.any_rank(self._is_asked):
-            stop_after_batch(self._trainer)
+    def stop_if_asked() -> None:
+        if vote.any_rank(is_asked):
+            stop_after_batch(trainer)
 
-    def _note(self) -> None:
-        self._is_asked = True
+    note_sigterm(trainer, note)
+    return stop_if_asked

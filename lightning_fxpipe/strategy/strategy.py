@@ -46,12 +46,11 @@ from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.pipelining import ScheduleName
-from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks, origin
 from lightning_fxpipe.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, step_of_run
 from lightning_fxpipe.strategy.session import Session, init_context, materials_of
-from lightning_fxpipe.strategy.stop_request import StopRequest
+from lightning_fxpipe.strategy.stop_request import stopping_together
 from lightning_fxpipe.strategy.support import (
     check_converted,
     check_optimizers,
@@ -117,9 +116,14 @@ class PipelineStrategy(CheckpointStrategy):
         save_distributed_checkpoint: bool = True,
         async_save: bool = False,
     ) -> None:
-        super().__init__(Saver(partial(_saving_group, timedelta(seconds=timeout_seconds))))
-        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
+        super().__init__(
+            Saver(partial(_saving_group, timedelta(seconds=timeout_seconds))),
+            options={"schedule": schedule, "num_microbatches": self._num_microbatches},
+            as_folder=save_distributed_checkpoint,
+            in_background=async_save,
+        )
+        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
         self._schedule: ScheduleName = schedule
         self._plans = RunPlans(
             PlanOptions(
@@ -141,12 +145,8 @@ class PipelineStrategy(CheckpointStrategy):
         check_start_method(start_method)
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
-        self._save_distributed_checkpoint = save_distributed_checkpoint
-        self._async_save = async_save
-        self._session: Session | None = None
-        self._stop_request: StopRequest | None = None
+        self._stop_if_asked: Callable[[], None] | None = None
         self._precision: PipelinePrecision | None = None
-        self._stage_optimizers: list[StageOptimizer] = []
         self._patches = ExitStack()
         self._constructions = Constructions()
 
@@ -154,10 +154,10 @@ class PipelineStrategy(CheckpointStrategy):
         """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
         copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
-        fresh: dict[str, Any] = {"_topology": self._topology, "_session": None, "_precision": None, "_checkpoints": None}
-        fresh |= {"_stop_request": None}
+        fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_stop_if_asked"))
+        fresh |= {"_topology": self._topology, "_loss": self._loss, "_is_in_stages": False, "_stage_optimizers": []}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
-        fresh |= {"_saver": Saver(partial(_saving_group, self._timeout)), "_loss": self._loss, "_stage_optimizers": []}
+        fresh["_saver"] = Saver(partial(_saving_group, self._timeout))
         if self._topology is not None:
             fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
             fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast)
@@ -176,13 +176,6 @@ class PipelineStrategy(CheckpointStrategy):
     def plan(self) -> PartitionPlan:
         """The plan in use, after setup."""
         return self.session.plan
-
-    @property
-    def session(self) -> Session:
-        """The module in its pipeline, after setup."""
-        if self._session is None:
-            raise RuntimeError("The module is split in the strategy's setup; nothing is there before.")
-        return self._session
 
     @property
     def module(self) -> Any:
@@ -241,8 +234,8 @@ class PipelineStrategy(CheckpointStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._checkpoints = None
-        self._stop_request = StopRequest(trainer, self.topology.control_group)
+        self._is_in_stages = False
+        self._stop_if_asked = stopping_together(trainer, self.topology.control_group)
         self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
         # Lightning advises `sync_dist=True` where several processes log; these log the same values.
@@ -257,16 +250,7 @@ class PipelineStrategy(CheckpointStrategy):
         else:
             group = self.topology.control_group
             self._stage_optimizers = kept_through(self._stage_optimizers, self.module, self.session.dropped, group)
-        checkpoints = CheckpointHooks(
-            self.session,
-            self.topology,
-            self._stage_optimizers,
-            self._saver,
-            origin=origin(schedule=self._schedule, num_microbatches=self._num_microbatches),
-            as_folder=self._save_distributed_checkpoint,
-            in_background=self._async_save,
-        )
-        self._patches.enter_context(self._begin_saving(trainer, checkpoints))
+        self._patches.enter_context(self._begin_saving(trainer))
         # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
         local_rank = self.local_rank if self.topology.num_stages > 1 else None
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
@@ -393,13 +377,7 @@ class PipelineStrategy(CheckpointStrategy):
     def on_validation_end(self) -> None:
         self.session.end_evaluation()
 
-    @override
-    def on_test_end(self) -> None:
-        self.session.end_evaluation()
-
-    @override
-    def on_predict_end(self) -> None:
-        self.session.end_evaluation()
+    on_test_end = on_predict_end = on_validation_end
 
     def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin_batch()
@@ -407,8 +385,8 @@ class PipelineStrategy(CheckpointStrategy):
             return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
 
     def _begin_batch(self) -> None:
-        assert self._stop_request is not None
-        self._stop_request.at_batch()
+        assert self._stop_if_asked is not None
+        self._stop_if_asked()
 
     def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Lightning's call of one of the module's steps, without the batch."""
