@@ -13,9 +13,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 _HIDDEN = ".unfinished"
 _NEW, _OLD, _REMOVED, _LINK = ".new", ".old", ".removed", ".link"
@@ -149,20 +148,11 @@ def _tidy(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two names in one step; False where the system or the file system cannot."""
-    call = _renameat2()
-    if call is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
-
-
-@cache
-def _renameat2() -> Any:
-    """The Linux call, which Python does not offer; None elsewhere."""
+    """Swaps two names in one step, by a call that Python does not offer; False where the system or the file system cannot."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return None
+    except (OSError, AttributeError, TypeError):  # not on Linux
+        return False
     call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return call
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)

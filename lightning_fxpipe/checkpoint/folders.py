@@ -47,11 +47,6 @@ class Folder:
     location: Location
 
     @cached_property
-    def _stored(self) -> Mapping[str, Any]:
-        """What is stored, by key, without the values."""
-        return self._metadata.state_dict_metadata  # type: ignore[no-any-return]
-
-    @cached_property
     def _metadata(self) -> Any:
         try:
             return self._reader().read_metadata()
@@ -68,7 +63,7 @@ class Folder:
         """For each key the names and indices that it is made of."""
         known = self._metadata.planner_data
         known = known if isinstance(known, Mapping) else {}
-        return {key: tuple(known[key]) if key in known else _split(key) for key in self._stored}
+        return {key: tuple(known[key]) if key in known else _split(key) for key in self._metadata.state_dict_metadata}
 
     @cached_property
     def model_root(self) -> str:
@@ -94,7 +89,7 @@ class Folder:
 
     def _place(self, key: str, given: Tensor | None = None, device: str = "cpu") -> Tensor | None:
         """A tensor for what is stored under a key, the given one if it fits; None for what is no tensor."""
-        meta = self._stored[key]
+        meta = self._metadata.state_dict_metadata[key]
         if not isinstance(meta, TensorStorageMetadata):
             return None
         if given is not None and (given.shape, given.dtype) == (meta.size, meta.properties.dtype):

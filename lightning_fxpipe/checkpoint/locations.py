@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,24 +59,15 @@ class Location:
         """Whether there is a file or folder."""
         return self.path.exists() if self.path is not None else bool(self.system.exists(self.text))
 
-    def is_folder(self) -> bool:
-        """Whether it is a folder."""
-        return self.path.is_dir() if self.path is not None else bool(self.system.isdir(self.text))
-
     def inside(self, name: str) -> Location:
         """A file of this folder."""
         path = None if self.path is None else self.path / name
         return Location(text=f"{self.text.rstrip('/')}/{name}", path=path, options=self.options)
 
     def remove(self) -> None:
-        """Removes the file or folder, if there is one."""
-        if self.path is None:
-            if self.system.exists(self.text):
-                self.system.rm(self.text, recursive=True)
-        elif self.path.is_dir():
-            shutil.rmtree(self.path)
-        else:
-            self.path.unlink(missing_ok=True)
+        """Removes the file or folder behind a URL, if there is one."""
+        if self.system.exists(self.text):
+            self.system.rm(self.text, recursive=True)
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:

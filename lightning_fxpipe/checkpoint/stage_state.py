@@ -50,11 +50,6 @@ def without_notes(checkpoint: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.items() if key != ENTRY} | ({ENTRY: entry} if entry else {})
 
 
-def module_state(module: nn.Module) -> dict[str, Any]:
-    """This rank's part of ``module.state_dict()``."""
-    return drop_placeholders(module.state_dict())
-
-
 def drop_placeholders(state: Mapping[str, Any]) -> dict[str, Any]:
     """What is no placeholder."""
     return with_items(state, {fqn: value for fqn, value in state.items() if not _is_placeholder(value)})
@@ -97,11 +92,7 @@ def taken_states(checkpoint: dict[str, Any], beside: Collection[str], fqns: Iter
     attributes = {name: dict(vars(state)) for name, state in known.items() if isinstance(state, OrderedDict)}
     notes = {_NAMES: list(fqns), **({_ATTRIBUTES: attributes} if attributes else {})}
     checkpoint[ENTRY] = {**entry_of(checkpoint), **notes}
-    return {_name_in_folder(name): checkpoint.pop(name) for name in known}
-
-
-def _name_in_folder(name: str) -> str:
-    return "model" if name == "state_dict" else BESIDE + name
+    return {"model" if name == "state_dict" else BESIDE + name: checkpoint.pop(name) for name in known}
 
 
 def states_beside(checkpoint: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -207,7 +198,7 @@ def read_checkpoint(
 def is_folder(location: Location) -> bool:
     """Whether a location is a folder of torch.distributed.checkpoint, complete or not."""
     if location.path is None:
-        return location.is_folder()
+        return bool(location.system.isdir(location.text))
     return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
 
 

@@ -235,13 +235,7 @@ class Hooks:
 
     def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which is no user code wherever it is called."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.suspend():
-                return function(*args, **kwargs)
-
-        return run
+        return self.suspend()(function)
 
     @contextmanager
     def _whole_groups(self) -> Iterator[None]:

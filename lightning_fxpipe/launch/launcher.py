@@ -42,15 +42,14 @@ def run_to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return result
 
 
-def _requested_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The Trainer tells its strategy of a checkpoint only when it is loaded."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+def _requested_checkpoint(trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The ``ckpt_path`` of a call, of which the Trainer tells its strategy only when it is loaded.
 
-
-def _recover_checkpoints(trainer: Any) -> None:
-    """Before the Trainer looks for its last checkpoint."""
+    The folder where the Trainer will look for its last checkpoint is brought in order.
+    """
     for folder in [] if trainer is None else checkpoint_folders(trainer):
         recover_all(Path(folder))
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
 
 
 class ForkingLauncher:
@@ -74,8 +73,7 @@ class ForkingLauncher:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` on every rank."""
-        self.requested = _requested_checkpoint(function, args, kwargs)
-        _recover_checkpoints(trainer)
+        self.requested = _requested_checkpoint(trainer, function, args, kwargs)
         return self._inner.launch(run_to_the_end, function, *args, trainer=trainer, **kwargs)
 
     def kill(self, signum: int) -> None:
@@ -110,8 +108,7 @@ class Launcher:
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs ``function`` on every rank."""
-        self.requested = _requested_checkpoint(function, args, kwargs)
-        _recover_checkpoints(trainer)
+        self.requested = _requested_checkpoint(trainer, function, args, kwargs)
         if self._start is not None:
             start, self._start = self._start, None
             self._children = start()

@@ -13,12 +13,6 @@ from lightning_fxpipe.launch.launcher import ForkingLauncher, Launcher
 StartMethod = Literal["auto", "popen", "fork", "spawn"]
 
 
-def check_start_method(start_method: str) -> None:
-    """Raises ValueError for an unknown one."""
-    if start_method not in ("auto", "popen", "fork", "spawn"):
-        raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
-
-
 def resolve(start_method: StartMethod) -> StartMethod:
     """What ``"auto"`` stands for here: a notebook is no script that could be started once more for each rank."""
     if start_method != "auto":

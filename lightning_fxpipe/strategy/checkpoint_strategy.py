@@ -23,10 +23,10 @@ from lightning_fxpipe.checkpoint.saving import Saver, folder_writer
 from lightning_fxpipe.checkpoint.single_file import file_writer, save_file_at, save_folder_at, whole_checkpoint
 from lightning_fxpipe.checkpoint.stage_state import (
     ENTRY,
+    drop_placeholders,
     entry_of,
     load_model,
     load_optimizers,
-    module_state,
     portable_rng,
     read_checkpoint,
     taken_parts,
@@ -127,7 +127,7 @@ class CheckpointStrategy(ReplicaStrategy):
         if self._saves_nothing:
             return {}
         with self._saved_session.hooks.suspend():
-            return module_state(self.session.module)
+            return drop_placeholders(self.session.module.state_dict())
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

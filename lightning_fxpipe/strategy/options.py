@@ -38,7 +38,7 @@ else:
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
-def check_options(*, num_stages: Any, num_microbatches: Any, schedule: Any, batch_dim: Any) -> None:
+def check_options(*, num_stages: Any, num_microbatches: Any, schedule: Any, batch_dim: Any, start_method: Any) -> None:
     """Raises ValueError for values that no parser has checked."""
     for name, value in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -47,3 +47,5 @@ def check_options(*, num_stages: Any, num_microbatches: Any, schedule: Any, batc
         raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
     if schedule not in ("auto", "gpipe", "1f1b"):
         raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected 'auto', 'gpipe' or '1f1b'")
+    if start_method not in ("auto", "popen", "fork", "spawn"):
+        raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")

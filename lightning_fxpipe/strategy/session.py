@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
@@ -77,7 +76,7 @@ class Session:
         materials: Values for the tensors that have no data.
 
     Attributes:
-        is_split: Whether the module is in pieces; it is whole again after :meth:`make_whole`, and the session then over.
+        is_split: Whether the module is in pieces; where :meth:`end_run` makes it whole again, the session is over.
         dropped: The placeholders of parameters that this rank has dropped, by the parameter's identity.
     """
 
@@ -205,16 +204,16 @@ class Session:
             output = self._joint.run(step, batch)
             check_same_parameters(self.module, names, memory=False)
             return output
-        result, output = self._run(step, batch)
+        loss, output = self._run(step, batch)
         check_same_parameters(self.module, names, memory=False)
-        if result.loss is None:
+        if loss is None:
             self._runtime.passes.end_batch()
             return None
         if self._topology.is_last:
             return output
         with step.context():  # in which the default dtype is that of the precision plugin
-            loss = torch.full((), result.loss, dtype=torch.get_default_dtype(), device=self._topology.device)
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+            value = torch.full((), loss, dtype=torch.get_default_dtype(), device=self._topology.device)
+        return {**output, "loss": value} if isinstance(output, Mapping) else value
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """In the block a backward pass runs. Called by every rank."""
@@ -273,7 +272,7 @@ class Session:
         Args:
             optimizers: The run's optimizers, which follow the module.
             num_copies: Ranks on this machine.
-            gathers: Whether the module is made whole; ``"auto"``: where there is memory for it.
+            gathers: Whether the module is made whole; ``"auto"``: where there is memory for it, and else it stays split.
         """
         if self.module.trainer.interrupted:
             self.hooks.uninstall()  # otherwise hooks are still to come
@@ -281,17 +280,12 @@ class Session:
         if ended_well:
             self._commands.settle()
         if self.is_split and ended_well and gathers is not False:
-            self.make_whole(num_copies=num_copies, must=gathers is True)
+            self._make_whole(num_copies, must=gathers is True)
         for optimizer in optimizers:
             optimizer.end_run()
 
-    def make_whole(self, *, num_copies: int, must: bool) -> None:
-        """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank.
-
-        Args:
-            num_copies: Ranks on this machine.
-            must: Whether it is done even where the machines' memory seems too small; else the module then stays split.
-        """
+    def _make_whole(self, num_copies: int, *, must: bool) -> None:
+        """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank."""
         num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
         is_whole = self._topology.num_stages == 1
         if not must and not is_whole and not has_room_for_copies(num_bytes, num_copies, self._topology):
@@ -311,11 +305,11 @@ class Session:
         self._joint_steps.forget()
         self._shared.close()
 
-    def _run(self, step: Step, batch: Any) -> tuple[BatchResult, Any]:
+    def _run(self, step: Step, batch: Any) -> tuple[float | None, Any]:
         """Runs one batch, and repeats on every rank what the last stage logged and set on the module.
 
         Returns:
-            The result, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
+            The loss, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
         """
         self._take_materials()
         is_last = self._topology.is_last
@@ -355,7 +349,7 @@ class Session:
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)
-        return dataclasses.replace(result, loss=loss, entries=entries), output
+        return loss, output
 
     def _take_materials(self) -> None:
         if self._materials is not None:  # the checkpoint that was to come has come
@@ -375,7 +369,7 @@ class Session:
                 raise error.reason from error.reason.__cause__
             return BatchResult(num_microbatches=0, failure=error.reason)
 
-    def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, start: Remembered | None) -> tuple[BatchResult, Any]:
+    def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, start: Remembered | None) -> tuple[float | None, Any]:
         """Runs a batch again, which cannot run in stages, and the later ones of the same step. Called by every rank.
 
         What the stages have changed in the first attempt is what it was at its ``start`` then; without one, it ran nothing.
@@ -385,7 +379,7 @@ class Session:
         if self._whole_steps.take(step.kind, reason):
             return self._run(step, batch)
         self._jointly_evaluated.add(step.kind)
-        return BatchResult(num_microbatches=0), self._evaluate_jointly(step, batch)
+        return None, self._evaluate_jointly(step, batch)
 
     def end_evaluation(self) -> None:
         """After the last batch of a loop that trains nothing. Called by every rank."""
@@ -413,12 +407,10 @@ def init_context(
         empty_init: What the user has asked ``trainer.init_module`` for.
     """
     is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
-    with precision.tensor_init_context():
-        if empty_init or (empty_init is None and is_running):
-            with constructions.recording(device, draws=not (is_running and _awaits_checkpoint(module))):
-                yield
-        else:
-            yield
+    records = empty_init or (empty_init is None and is_running)
+    draws = not (is_running and _awaits_checkpoint(module))
+    with precision.tensor_init_context(), constructions.recording(device, draws=draws) if records else nullcontext():
+        yield
 
 
 def materials_of(constructions: Constructions, module: Any) -> Materials:

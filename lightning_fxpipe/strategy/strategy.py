@@ -36,7 +36,7 @@ from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import make_group, make_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
-from lightning_fxpipe.launch.launching import StartMethod, check_start_method, make_launcher, resolve
+from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
 from lightning_fxpipe.metrics.metric_states import one_replica
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
 from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
@@ -123,7 +123,13 @@ class PipelineStrategy(CheckpointStrategy):
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
         )
-        check_options(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, batch_dim=batch_dim)
+        check_options(
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            batch_dim=batch_dim,
+            start_method=start_method,
+        )
         self._schedule: ScheduleName = schedule
         self._plans = RunPlans(
             PlanOptions(
@@ -142,7 +148,6 @@ class PipelineStrategy(CheckpointStrategy):
             )
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
-        check_start_method(start_method)
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
         self._stop_if_asked: Callable[[], None] | None = None
@@ -342,9 +347,7 @@ class PipelineStrategy(CheckpointStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._has_trained = True
-        self._begin_batch()
-        with no_end_of_epoch(StepKind.TRAIN.value), self.session.hooks.suspend(), self.replica.computing():
-            return self.session.train(self._step(StepKind.TRAIN, args[1:], kwargs), args[0])
+        return self._run_step(StepKind.TRAIN, self.session.train, args, kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -363,15 +366,15 @@ class PipelineStrategy(CheckpointStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(StepKind.VALIDATE, args, kwargs)
+        return self._run_step(StepKind.VALIDATE, self.session.evaluate, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(StepKind.TEST, args, kwargs)
+        return self._run_step(StepKind.TEST, self.session.evaluate, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(StepKind.PREDICT, args, kwargs)
+        return self._run_step(StepKind.PREDICT, self.session.evaluate, args, kwargs)
 
     @override
     def on_validation_end(self) -> None:
@@ -379,14 +382,11 @@ class PipelineStrategy(CheckpointStrategy):
 
     on_test_end = on_predict_end = on_validation_end
 
-    def _evaluate(self, kind: StepKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._begin_batch()
-        with no_end_of_epoch(kind.value), self.session.hooks.suspend(), self.replica.computing():
-            return self.session.evaluate(self._step(kind, args[1:], kwargs), args[0])
-
-    def _begin_batch(self) -> None:
+    def _run_step(self, kind: StepKind, run: Callable[[Step, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._stop_if_asked is not None
         self._stop_if_asked()
+        with no_end_of_epoch(kind.value), self.session.hooks.suspend(), self.replica.computing():
+            return run(self._step(kind, args[1:], kwargs), args[0])
 
     def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
         """Lightning's call of one of the module's steps, without the batch."""

@@ -113,8 +113,7 @@ def check_one_root(trainer: Trainer, module: LightningModule) -> None:
 def check_trainer(trainer: Trainer, module: LightningModule) -> None:
     """Raises :class:`UnsupportedError` with everything in this run that a pipeline cannot honour."""
     check_one_root(trainer, module)
-    faults = list(_module_faults(module)) + list(_trainer_faults(trainer))
-    faults += list(_step_faults(trainer, module))
+    faults = [*_module_faults(module), *_trainer_faults(trainer), *_step_faults(trainer, module)]
     if faults:
         raise UnsupportedError(
             "strategy='fxpipe' cannot run this.",
@@ -188,19 +187,15 @@ def report_unsaved(path: object, rank: int) -> None:
     print(f"[rank {rank}] no checkpoint saved to {path}: the run has failed", file=sys.stderr, flush=True)
 
 
-def _layers(found: Sequence[str]) -> str:
-    return (
-        f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise" if len(found) > 1 else f"{found[0]} (BatchNorm) normalises"
-    )
-
-
 def report_batch_norm(module: nn.Module, num_microbatches: int | None) -> None:
     """Warns where BatchNorm would normalise over microbatches instead of the batch, which changes what is trained."""
     found = [path for path, _ in batch_norms(module)]
     if found and num_microbatches != 1:
+        one, several = f"{found[0]} (BatchNorm) normalises", f"{len(found)} BatchNorm layers ({found[0]}, ...) normalise"
         warn(
-            f"{_layers(found)} over one microbatch, not the whole batch, as with gradient accumulation; running statistics are "
-            "of the whole batch. To normalise as one device does, set FxPipeStrategy(num_microbatches=1)."
+            f"{several if len(found) > 1 else one} over one microbatch, not the whole batch, as with gradient accumulation; "
+            "running statistics are of the whole batch. To normalise as one device does, set "
+            "FxPipeStrategy(num_microbatches=1)."
         )
 
 
