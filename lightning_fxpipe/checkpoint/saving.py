@@ -192,12 +192,13 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
 
 def portable(error: Exception) -> Exception:
     """The exception, if it can be sent and received; else one that says the same."""
+    text = f"{type(error).__name__}: {text_of(error)}"
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     except Exception as why:  # whatever the class does when it is taken apart or made
-        return RuntimeError(f"{type(error).__name__}: {text_of(error)} (it cannot be sent to other ranks: {text_of(why)})")
-    return RuntimeError(f"{type(error).__name__}: {text_of(error)}")
+        text += f" (it cannot be sent to other ranks: {text_of(why)})"
+    return RuntimeError(text)
 
 
 # ---------------------------------------------------------------------------------------------------- folders

@@ -31,6 +31,12 @@ from lightning_fxpipe.errors import BatchError
 
 # The batches of an epoch after which ranks may be spared: their steps, or the one before, have shown what the stages need.
 _CONSIDERED = (2, 3)
+_DISAGREEMENT = BatchError(
+    "A dataloader ends at different batches on different ranks.",
+    expected="the same batches in the same order on every rank of a pipeline",
+    todo="Let the data depend on no rank: do not cut it up by RANK or by the world size, and call seed_everything before "
+    "random data is made.",
+)
 # Samplers that give as many samples as they say.
 _EXACT = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -102,7 +108,7 @@ class _InStep:
     def __next__(self) -> Any:
         # Not in the constructor: Lightning hides an error that making an iterator raises.
         if self._length is not None and self._count == 0:
-            check_agreement(self._sparing.group, self._length, _disagreement())
+            check_agreement(self._sparing.group, self._length, _DISAGREEMENT)
         loaded = self._load()
         if not loaded:
             raise StopIteration
@@ -131,13 +137,4 @@ class _InStep:
         dist.all_reduce(ended, group=group)
         if 0 < int(ended) < dist.get_world_size(group):
             count = f"{'at least ' * has_batch}{self._count + has_batch} batches"
-            check_agreement(group, count, _disagreement())
-
-
-def _disagreement() -> BatchError:
-    return BatchError(
-        "A dataloader ends at different batches on different ranks.",
-        expected="the same batches in the same order on every rank of a pipeline",
-        todo="Let the data depend on no rank: do not cut it up by RANK or by the world size, and call seed_everything before "
-        "random data is made.",
-    )
+            check_agreement(group, count, _DISAGREEMENT)

@@ -18,7 +18,6 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,31 +33,19 @@ from lightning_fxpipe.user_code.step import StepKind
 _logger = logging.getLogger("lightning_fxpipe")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Watched:
-    """What the run so far tells of its batches; the same on every rank at the same place of the run.
-
-    Attributes:
-        running_step: The step that batches are loaded for; None where user code goes through a loader by itself.
-        free_stages: The stages that have been seen to need no data in a step.
-        is_seen_by_hooks: Whether a hook of user code looks at the batches of a step.
-    """
-
-    running_step: Callable[[], StepKind | None]
-    free_stages: Callable[[StepKind], frozenset[int]]
-    is_seen_by_hooks: Callable[[StepKind], bool]
-
-
 class Sparing:
     """Knows which ranks do not load data, and gives them what they need instead.
 
     Args:
         topology: This rank's place.
         tell: Gets a line for the user, once for each step.
+
+    Attributes:
+        running_step: The step that batches are loaded for; None where user code goes through a loader by itself.
     """
 
     def __init__(self, topology: Topology, tell: Callable[[str], None]) -> None:
-        self._watched: Watched | None = None
+        self.running_step: Callable[[], StepKind | None] = lambda: None
         self._topology = topology
         self._tell = tell
         self._spared: dict[StepKind, frozenset[int]] = {}
@@ -68,13 +55,21 @@ class Sparing:
         """Group of all ranks for small messages."""
         return self._topology.control_group
 
-    def watch(self, run: Watched) -> None:
-        """Called before each run."""
-        self._watched = run
+    def watch(
+        self,
+        *,
+        running_step: Callable[[], StepKind | None],
+        free_stages: Callable[[StepKind], frozenset[int]],
+        is_seen_by_hooks: Callable[[StepKind], bool],
+    ) -> None:
+        """Called before each run, with what that tells of its batches; the same on every rank at the same place of the run.
 
-    def running_step(self) -> StepKind | None:
-        """The step that batches are loaded for; None where user code goes through a loader by itself."""
-        return None if self._watched is None else self._watched.running_step()
+        Args:
+            running_step: The step that batches are loaded for; None where user code goes through a loader by itself.
+            free_stages: The stages that have been seen to need no data in a step.
+            is_seen_by_hooks: Whether a hook of user code looks at the batches of a step.
+        """
+        self.running_step, self._free_stages, self._is_seen_by_hooks = running_step, free_stages, is_seen_by_hooks
 
     def stages(self, kind: StepKind | None) -> frozenset[int]:
         """The stages whose ranks do not load data for a step; the same on every rank."""
@@ -86,11 +81,10 @@ class Sparing:
 
     def consider(self, kind: StepKind | None, batch: Any) -> None:
         """Agrees on the stages to spare from now on. Called by every rank after it has loaded a batch."""
-        watched = self._watched
-        if watched is None or kind is None or self._topology.num_stages < 3 or self.stages(kind):
+        if kind is None or self._topology.num_stages < 3 or self.stages(kind):
             return  # the first stage takes the inputs, the last one has the loss
-        is_free = not watched.is_seen_by_hooks(kind) and _can_be_sent(batch)
-        mine = watched.free_stages(kind) if is_free else frozenset[int]()
+        is_free = not self._is_seen_by_hooks(kind) and _can_be_sent(batch)
+        mine = self._free_stages(kind) if is_free else frozenset[int]()
         agreed = frozenset.intersection(*gather_values(self.group, mine))
         if agreed:
             self._spared[kind] = agreed
@@ -111,8 +105,7 @@ class Sparing:
             return load()
         before = rng_state()
         mine = [] if self.is_spared(kind) else load()
-        assert self._watched is not None
-        pickled = pickle.dumps if self._watched.is_seen_by_hooks(kind) else describe_batch
+        pickled = pickle.dumps if self._is_seen_by_hooks(kind) else describe_batch
         batches = self._tell_others(kind, tuple(map(pickled, mine)) if self._topology.is_last else (), before)
         return [pickle.loads(batch) for batch in batches] if self.is_spared(kind) else mine
 

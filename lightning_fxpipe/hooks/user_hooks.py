@@ -208,7 +208,7 @@ class Hooks:
         view = WholeView(self._whole.placeholders(), self.values, self._gradients, self._topology.device)
         self._frame = frame = Frame(view=view, is_joint=is_joint)
         try:
-            with view, self._whole_groups(), self._replica.acting(self._share):
+            with view, self._groups(whole=True), self._replica.acting(self._share):
                 yield frame
             self._end(trainer)
         finally:
@@ -224,12 +224,10 @@ class Hooks:
         if frame.is_joint:
             self.meet()
         self._frame = None
-        self._hide_others()
         try:
-            with function_mode_removed(frame.view), self._replica.aside():
+            with self._groups(whole=False), function_mode_removed(frame.view), self._replica.aside():
                 yield
         finally:
-            self._show_others()
             frame.values = frame.gradients = None
             self._frame = frame
 
@@ -238,20 +236,20 @@ class Hooks:
         return self.suspend()(function)
 
     @contextmanager
-    def _whole_groups(self) -> Iterator[None]:
-        self._show_others()
+    def _groups(self, *, whole: bool) -> Iterator[None]:
+        """In the block, the optimizers' groups list the placeholders of other stages, or they do not; after it the reverse."""
+        self._show_others(whole)
         try:
             yield
         finally:
-            self._hide_others()
+            self._show_others(not whole)
 
-    def _show_others(self) -> None:
+    def _show_others(self, shown: bool) -> None:
         for optimizer in self._optimizers:
-            optimizer.show_others()
-
-    def _hide_others(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.hide_others()
+            if shown:
+                optimizer.show_others()
+            else:
+                optimizer.hide_others()
 
     # ------------------------------------------------------------------ what ranks ask each other
 

@@ -39,9 +39,7 @@ from lightning_fxpipe.user_code.snapshot import Snapshot
 _logger = logging.getLogger("lightning_fxpipe")
 
 # Operators that draw random numbers, give a number, or have a size that depends on data.
-_OF_VALUES = frozenset(
-    {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape},
-)
+_OF_VALUES = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class ExampleRuns:

@@ -165,9 +165,9 @@ class _Trial:
         raise _not_tried(kind, failure) from failure
 
     def _plan(self, kind: StepKind, *, for_training: bool = True, is_first: bool = True) -> Planned:
-        trains_here = kind is StepKind.TRAIN or (kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING)
+        is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
+        trains_here = kind is StepKind.TRAIN or is_validation_of_fit
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
-            is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)

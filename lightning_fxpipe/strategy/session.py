@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
-from lightning_fxpipe.data.skip_loading import Sparing, Watched
+from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
 from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.replica import Replica
@@ -159,11 +159,9 @@ class Session:
         if self._topology.num_stages > 1:
             self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
         self._sparing.watch(
-            Watched(
-                running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
-                free_stages=self._runtime.free_stages,
-                is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
-            )
+            running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
+            free_stages=self._runtime.free_stages,
+            is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
         )
 
     def overwritable(self) -> frozenset[str]:

@@ -22,11 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fxpipe._compat.lightning import (
-    batch_counter,
-    has_no_optimizer,
-    init_process_group,
-)
+from lightning_fxpipe._compat.lightning import batch_counter, has_no_optimizer, init_process_group
 from lightning_fxpipe.checkpoint.saving import Saver
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing

@@ -264,10 +264,7 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
     for callback in trainer.checkpoint_callbacks:
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
         if getattr(trainer.strategy, "num_processes", 1) > 1 and get_protocol(str(folder)) == "memory":
-            yield (
-                f"checkpoints in {folder}, in the memory of one process",
-                "save to a path, file:// or an object store",
-            )
+            yield f"checkpoints in {folder}, in the memory of one process", "save to a path, file:// or an object store"
     if validates_by_time(trainer):
         yield (
             "val_check_interval as a time, at which each rank would look on its own clock",
