@@ -1,6 +1,6 @@
 """Writing checkpoints: whole or not at all, by all ranks together, and in the background if wished.
 
-A checkpoint gets its name when every rank has written its part and all of it is on the disk (:mod:`replacing`). An error of
+A checkpoint gets its name when every rank has written its part and all of it is on the disk (``atomic``). An error of
 one rank is raised on all. In the background, what is written is a copy, and the next save, a load and the end of the run wait
 for it.
 """
