@@ -157,7 +157,7 @@ def instrument(parts: Parts) -> None:
     compute = region_pass.StageRun.compute
 
     def timed_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._setup.stage.module
+        module: Any = self.setup.stage.module
         if not hasattr(module, "timed"):
             module.timed = True
             parts.wrap("stages", module, "forward")

@@ -20,7 +20,7 @@ class Command(IntEnum):
     """What comes next."""
 
     DONE = 0  # with the backward pass; a number is the factor of the gradients that an interleaved batch has parked
-    BACKWARD = 1  # through one of the batch's passes
+    BACKWARD = 1  # through the stages; a number says whether what they saved is kept for one more
     FORWARD = 2  # once more with an interleaved batch, for its results
     RESULT = 3  # of a step
 

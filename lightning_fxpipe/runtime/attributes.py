@@ -151,8 +151,6 @@ class SubmoduleAttributes:
                     mine.append(_change(self._module, self._before, difference))
                 except UnsupportedError:
                     unsent.append(".".join(_words_of(difference.path)))
-        if group is None or dist.get_world_size(group) == 1:
-            return []
         every = gather_values(group, (mine, unsent))
         known = {change.path for change in mine}
         for rank, (changes, _) in enumerate(every):

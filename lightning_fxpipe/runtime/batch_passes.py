@@ -31,6 +31,9 @@ class BatchPasses:
         setups: Makes the stages.
         interleaving: Whether a batch goes forward and backward by turns.
         commands: What the last stage tells the others.
+
+    Attributes:
+        has_ended_step: On the last stage, whether the region was all there is to run of the step.
     """
 
     def __init__(
@@ -41,21 +44,16 @@ class BatchPasses:
         self._setups = setups
         self._interleaving = interleaving
         self._commands = commands
-        self._passes: list[RegionPass] = []
+        self._forward: RegionPass | None = None
         self._interleaved: InterleavedPass | None = None
         self._installed: list[float] = []  # by which factor the gradients of the latter count, where a backward pass says so
-        self._has_ended_step = False
+        self.has_ended_step = False
         self._changes_nothing = False  # the step's tail, and what else runs beside it; as the batch after a look has shown
-
-    @property
-    def has_ended_step(self) -> bool:
-        """On the last stage, whether the region was all there is to run of the step."""
-        return self._has_ended_step
 
     @property
     def have_run(self) -> bool:
         """Whether the batch has been through the stages."""
-        return bool(self._passes) or self._interleaved is not None
+        return self._forward is not None or self._interleaved is not None
 
     # ------------------------------------------------------------------ forward
 
@@ -103,53 +101,14 @@ class BatchPasses:
         """
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
         self._changes_nothing = False
-        one, joined, buffers = self._run_undone(setup, values, step, tries=tries, measures=True)
+        one = RegionPass(setup, values, random_key=step.random_key, training=False, tries=tries, measures=True)
+        with undo_after(self._root), torch.no_grad():
+            joined = one.run_forward()
+            buffers = [] if tries is None else tries.buffers()
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
         return True
-
-    def _run_undone(
-        self,
-        setup: PassSetup,
-        values: list[Tensor | None],
-        step: Step,
-        *,
-        tries: StageChanges | None = None,
-        measures: bool = False,
-        tail: StepTail | None = None,
-    ) -> tuple[RegionPass, tuple[Tensor, ...] | None, list[str]]:
-        """The region's call in the running batch, forward, without gradients and undone. Called by every rank.
-
-        Args:
-            setup: The stage and the microbatches.
-            values: The region's inputs and draws.
-            step: The step.
-            tries: To find out if samples notice each other, what the stage was before.
-            measures: Whether to find out what autograd would keep.
-            tail: On the last stage, the rest of a step that has changed something in this batch; what had changed was undone.
-
-        Returns:
-            The pass, on the last stage the joined results, and after a try the buffers that it has changed.
-
-        Raises:
-            UnsupportedError: It was the stage that changes something: that is lost.
-        """
-        one = RegionPass(
-            setup,
-            values,
-            random_key=step.random_key,
-            training=False,
-            announce=lambda _: None,
-            tries=tries,
-            measures=measures,
-        )
-        with undo_after(self._root), torch.no_grad():
-            before = None if tail is None else tail.state()
-            joined = one.run_forward()
-            if before is not None and not before.is_current():
-                raise _changes_late(step, before.changed_names())
-            return one, joined, [] if tries is None else tries.buffers()
 
     def _own_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._root.parameters() if not parameter.is_meta]
@@ -157,12 +116,16 @@ class BatchPasses:
     def _run_interleaved(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, tail: StepTail | None
     ) -> tuple[Tensor, ...] | None:
-        """The region's call in the running batch, forward and backward. Called by every rank."""
+        """The region's call in the running batch, forward and backward. Called by every rank.
+
+        Raises:
+            UnsupportedError: The stage changes something in this batch only.
+        """
         may_end = self._interleaving.only_logs_loss
         before = None if tail is None or not may_end or self._changes_nothing else tail.state()
         self._interleaved = InterleavedPass(
-            setup,
-            values,
+            setup=setup,
+            values=values,
             random_key=step.random_key,
             parameters=self._own_parameters(),
             tail=tail,
@@ -174,10 +137,17 @@ class BatchPasses:
         joined = self._interleaved.run()
         if before is not None:
             self._changes_nothing = before.is_current()
-        self._has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
-        lacks_results = joined is None and not self._has_ended_step
-        if may_end and self._runs_again(lacks_results):
-            _, joined, _ = self._run_undone(setup, values, step, tail=tail)
+        self.has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
+        lacks_results = joined is None and not self.has_ended_step
+        if not may_end or not self._runs_again(lacks_results):
+            return joined
+        again = RegionPass(setup, values, random_key=step.random_key, training=False)
+        with undo_after(self._root), torch.no_grad():
+            # What the step has changed in this batch was undone; what the stage itself changes now would be lost.
+            before = None if tail is None else tail.state()
+            joined = again.run_forward()
+            if before is not None and not before.is_current():
+                raise _changes_late(step, before.changed_names())
         return joined
 
     def _runs_again(self, lacks_results: bool) -> bool:
@@ -197,26 +167,20 @@ class BatchPasses:
             Whether it counts, and the joined results. It does not where a first try shows that samples notice each other.
         """
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
-        one = self._start(setup, values, step, tries)
+        one = self._forward = RegionPass(
+            setup,
+            values,
+            random_key=step.random_key,
+            training=step.is_training,
+            announce=lambda retains: self._commands.tell(Command.BACKWARD, retains),
+            tries=tries,
+        )
         joined = one.forward()
         if tries is not None and not self._setups.prove(trace, one.obstacle, tries.buffers()):
-            self._passes.remove(one)
+            self._forward = None
             tries.restore()
             return False, None
         return True, joined
-
-    def _start(self, setup: PassSetup, values: list[Tensor | None], step: Step, tries: StageChanges | None) -> RegionPass:
-        number = len(self._passes)
-        made = RegionPass(
-            setup,
-            values,
-            random_key=(*step.random_key, number) if number else step.random_key,
-            training=step.is_training,
-            announce=lambda one: self._commands.tell(Command.BACKWARD, number, one.retains),
-            tries=tries,
-        )
-        self._passes.append(made)
-        return made
 
     # ------------------------------------------------------------------ backward
 
@@ -252,8 +216,8 @@ class BatchPasses:
             run: Calls backward.
             retains: Whether what the stages saved is kept for another backward pass.
         """
-        for one in self._passes:
-            one.retains = retains
+        if self._forward is not None:
+            self._forward.retains = retains
         self._installed = []
         run()
         self._commands.tell(Command.DONE, *self._installed[:1])
@@ -267,17 +231,15 @@ class BatchPasses:
                     assert self._interleaved is not None
                     self._interleaved.install(factor)
                 return
-            number, retains = numbers
-            one = self._passes[int(number)]
-            one.retains = bool(retains)
+            assert self._forward is not None
+            self._forward.retains = bool(numbers[0])
             self._commands.expect()
-            one.backward()
+            self._forward.backward()
 
     def end_batch(self) -> None:
         """Drops what the batch's passes have kept."""
-        self._passes = []
-        self._interleaved = None
-        self._has_ended_step = False
+        self._forward = self._interleaved = None
+        self.has_ended_step = False
 
 
 def _changes_late(step: Step, names: Sequence[str]) -> UnsupportedError:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.metrics.step_log import LogEntry
+from lightning_fxpipe.rng import rng_state, same_rng
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What this rank's run of a step gave; all but ``num_microbatches`` is there on the last stage only.
+    """What a run of a step gave, on the last stage; the other stages have nothing.
 
     Attributes:
-        num_microbatches: Microbatches of the batch; 0 where no model was called.
         output: What the step returned.
         loss: In training, the value of its loss; None where the step returned none, to skip the batch.
         entries: What it logged.
@@ -26,10 +26,15 @@ class BatchResult:
         failure: Why the step cannot run in stages.
     """
 
-    num_microbatches: int
     output: Any = None
     loss: float | None = None
     entries: list[LogEntry] = field(default_factory=list)
     rng: dict[str, Any] | None = None
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     failure: FxPipeError | None = None
+
+
+def rng_since(before: dict[str, Any] | None) -> dict[str, Any] | None:
+    """State of the generators, where they have drawn since they had the state ``before``; else None."""
+    now = rng_state()
+    return None if before is None or same_rng(before, now) else now

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,23 +26,21 @@ from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Planned
-from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.rng import rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
-from lightning_fxpipe.runtime.batch_result import BatchResult
+from lightning_fxpipe.runtime.batch_result import BatchResult, rng_since
 from lightning_fxpipe.runtime.batch_traces import BatchTraces, Found
 from lightning_fxpipe.runtime.pass_setup import PassSetups
-from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.runtime.region_run import RegionRun
 from lightning_fxpipe.runtime.replay import watched_step
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
+from lightning_fxpipe.runtime.stage_traces import StageTraces
 from lightning_fxpipe.schedules.pipelining import ScheduleName
 from lightning_fxpipe.tracing.region import no_model_called
 from lightning_fxpipe.tracing.signals import StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
-from lightning_fxpipe.user_code.iterators import StepIterators
-from lightning_fxpipe.user_code.step import Step, StepKind, loss_of
+from lightning_fxpipe.user_code.step import Step, loss_of
 
 
 class PipelineRuntime:
@@ -60,6 +59,8 @@ class PipelineRuntime:
         no_placeholders: In this context a look at a tensor of another stage is an error; yields what watches for it.
 
     Attributes:
+        stage_traces: The traces of the module's steps.
+        batch_traces: Which of them a batch runs with.
         passes: What has gone through the stages, and goes back.
     """
 
@@ -82,24 +83,14 @@ class PipelineRuntime:
         self._topology = topology
         self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
-        self._traces = BatchTraces(root, plan, topology, trace_log, sparing)
-        interleaving = Interleaving(
-            schedule=schedule, options=loss or LossOptions(), topology=topology, inform=trace_log.inform, warn=trace_log.warn
-        )
+        self.stage_traces = StageTraces(root, plan, topology, trace_log)
+        self.batch_traces = BatchTraces(root, topology, self.stage_traces, sparing)
+        interleaving = Interleaving(schedule=schedule, options=loss or LossOptions(), topology=topology, log=trace_log)
         self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule != "gpipe")
         self._sparing = sparing
         self._log = trace_log
         self._told_of_one_piece = False
         self.passes = BatchPasses(root, topology, self._setups, interleaving, commands)
-
-    @property
-    def iterators(self) -> StepIterators:
-        """Those that the running batch's step has made."""
-        return self._traces.iterators
-
-    def begin_with(self, kind: StepKind, planned: Planned) -> None:
-        """See ``StageTraces.begin_with``."""
-        self._traces.begin_with(kind, planned)
 
     # ------------------------------------------------------------------ a batch
 
@@ -121,46 +112,35 @@ class PipelineRuntime:
             StepFailed: The same, raised on the last stage only; the other ranks return.
         """
         self.passes.end_batch()
-        self.iterators.forget()
+        iterators = self.stage_traces.iterators
+        iterators.forget()
         num_samples = self._count_samples(batch)
-        found, batch = self._traces.find(step, batch, num_samples)
+        found, batch = self.batch_traces.find(step, batch, num_samples)
         if found is None and not self._topology.is_last:
-            return BatchResult(num_microbatches=0)
+            return BatchResult()
         log = StepLog(metrics)
         draws = BatchDraws(num_samples, self._batch_dim)
-        call = None if found is None else self._region_call(step, batch, num_samples, found, draws, metrics)
-        if call is not None:
-            call.attributes = attributes
-        around: AbstractContextManager[Any] = self._without_model(step, draws) if call is None else call.in_place(batch)
+        call = None if found is None else self._region_call(step, batch, num_samples, found, draws, metrics, attributes)
+        around = _without_model(self._root, draws) if call is None else call.in_place()
         before = rng_state() if call is None else None
         try:
-            with log.capture(self._root), step.context(), self._behind_stages(step, call), self.iterators.one_run(), around:
+            with log.capture(self._root), step.context(), self._behind_stages(step, call), iterators.one_run(), around:
                 output = step.function(batch, *step.rest)
         except BaseException:
             if call is None or not (call.leaving.has_exited or call.leaving.error is not None):
                 raise
         if call is not None and call.leaving.has_ended_step():
             if not self.passes.has_ended_step:
-                return BatchResult(num_microbatches=call.setup.num_microbatches)
+                return BatchResult()
             output, entries = self.passes.logged_loss(step)
-            return BatchResult(
-                num_microbatches=call.setup.num_microbatches, output=output, loss=float(output.detach()), entries=entries
-            )
+            return BatchResult(output=output, loss=float(output.detach()), entries=entries)
         if not self._topology.is_last:  # a step that skips its model skips it on every rank
-            return BatchResult(num_microbatches=0)
-        if call is not None:
-            before = call.rng_before_region
-        rng = _changed_since(before)
+            return BatchResult()
+        rng = rng_since(before if call is None else call.rng_before_region)
         loss = self._loss_value(step, output) if step.is_training else None
         if loss is not None and call is not None:
             output = self.passes.with_parked_loss(step, output)
-        return BatchResult(
-            num_microbatches=0 if call is None else call.setup.num_microbatches,
-            output=output,
-            loss=loss,
-            entries=log.entries,
-            rng=rng,
-        )
+        return BatchResult(output=output, loss=loss, entries=log.entries, rng=rng)
 
     def _count_samples(self, batch: Any) -> int:
         counted = count_samples(batch, self._num_microbatches, self._batch_dim)
@@ -191,30 +171,32 @@ class PipelineRuntime:
             raise StepFailed(error) from error
 
     def _region_call(
-        self, step: Step, batch: Any, num_samples: int, found: Found, draws: BatchDraws, metrics: Mapping[str, nn.Module]
+        self,
+        step: Step,
+        batch: Any,
+        num_samples: int,
+        found: Found,
+        draws: BatchDraws,
+        metrics: Mapping[str, nn.Module],
+        attributes: StepAttributes | None,
     ) -> RegionRun:
         trace, shapes = found
-        traced = trace.traced
-        sizes = traced.bind_sizes(shapes)
+        sizes = trace.traced.bind_sizes(shapes)
         assert sizes is not None
         count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
-
-        def setup() -> PassSetup:
-            return self._setups.get(
-                trace, sizes, num_samples, count, training=step.is_training, before=lambda: self._agree(step, batch)
-            )
-
+        training, before = step.is_training, partial(self._agree, step, batch)
         return RegionRun(
-            self._root,
-            self.passes,
-            step,
-            batch,
+            root=self._root,
+            passes=self.passes,
+            step=step,
+            batch=batch,
             metrics=metrics,
             batch_dim=self._batch_dim,
             trace=trace,
             sizes=sizes,
-            make_setup=setup,
+            make_setup=partial(self._setups.get, trace, sizes, num_samples, count, training=training, before=before),
             draws=draws,
+            attributes=attributes,
         )
 
     def _agree(self, step: Step, batch: Any) -> None:
@@ -229,11 +211,6 @@ class PipelineRuntime:
                 todo="Make the data the same in every process: call seed_everything before random data is made or split.",
             ),
         )
-
-    @contextmanager
-    def _without_model(self, step: Step, draws: BatchDraws) -> Iterator[None]:
-        with watched_step(self._root, draws), no_model_called(self._root):
-            yield
 
     def _loss_value(self, step: Step, output: Any) -> float | None:
         if output is None:
@@ -256,17 +233,14 @@ class PipelineRuntime:
             )
         return float(loss.detach())
 
-    def free_stages(self, kind: StepKind) -> frozenset[int]:
-        """The stages but for the last that a step's batches so far have shown to need no values of them."""
-        return self._traces.free_stages(kind)
-
     def forget(self) -> None:
         """Gives back what is kept for later batches: receive buffers and graphs."""
         self._setups.forget()
-        self._traces.forget()
+        self.batch_traces.forget()
         self.passes.end_batch()
 
 
-def _changed_since(before: dict[str, Any] | None) -> dict[str, Any] | None:
-    now = rng_state()
-    return None if before is None or same_rng(before, now) else now
+@contextmanager
+def _without_model(root: nn.Module, draws: BatchDraws) -> Iterator[None]:
+    with watched_step(root, draws), no_model_called(root):
+        yield

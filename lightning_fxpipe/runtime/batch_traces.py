@@ -12,16 +12,12 @@ from torch import nn
 
 from lightning_fxpipe.data.skip_loading import Sparing, without_values
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.pytree.containers import fingerprint
 from lightning_fxpipe.pytree.shapes import Shapes
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces, ValuesNeeded
 from lightning_fxpipe.tracing.guards import guarded_values
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
-from lightning_fxpipe.tracing.trace_log import TraceLog
-from lightning_fxpipe.user_code.iterators import StepIterators
 from lightning_fxpipe.user_code.step import Step, StepKind
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -36,50 +32,40 @@ class BatchTraces:
     """Finds them. Made by every rank.
 
     Args:
-        root: The LightningModule, with this rank's stage on its device.
-        plan: Where each parameter lives.
+        root: The LightningModule.
         topology: This rank's place.
-        log: Gets each trace that is made.
+        traces: The traces of its steps.
         sparing: Knows the ranks that get batches without values; None where all have them.
     """
 
-    def __init__(
-        self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, sparing: Sparing | None
-    ) -> None:
+    def __init__(self, root: nn.Module, topology: Topology, traces: StageTraces, sparing: Sparing | None) -> None:
         self._root = root
         self._topology = topology
-        self._traces = StageTraces(root, plan, topology, log)
+        self._traces = traces
         self._found: LruCache[Hashable, Found] = LruCache(_MAX_FOUND)
         self._sparing = sparing
         self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
-
-    @property
-    def iterators(self) -> StepIterators:
-        """Those that the running batch's step makes."""
-        return self._traces.iterators
-
-    def begin_with(self, kind: StepKind, planned: Planned) -> None:
-        """See ``StageTraces.begin_with``."""
-        self._traces.begin_with(kind, planned)
 
     def forget(self) -> None:
         """Forgets which batches have been met."""
         self._found = LruCache(_MAX_FOUND)
 
     def find(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
-        """The trace, and the batch, which gets its values on all ranks where that needs them."""
+        """The trace, None for a batch that skips the model; and the batch, which has its values wherever that needs them."""
         spared = self._sparing.stages(step.kind) if self._sparing is not None else frozenset[int]()
         try:
-            found = self._lookup(step, batch, size, has_values=not spared)
-            needs_values = found is not None and bool(spared & found[0].stages_with_inputs)
-        except ValuesNeeded:
-            needs_values = True
-        if needs_values:
-            assert self._sparing is not None
-            batch = self._sparing.with_values(step.kind, batch)
-            found = self._lookup(step, batch, size, has_values=True)
-        if found is not None:
-            self._learn_needs(step, batch, size, found)
+            try:
+                found = self._lookup(step, batch, size, has_values=not spared)
+                needs_values = bool(spared & found[0].stages_with_inputs)
+            except ValuesNeeded:
+                needs_values = True
+            if needs_values:
+                assert self._sparing is not None
+                batch = self._sparing.with_values(step.kind, batch)
+                found = self._lookup(step, batch, size, has_values=True)
+        except NoModelCall:
+            return None, batch
+        self._learn_needs(step, batch, size, found)
         return found, batch
 
     def _learn_needs(self, step: Step, batch: Any, size: int, found: Found) -> None:
@@ -100,7 +86,7 @@ class BatchTraces:
         except Exception:  # zeros may be what the step cannot do with, as a division by them
             _logger.debug("Every rank loads the batches of the %s: it does not run on zeros", step.kind.words, exc_info=True)
             return False
-        return found is not None and found[0].traced is expected[0].traced and found[1] == expected[1]
+        return found[0].traced is expected[0].traced and found[1] == expected[1]
 
     def free_stages(self, kind: StepKind) -> frozenset[int]:
         """The stages but for the last that a step's batches so far have shown to need no values of them."""
@@ -108,7 +94,7 @@ class BatchTraces:
             return frozenset()
         return frozenset(range(self._topology.last_stage)) - self._reading[kind]
 
-    def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
+    def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found:
         # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those
         # cannot be compared, and where they are new, such as the names of the samples, the step tells.
         if self._traces.have_held_tensors_changed():
@@ -127,26 +113,13 @@ class BatchTraces:
                 tuple(guarded_values(self._root, self._traces.guard_keys).values()),
             )
 
-        def find() -> Found:
-            found = self._find(step, batch, size, has_values=has_values)
-            if found is None:
-                raise NoModelCall("The step calls no model for this batch.")
-            return found
-
         num_guards = len(self._traces.guard_keys)
-        try:
-            found = self._found.get(key(), find)
-        except NoModelCall:
-            return None
+        found = self._found.get(key(), lambda: self._find(step, batch, size, has_values=has_values))
         if len(self._traces.guard_keys) > num_guards:  # the next batch like it will be looked for with the new ones, too
             self._found.get(key(), lambda: found)
         return found
 
-    def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found | None:
-        """None for a batch that skips the model."""
+    def _find(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found:
         call = StepCall(function=step.function, args=(batch, *step.rest), kwargs={})
-        try:
-            with step.context():
-                return self._traces.find(step.kind, call, size, has_values=has_values)
-        except NoModelCall:
-            return None
+        with step.context():
+            return self._traces.find(step.kind, call, size, has_values=has_values)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ from lightning_fxpipe._compat.autograd import after_backward, backward_keeps_gra
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.microbatch.draws import generator_state, set_generator_state
 from lightning_fxpipe.pytree.sizes import as_bytes
-from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
+from lightning_fxpipe.runtime.region_pass import Operation, PassSetup, RegionPass
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.stages.gradients import SharedParameters
-from lightning_fxpipe.tracing.input_gradient import no_second_derivative
 
 
 class Backwards:
@@ -98,10 +98,11 @@ class Backwards:
         self.anchors = []
 
 
+@dataclass(kw_only=True, eq=False)
 class JointPass:
     """One call. Made by every rank of the pipeline.
 
-    Args:
+    Attributes:
         setup: The stage and the microbatches.
         inputs: The call's tensors.
         drawn: Its random tensors; None for one that is drawn where it stands.
@@ -113,89 +114,61 @@ class JointPass:
         aside: Makes a function one that is no user code, wherever it is called.
     """
 
-    def __init__(
-        self,
-        setup: PassSetup,
-        inputs: Sequence[Tensor],
-        drawn: Sequence[Tensor | None],
-        topology: Topology,
-        backwards: Backwards,
-        *,
-        random_key: tuple[int | str, ...],
-        training: bool,
-        tries: StageChanges | None,
-        aside: Callable[[Callable[[], None]], Callable[[], None]],
-    ) -> None:
-        self._setup = setup
-        self._inputs = tuple(inputs)
+    setup: PassSetup
+    inputs: tuple[Tensor, ...]
+    drawn: Sequence[Tensor | None]
+    topology: Topology
+    backwards: Backwards
+    random_key: tuple[int | str, ...]
+    training: bool
+    tries: InitVar[StageChanges | None]
+    aside: Callable[[Callable[[], None]], Callable[[], None]]
+
+    def __post_init__(self, tries: StageChanges | None) -> None:
         # A stage's graph begins here: what made the inputs is every rank's own.
-        self._leaves = tuple(tensor.detach().requires_grad_(training and tensor.requires_grad) for tensor in inputs)
-        self._drawn = tuple(drawn)
-        self._topology = topology
-        self._backwards = backwards
-        self._aside = aside
+        self._leaves = tuple(t.detach().requires_grad_(self.training and t.requires_grad) for t in self.inputs)
+        values = [*self._leaves, *self.drawn]
+        self._pass = RegionPass(self.setup, values, random_key=self.random_key, training=self.training, tries=tries)
         self._joined: tuple[Tensor, ...] = ()
-        self._pass = RegionPass(
-            setup,
-            [*self._leaves, *drawn],
-            random_key=random_key,
-            training=training,
-            announce=lambda one: None,
-            tries=tries,
-        )
 
     @property
     def obstacle(self) -> str | None:
         """A call of this rank's stage in which samples notice each other, after a try."""
         return self._pass.obstacle
 
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """Of the joined results, which train."""
-        return tuple(spec.requires_grad for spec in self._setup.joined_specs)
-
     def run_stages(self) -> None:
         """Runs all microbatches forward, and gives every rank the results."""
         joined = self._pass.run_forward()
-        device, group = self._topology.device, self._topology.group
-        last = self._topology.last_rank
+        topology, specs = self.topology, self.setup.joined_specs
         with torch.inference_mode(False):
-            given = [None] * len(self._setup.joined_specs) if joined is None else [tensor.contiguous() for tensor in joined]
-            results = [
-                torch.empty(spec.shape, dtype=spec.dtype, device=device) if tensor is None else tensor
-                for tensor, spec in zip(given, self._setup.joined_specs, strict=True)
-            ]
-            if self._setup.carries_random_state:  # the random numbers go on where the last stage's have ended
-                results.append(generator_state(device))
+            if joined is None:
+                results = [torch.empty(spec.shape, dtype=spec.dtype, device=topology.device) for spec in specs]
+            else:
+                results = [tensor.contiguous() for tensor in joined]
+            if self.setup.carries_random_state:  # the random numbers go on where the last stage's have ended
+                results.append(generator_state(topology.device))
             for tensor in results:
                 if tensor.numel():
-                    dist.broadcast(as_bytes(tensor), src=last, group=group)
-        if self._setup.carries_random_state:
+                    dist.broadcast(as_bytes(tensor), src=topology.last_rank, group=topology.group)
+        if self.setup.carries_random_state:
             set_generator_state(results.pop())
         self._joined = tuple(results)
 
     def results(self) -> list[Tensor]:
         """What the call gives, of which autograd knows how it was made."""
         joined, self._joined = self._joined, ()
-        if torch.is_grad_enabled() and any(self.differentiable):
-            joined = _Jointly.apply(self._backwards.anchor(), self, joined, *self._inputs)  # type: ignore[no-untyped-call]
-        tail = self._setup.tail
-        assert tail is not None
-        values = (*self._inputs, *self._drawn)
-        return list(tail.module(*joined, *(values[i] for i in tail.region_inputs)))
+        if torch.is_grad_enabled() and any(spec.requires_grad for spec in self.setup.joined_specs):
+            anchor = self.backwards.anchor()
+            joined = Operation.apply(anchor, self.setup, joined, self._backward, *self.inputs)  # type: ignore[no-untyped-call]
+        return self.setup.run_tail(joined, (*self.inputs, *self.drawn))
 
-    def backward(self, gradients: Sequence[Tensor | None], *, trains: bool) -> list[Tensor | None]:
-        """Runs the stages backward; returns the gradients of the inputs.
-
-        Args:
-            gradients: Those of the joined results.
-            trains: Whether the pass accumulates gradients of parameters.
-        """
+    def _backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Runs the stages backward, from the gradients of the joined results to those of the inputs."""
         self._pass.retains = backward_keeps_graph()
-        self._backwards.note()
-        only = self._backwards.only(trains)
+        self.backwards.note()
+        only = self.backwards.only(trains=runs_before(ctx, 0))
         own = None if only is None else (*only, *self._leaves)
-        self._aside(lambda: self._pass.backward(gradients, own))()
+        self.aside(lambda: self._pass.backward(gradients, own))()
         found: list[Tensor | None] = []
         for leaf in self._leaves:
             if not leaf.requires_grad:
@@ -205,33 +178,6 @@ class JointPass:
             gradient = (
                 torch.zeros_like(leaf, memory_format=torch.contiguous_format) if gradient is None else gradient.contiguous()
             )
-            dist.all_reduce(gradient, group=self._topology.group)
+            dist.all_reduce(gradient, group=self.topology.group)
             found.append(gradient)
         return found
-
-
-class _Jointly(torch.autograd.Function):
-    """A call that all ranks make, for autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, call: JointPass, joined: tuple[Tensor, ...], *inputs: Tensor) -> Any:
-        """The joined results, as results of this operation.
-
-        Args:
-            ctx: Of autograd.
-            anchor: Requires a gradient, so that the results do.
-            call: The call.
-            joined: Its results; in a tuple, where autograd takes them for no inputs, of which the results would be views.
-            *inputs: What it was called with.
-        """
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(t for t, trains in zip(joined, call.differentiable, strict=True) if not trains))
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Runs the pipeline backward; raises ``UnsupportedError`` where a derivative of the gradients is wanted."""
-        if torch.is_grad_enabled():
-            raise no_second_derivative()
-        return None, None, None, *ctx.call.backward(gradients, trains=runs_before(ctx, 0))

@@ -11,11 +11,10 @@ between the calls.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from typing import Any
 
@@ -110,7 +109,9 @@ class JointSteps:
         if self.topology.num_stages == 1 or self._hooks.are_running:
             yield
             return
-        with self._hooks.running(self.root.trainer, is_joint=True), self._replica.computing(), self._one_voice():
+        # What the block prints is printed once.
+        one_voice = nullcontext() if self.topology.is_last else redirect_stdout(io.StringIO())
+        with self._hooks.running(self.root.trainer, is_joint=True), self._replica.computing(), one_voice:
             yield
 
     def staged_fqn(self, tensor: Tensor) -> str | None:
@@ -137,19 +138,6 @@ class JointSteps:
             dist.broadcast(gradient, src=source, group=self.topology.group)
             found.append(gradient)
         return found
-
-    def forget(self) -> None:
-        """Gives back what is kept for later batches."""
-        self.setups.forget()
-
-    @contextmanager
-    def _one_voice(self) -> Iterator[None]:
-        """What the block prints is printed once."""
-        if self.topology.is_last:
-            yield
-        else:
-            with contextlib.redirect_stdout(io.StringIO()):
-                yield
 
 
 class _Calls(TorchFunctionMode):
@@ -245,11 +233,11 @@ class _Calls(TorchFunctionMode):
             is_cut = setup.num_microbatches > 1
             tries = None if steps.setups.is_proven(trace, setup) else StageChanges(steps.root)
             call = JointPass(
-                setup,
-                inputs,
-                [node.meta["draw"].make(draws, sizes) if is_cut else None for node in trace.traced.draw_nodes],
-                steps.topology,
-                steps.backwards,
+                setup=setup,
+                inputs=inputs,
+                drawn=[node.meta["draw"].make(draws, sizes) if is_cut else None for node in trace.traced.draw_nodes],
+                topology=steps.topology,
+                backwards=steps.backwards,
                 random_key=key,
                 training=training,
                 tries=tries,

@@ -16,7 +16,7 @@ The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -146,13 +146,12 @@ class StepTail:
             runs: Undoes it; None: it is undone by itself, whatever it changes.
         """
         leg, index = self._leg(number)
-        row = leg.start + index * leg.rows
         own = [
-            v if v is None else cut(v, dim, row, leg.rows) for v, dim in zip(self.values, self.setup.input_dims, strict=True)
+            v if v is None else cut(v, dim, leg.row(index), leg.rows)
+            for v, dim in zip(self.values, self.setup.input_dims, strict=True)
         ]
-        start = sum(self.sizes[:number])
-        part = self.microbatches[number]
-        return self._run(part, leg.sizes, (start, leg.part.size), (results, own), runs, is_first=number == 0)
+        samples = (sum(self.sizes[:number]), leg.part.size)
+        return self._run(self.microbatches[number], leg.sizes, samples, (results, own), runs, is_first=number == 0)
 
     def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
         """Finds out whether the batch's loss is a sum over its microbatches, and if the step does more; nothing is left behind.
@@ -176,9 +175,8 @@ class StepTail:
 
     def _cut(self, joined: Sequence[Tensor], number: int) -> list[Tensor]:
         leg, index = self._leg(number)
-        row = leg.start + index * leg.rows
         return [
-            cut(tensor, dim, row, leg.rows, num_rows=self.setup.num_rows)
+            cut(tensor, dim, leg.row(index), leg.rows, num_rows=self.setup.num_rows)
             for tensor, dim in zip(joined, self.setup.joined_dims, strict=True)
         ]
 
@@ -218,9 +216,7 @@ class StepTail:
                 if is_first:
                     set_rng_state(self.rng_after_prelude)
                 at_region = Rewind(rng_state())
-            tail = self.setup.tail
-            assert tail is not None
-            return list(tail.module(*results, *(values[i] for i in tail.region_inputs)))
+            return self.setup.run_tail(results, values)
 
         function, log = self.step.function, StepLog(self.metrics)
         undoing = None if runs is None else runs.one()
@@ -229,7 +225,17 @@ class StepTail:
         ) as again:
             self.at_start.rewind()
             self.draws.begin_microbatch(*samples)
-            with self.step.context(), self._in_place(sizes, again.args, region):
+            in_place = region_in_place(
+                self.root,
+                self.traced,
+                sizes,
+                device_type=self.setup.device.type,
+                arguments=(again.args[0], again.args[2:]),
+                draws=self.draws,
+                inputs=lambda args, kwargs: [],
+                run=region,
+            )
+            with self.step.context(), in_place:
                 result = function(*again.args)
             draws = at_region is not None and at_region.have_drawn()
         loss = None if result is None else loss_of(result)
@@ -241,28 +247,14 @@ class StepTail:
             does_more=draws or gives_more or again.has_changed_any or again.has_spoken,
         )
 
-    def _in_place(
-        self, sizes: Mapping[Any, int], args: tuple[Any, ...], region: Callable[[Sequence[Tensor]], list[Tensor]]
-    ) -> AbstractContextManager[Any]:
-        """In the block the region gives what it has given."""
-        return region_in_place(
-            self.root,
-            self.traced,
-            sizes,
-            device_type=self.setup.device.type,
-            arguments=(args[0], args[2:]),
-            draws=self.draws,
-            inputs=lambda args, kwargs: [],
-            run=region,
-        )
 
-
+@dataclass(kw_only=True, eq=False)
 class InterleavedPass:
     """The region's one call in a training batch, forward and backward at once. Made by every rank.
 
     Gradients of this rank's parameters are parked until :meth:`install`: Lightning sets ``.grad`` to zero in between.
 
-    Args:
+    Attributes:
         setup: The stage and the microbatches.
         values: The region's inputs and draws for the whole batch.
         random_key: Identifies the batch within the run.
@@ -275,29 +267,20 @@ class InterleavedPass:
             at the end of the batch shows whether that is still so.
     """
 
-    def __init__(
-        self,
-        setup: PassSetup,
-        values: Sequence[Tensor | None],
-        *,
-        random_key: tuple[int | str, ...],
-        parameters: Sequence[nn.Parameter],
-        tail: StepTail | None,
-        weights: Sequence[float],
-        scale: float,
-        keeps_results: bool,
-        undoes_together: bool,
-    ) -> None:
-        self._undoes_together = undoes_together
+    setup: PassSetup
+    values: Sequence[Tensor | None]
+    random_key: tuple[int | str, ...]
+    parameters: Sequence[nn.Parameter]
+    tail: StepTail | None
+    weights: Sequence[float]
+    scale: float
+    keeps_results: bool
+    undoes_together: bool
+
+    def __post_init__(self) -> None:
+        self._run = StageRun(self.setup, self.values, self.random_key)
         self._runs: UndoneRuns | None = None
-        self._weights = weights
-        self._keeps_results = keeps_results
-        self._scale = scale
-        self._run = StageRun(setup, values, random_key)
-        self._setup = setup
-        self._parameters = parameters
-        self._tail = tail
-        self._results = setup.joining()
+        self._results = self.setup.joining()
         self._losses: dict[int, float] = {}
         self._logged: tuple[LogEntry, ...] | None = ()  # by each of them, where that is all it does
         self._loss: Tensor | None = None  # one of them
@@ -309,26 +292,26 @@ class InterleavedPass:
         Returns:
             On the last stage the joined results, without gradient; None where they are not kept.
         """
-        before = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
         try:
-            with self._setup.norms.deferring(), isolated_rng(), self._undone_runs():
-                for leg in self._setup.legs:
+            with self.setup.norms.deferring(), isolated_rng(), self._undone_runs():
+                for leg in self.setup.legs:
                     assert leg.interleaved is not None
                     leg.interleaved().step(partial(self._one, leg))
-            self._gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
+            self._gradients = [(p, p.grad) for p in self.parameters if p.grad is not None]
         finally:
-            for parameter, gradient in zip(self._parameters, before, strict=True):
+            for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
-        return self._results.take() if self._setup.is_last and self._results.are_complete else None
+        return self._results.take() if self.setup.is_last and self._results.are_complete else None
 
     @contextmanager
     def _undone_runs(self) -> Iterator[None]:
-        if self._tail is None or not self._undoes_together:
+        if self.tail is None or not self.undoes_together:
             yield
             return
-        with self._tail.undone_runs() as self._runs:
+        with self.tail.undone_runs() as self._runs:
             yield
         if self._runs.has_assigned:
             self._logged = None
@@ -341,35 +324,35 @@ class InterleavedPass:
 
     def _one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         outputs, _ = self._run.compute(leg, index, received, state=None, training=True)
-        if not self._setup.is_last:
+        if not self.setup.is_last:
             return tuple(output.contiguous() for output in outputs)
-        number = leg.part.first + index
-        assert self._tail is not None
-        if self._keeps_results:  # as they are before the step, which may change its own in place
+        number = leg.number(index)
+        assert self.tail is not None
+        if self.keeps_results:  # as they are before the step, which may change its own in place
             given = tuple(output.detach() for output in outputs)
-            self._results.put(given, leg.start + index * leg.rows, leg.rows, received)
+            self._results.put(given, leg.row(index), leg.rows, received)
         trained = [output for output in outputs if output.requires_grad]
         ends = [get_gradient_edge(output) for output in trained]
-        done = self._tail.run(number, outputs, self._runs)
+        done = self.tail.run(number, outputs, self._runs)
         loss, logged = done.loss, done.logged_losses()
         self._logged = logged if not self._losses or logged == self._logged else None
-        self._losses[number], weight = float("nan"), self._weights[number]
+        self._losses[number], weight = float("nan"), self.weights[number]
         if loss is not None:
             self._loss = loss.detach()
             self._losses[number] = float(self._loss)
         if loss is None or not weight:
-            return without_gradient(trained, self._setup.device)
-        weighted = loss.reshape(()) * (weight * self._scale)
+            return without_gradient(trained, self.setup.device)
+        weighted = loss.reshape(()) * (weight * self.scale)
         # Each output gets a gradient: the stage before waits for those of what it has sent.
         unused = [output for output, is_used in zip(trained, reaches(loss, ends), strict=True) if not is_used]
-        return weighted + without_gradient(unused, self._setup.device) if unused or not trained else weighted
+        return weighted + without_gradient(unused, self.setup.device) if unused or not trained else weighted
 
     def logged_loss(self) -> tuple[Tensor, list[LogEntry]]:
         """The batch's loss by its microbatches, and what the step logs, where it is the only thing that the step does."""
         assert self._loss is not None
         assert self._logged is not None
         loss = torch.full_like(self._loss, self._total())
-        num_samples = sum(self._tail.sizes) if self._tail is not None else 0
+        num_samples = sum(self.tail.sizes) if self.tail is not None else 0
         entries = [
             replace(entry, value=plain_number(loss), num_samples=None if entry.num_samples is None else num_samples)
             for entry in self._logged
@@ -377,7 +360,7 @@ class InterleavedPass:
         return loss, entries
 
     def _total(self) -> float:
-        return weighted_sum([self._losses[number] for number in sorted(self._losses)], self._weights)
+        return weighted_sum([self._losses[number] for number in sorted(self._losses)], self.weights)
 
     def install(self, factor: float) -> None:
         """Adds the parked gradients to ``.grad``, as a backward pass does.

@@ -11,9 +11,9 @@ from weakref import WeakSet
 import torch
 from torch import fx, nn
 
-from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.errors import PartitionError, TraceError
+from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.independence.division import (
     Division,
     NotDivisible,
@@ -33,7 +33,7 @@ from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, gradient_specs
-from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace
+from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace, check_same_cuts
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -202,15 +202,7 @@ class PassSetups:
 
     def _stages(self, assignment: Assignment, division: Division | None) -> _Stages:
         topology = self._topology
-        check_agreement(
-            topology.control_group,
-            [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)],
-            TraceError(
-                "The ranks recorded different graphs of the same step.",
-                expected="the same tensors across each cut on every rank",
-                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
-            ),
-        )
+        check_same_cuts(assignment, topology)
         return _Stages(
             stage=build_stage(assignment, topology.stage_index),
             results=assignment.boundary(topology.last_stage),
@@ -232,7 +224,7 @@ class PassSetups:
             dims = sample_dims(traced, division)
             dims |= {node.name: dim for node, dim in zip(stages.results, joined, strict=True) if dim is not None}
         # With one microbatch the random numbers run through the stages as on one device.
-        carried = random_state_specs(topology.device) if division is None else ()
+        carried = _random_state_specs(topology.device) if division is None else ()
         legs = []
         for part in passes:
             sizes_of_part = dict(sizes) if division is None else {**sizes, division.symbol: part.size}
@@ -244,7 +236,7 @@ class PassSetups:
         return PassSetup(
             stage=stage,
             tail=stages.tail,
-            num_stages=topology.num_stages,
+            is_last=topology.is_last,
             legs=tuple(legs),
             input_dims=(None,) * num_values if division is None else division.input_dims,
             joined_dims=joined,
@@ -269,42 +261,20 @@ class PassSetups:
         stage, division, topology = stages.stage, stages.division, self._topology
         received, sent = boundary_specs(stage.boundary_in, sizes), boundary_specs(stage.boundary_out, sizes)
         is_first, is_last = stage.index == 0, topology.is_last
-        place, num_places = stage.index, topology.num_stages
-        count, device = part.count, topology.device
-        forward = Pipeline(
-            stage_index=place,
-            num_stages=num_places,
-            received=received + (() if is_first else carried),
-            sent=None if is_last else sent + carried,
-            num_microbatches=count,
-            device=device,
-            group=topology.group,
-        )
+        pipeline = partial(Pipeline, num_stages=topology.num_stages, num_microbatches=part.count, device=topology.device)
+        onward = partial(pipeline, stage_index=stage.index, group=topology.group)
+        forward = onward(received=received + (() if is_first else carried), sent=None if is_last else sent + carried)
         backward = interleaved = None
         if training:
-            backward = Pipeline(
-                stage_index=num_places - 1 - place,
-                num_stages=num_places,
+            backward = pipeline(
+                stage_index=topology.last_stage - stage.index,
+                group=topology.backward_group,
                 received=() if is_last else gradient_specs(sent),
                 sent=None if is_first else gradient_specs(received),
-                num_microbatches=count,
-                device=device,
-                group=topology.backward_group,
             )
         if training and division is not None and self._interleaves:
-            interleaved = cache(  # made when it is needed
-                partial(
-                    Pipeline,
-                    stage_index=place,
-                    num_stages=num_places,
-                    received=received,
-                    sent=None if is_last else sent,
-                    num_microbatches=count,
-                    device=device,
-                    group=topology.group,
-                    is_interleaved=True,
-                )
-            )
+            # Made when it is needed.
+            interleaved = cache(partial(onward, received=received, sent=None if is_last else sent, is_interleaved=True))
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
@@ -319,7 +289,7 @@ class PassSetups:
         )
 
 
-def random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
+def _random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:
     """What carries the state of a device's random numbers over a boundary."""
     state = generator_state(device)
     return (TensorSpec(shape=tuple(state.shape), dtype=state.dtype, requires_grad=False),)

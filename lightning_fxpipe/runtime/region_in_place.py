@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fxpipe.microbatch.draws import BatchDraws
-from lightning_fxpipe.runtime.replay import Replayer, watched_step
+from lightning_fxpipe.runtime.replay import Replay, watched_step
 from lightning_fxpipe.tracing.region import replaced_region
 from lightning_fxpipe.tracing.trace import TracedRegion
 
@@ -39,7 +39,7 @@ def region_in_place(
         run: The region's outputs for its inputs.
     """
     if traced.record is not None:
-        with Replayer(root, traced.record, sizes, device_type, traced.held).lead(arguments, draws, run):
+        with Replay(root, traced, sizes, device_type=device_type, draws=draws, run=run).lead(arguments):
             yield
         return
 

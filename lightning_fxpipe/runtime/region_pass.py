@@ -2,7 +2,7 @@
 
 The step calls the model once, with the whole batch. Each rank cuts the region's inputs into microbatches and runs them through
 its stage; the last stage joins what they gave, and the step goes on with that. For autograd the region is one operation
-(:class:`_Pipelined`): whoever calls backward, and with whatever loss, starts a second pipeline in the reverse order of the
+(:class:`Operation`): whoever calls backward, and with whatever loss, starts a second pipeline in the reverse order of the
 stages, in which each runs autograd for one microbatch and sends the gradients of what it had received. So a loss may be any
 function of the whole batch, and gradients appear when and where they do on one device.
 
@@ -12,9 +12,10 @@ GPipe (Huang et al. 2019, section 2.3) has the same order of work: all forward p
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from lightning_fxpipe.stages.memory import SavedBytes
 from lightning_fxpipe.tracing.input_gradient import no_second_derivative
 
 _logger = logging.getLogger("lightning_fxpipe")
+
+RunBackward = Callable[[Any, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,14 @@ class Leg:
     backward: Pipeline | None
     interleaved: Callable[[], Pipeline] | None
 
+    def number(self, index: int) -> int:
+        """Of a microbatch, by its number among those of its size, the number in the batch."""
+        return self.part.first + index
+
+    def row(self, index: int) -> int:
+        """First row of a microbatch."""
+        return self.start + index * self.rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class PassSetup:
@@ -78,7 +89,7 @@ class PassSetup:
     Attributes:
         stage: This rank's stage.
         tail: On the last stage, what then runs once on the joined results.
-        num_stages: Stages of the pipeline.
+        is_last: Whether this rank joins the results.
         legs: The microbatches.
         input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
@@ -93,7 +104,7 @@ class PassSetup:
 
     stage: Stage
     tail: Stage | None
-    num_stages: int
+    is_last: bool
     legs: tuple[Leg, ...]
     input_dims: tuple[int | None, ...]
     joined_dims: tuple[int | None, ...]
@@ -103,11 +114,6 @@ class PassSetup:
     carries_random_state: bool
     device: torch.device
     norms: DeferredNorms
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank joins the results."""
-        return self.stage.index == self.num_stages - 1
 
     @property
     def can_be_interleaved(self) -> bool:
@@ -129,20 +135,30 @@ class PassSetup:
         """Takes what the last stage gives for the microbatches."""
         return JoinedResults([spec.shape for spec in self.joined_specs], self.joined_dims, self.num_rows)
 
+    def run_tail(self, joined: Sequence[Tensor], values: Sequence[Tensor | None]) -> list[Tensor]:
+        """The region's outputs.
 
+        Args:
+            joined: What the last stage gave.
+            values: The region's inputs and draws.
+        """
+        assert self.tail is not None
+        return list(self.tail.module(*joined, *(values[i] for i in self.tail.region_inputs)))
+
+
+@dataclass(frozen=True, eq=False)
 class StageRun:
     """This rank's stage on the microbatches of one call of the region.
 
-    Args:
+    Attributes:
         setup: The stage and the microbatches.
         values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
         random_key: Identifies the batch within the run, for the random numbers of stages.
     """
 
-    def __init__(self, setup: PassSetup, values: Sequence[Tensor | None], random_key: tuple[int | str, ...]) -> None:
-        self._setup = setup
-        self._values = values
-        self._random_key = random_key
+    setup: PassSetup
+    values: Sequence[Tensor | None]
+    random_key: tuple[int | str, ...]
 
     def compute(
         self, leg: Leg, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
@@ -162,14 +178,14 @@ class StageRun:
         Raises:
             UnsupportedError: The next stage expects another tensor.
         """
-        setup = self._setup
-        key = (*self._random_key, leg.part.first + index, setup.stage.index)
+        setup = self.setup
+        key = (*self.random_key, leg.number(index), setup.stage.index)
         if not setup.carries_random_state:
             seed_generators(*key)
         with continued_random_numbers(state, *key) if setup.carries_random_state else nullcontext(), setup.norms.noting():
             outputs = setup.stage.module(*received, *self._inputs(leg, index))
             after = generator_state(setup.device) if setup.carries_random_state else None
-        for output, spec, node in zip(outputs, leg.sent[: len(outputs)], setup.stage.boundary_out, strict=True):
+        for output, spec, node in zip(outputs, leg.sent, setup.stage.boundary_out, strict=True):
             # A transport does not compare shapes or dtypes.
             loses_gradient = training and output.requires_grad and not spec.requires_grad
             if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
@@ -178,10 +194,10 @@ class StageRun:
 
     def mixing_call(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> str | None:
         """The call of the stage in which the samples of a microbatch notice each other, found by trial; None for none."""
-        setup = self._setup
+        setup = self.setup
         dims = [setup.sample_dims.get(node.name) for node in setup.stage.boundary_in]
         dims += [setup.input_dims[i] for i in setup.stage.region_inputs]
-        inputs = [*received[: len(setup.stage.boundary_in)], *self._inputs(leg, index)]
+        inputs = [*received, *self._inputs(leg, index)]
         module, rows_of = setup.stage.module, setup.sample_dims.get
         mixing = mixing_call(module, inputs, dims, rows_of, leg.rows)
         if leg.rows == 1 and leg.admits_one_more:
@@ -193,7 +209,7 @@ class StageRun:
     def saved_bytes(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> int:
         """Bytes that autograd keeps for the backward pass of a microbatch, found by trial."""
         inputs = tuple(t.clone().requires_grad_(s.requires_grad) for t, s in zip(received, leg.received, strict=True))
-        module, there = self._setup.stage.module, (value for value in self._values if value is not None)
+        module, there = self.setup.stage.module, (value for value in self.values if value is not None)
         saved = SavedBytes((*module.parameters(), *module.buffers(), *there))
         try:
             with torch.enable_grad(), saved.counting():
@@ -203,12 +219,9 @@ class StageRun:
         return saved.num_bytes
 
     def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
-        start = leg.start + index * leg.rows
-        inputs = []
-        for i in self._setup.stage.region_inputs:
-            value = self._values[i]
-            inputs.append(None if value is None else cut(value, self._setup.input_dims[i], start, leg.rows))
-        return inputs
+        setup = self.setup
+        wanted = ((self.values[i], setup.input_dims[i]) for i in setup.stage.region_inputs)
+        return [None if value is None else cut(value, dim, leg.row(index), leg.rows) for value, dim in wanted]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,50 +235,41 @@ class _Kept:
     ends: tuple[GradientEdge | None, ...]  # None for an output that does not train
 
 
+@dataclass(eq=False)
 class RegionPass:
     """One call of the region. Made by every rank of the pipeline.
 
-    Args:
+    Attributes:
         setup: The stage and the microbatches.
         values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
         random_key: Identifies the batch within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
-        announce: Tells the other ranks that the backward pass begins. Called on the last stage.
+        announce: Tells the other ranks that the backward pass begins, and whether what the stages saved is kept for one more.
+            Called on the last stage.
         tries: Where the first microbatch is to show that the stage treats samples one by one, what it was before.
         measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
             not go from stage to stage then.
-
-    Attributes:
         obstacle: Why this rank's stage does not, or must not run more than once for a batch, after a try.
         saved_bytes: What autograd would keep on this rank, after a measurement.
         retains: Whether what the stages saved is kept for one more backward pass.
     """
 
-    def __init__(
-        self,
-        setup: PassSetup,
-        values: Sequence[Tensor | None],
-        *,
-        random_key: tuple[int | str, ...],
-        training: bool,
-        announce: Callable[[RegionPass], None],
-        tries: StageChanges | None = None,
-        measures: bool = False,
-    ) -> None:
-        self.setup = setup
-        self.announce = announce
-        self.obstacle: str | None = None
-        self.saved_bytes = 0
-        self._tries, self._measures = tries, measures
-        self.retains = False
-        self._run = StageRun(setup, values, random_key)
-        self._training = training
+    setup: PassSetup
+    values: Sequence[Tensor | None]
+    _: KW_ONLY
+    random_key: tuple[int | str, ...]
+    training: bool
+    announce: Callable[[bool], None] = lambda retains: None
+    tries: StageChanges | None = None
+    measures: bool = False
+    obstacle: str | None = None
+    saved_bytes: int = 0
+    retains: bool = False
+
+    def __post_init__(self) -> None:
+        self._run = StageRun(self.setup, self.values, self.random_key)
         self._kept: dict[int, _Kept] = {}  # by number of the microbatch
-        self._results = setup.joining()
-        self._gradients: Sequence[Tensor | None] = ()
-        self._only: Sequence[Tensor] | None = None
-        self._joined: tuple[Tensor, ...] = ()
-        self._leg: Leg | None = None  # the one that runs
+        self._results = self.setup.joining()
 
     # ------------------------------------------------------------------ forward
 
@@ -276,60 +280,44 @@ class RegionPass:
             On the last stage the joined results; those that train are results of one operation of autograd.
         """
         joined = self.run_forward()
-        if joined is None or not self._training or not torch.is_grad_enabled() or not self._trains():
+        trains = any(end is not None for kept in self._kept.values() for end in kept.ends)
+        if joined is None or not self.training or not torch.is_grad_enabled() or not trains:
             return joined
-        self._joined = joined
-        results = _Pipelined.apply(torch.zeros((), requires_grad=True), self)  # type: ignore[no-untyped-call]
-        return tuple(results)
+        anchor = torch.zeros((), requires_grad=True)
+        return tuple(Operation.apply(anchor, self.setup, joined, self._lead_backward))  # type: ignore[no-untyped-call]
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
         """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
         with self.setup.norms.deferring(), nullcontext() if self.setup.carries_random_state else isolated_rng():
             for leg in self.setup.legs:
-                with self._running(leg):
-                    leg.forward.step(self._forward_one)
-        if self._tries is not None:
-            self.obstacle = self.obstacle or self._tries.reason()
-            self._tries = None  # it holds copies
+                leg.forward.step(partial(self._forward_one, leg))
+        if self.tries is not None:
+            self.obstacle = self.obstacle or self.tries.reason()
+            self.tries = None  # it holds copies
         return self._results.take() if self.setup.is_last else None
 
-    def take_joined(self) -> tuple[Tensor, ...]:
-        """The joined results, once."""
-        joined, self._joined = self._joined, ()
-        return joined
-
-    def _trains(self) -> bool:
-        return any(end is not None for kept in self._kept.values() for end in kept.ends)
-
-    def _forward_one(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One microbatch through this rank's stage.
-
-        Args:
-            index: Its number in the running leg.
-            received: What the previous stage sent.
-        """
-        leg, setup = self._running_leg, self.setup
-        number = leg.part.first + index
+    def _forward_one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One microbatch through this rank's stage."""
+        setup, number = self.setup, leg.number(index)
         state: Tensor | None = None
         if setup.carries_random_state and setup.stage.index:
             *tensors, state = received
             received = tuple(tensors)
-        if self._training:
+        if self.training:
             # Into memory of its own: the next pass receives into the same.
-            specs = leg.received
             received = tuple(
                 tensor.clone().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
-                for tensor, spec in zip(received, specs, strict=False)
+                for tensor, spec in zip(received, leg.received, strict=True)
             )
-        if self._tries is not None and number == 0:
+        if self.tries is not None and number == 0:
             call = self._run.mixing_call(leg, index, received)
             self.obstacle = None if call is None else f"in {call}, samples of the batch notice each other"
-        if self._measures and number == 0:
+        if self.measures and number == 0:
             self.saved_bytes = self._run.saved_bytes(leg, index, received)
-        outputs, state = self._run.compute(leg, index, received, state=state, training=self._training)
-        if self._tries is not None and number == 0:
-            self._tries.note_first()
-        if self._training and torch.is_grad_enabled():
+        outputs, state = self._run.compute(leg, index, received, state=state, training=self.training)
+        if self.tries is not None and number == 0:
+            self.tries.note_first()
+        if self.training and torch.is_grad_enabled():
             ends = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
             self._kept[number] = _Kept(received=received, ends=ends)
         detached = tuple(output.detach() for output in outputs)
@@ -338,7 +326,7 @@ class RegionPass:
             return contiguous if state is None else (*contiguous, state)
         if state is not None:
             set_generator_state(state)
-        self._results.put(detached, leg.start + index * leg.rows, leg.rows, () if self._training else received)
+        self._results.put(detached, leg.row(index), leg.rows, () if self.training else received)
         return (torch.zeros((), device=setup.device),)
 
     # ------------------------------------------------------------------ backward
@@ -350,26 +338,45 @@ class RegionPass:
             gradients: On the last stage, those of the joined results.
             only: The tensors of this rank's stage that get gradients; by default all that it trains.
         """
-        self._gradients, self._only = gradients, only
-        try:
-            for leg in self.setup.legs:
-                assert leg.backward is not None
-                with self._running(leg), self.setup.norms.without_tracking():
-                    leg.backward.step(self._backward_one)
-        finally:
-            self._gradients, self._only = (), None
+        for leg in self.setup.legs:
+            assert leg.backward is not None
+            with self.setup.norms.without_tracking():
+                leg.backward.step(partial(self._backward_one, leg, gradients, only))
 
-    def _backward_one(self, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One microbatch back through this rank's stage; returns the gradients for the previous one."""
-        leg = self._running_leg
-        number = leg.part.first + index
+    def _lead_backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[()]:
+        self.announce(self.retains)
+        self.backward(gradients)
+        return ()
+
+    def _backward_one(
+        self,
+        leg: Leg,
+        joined: Sequence[Tensor | None],
+        only: Sequence[Tensor] | None,
+        index: int,
+        received: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """One microbatch back through this rank's stage; returns the gradients for the previous one.
+
+        Args:
+            leg: The microbatches of its size.
+            joined: On the last stage, the gradients of the joined results.
+            only: See :meth:`backward`.
+            index: Its number among them.
+            received: On another stage, the gradients of what it had sent.
+        """
+        number = leg.number(index)
         kept = self._kept[number] if self.retains else self._kept.pop(number, None)
         if kept is None:
             raise RuntimeError(
                 "Trying to backward through the pipelined calls a second time: what they saved has been freed. "
                 "Specify retain_graph=True where backward is called the first time."
             )
-        gradients = self._own_gradients(leg, index) if self.setup.is_last else _spread(kept.ends, leg.sent, received)
+        if self.setup.is_last:
+            gradients = self._own_gradients(leg, index, joined)
+        else:
+            waiting = iter(received)
+            gradients = [next(waiting) if spec.requires_grad else None for spec in leg.sent]
         pairs = [
             (end, gradient)
             for end, gradient in zip(kept.ends, gradients, strict=True)
@@ -377,83 +384,56 @@ class RegionPass:
         ]
         for tensor in kept.received:
             tensor.grad = None
-        inputs = None
-        if self._only is not None:
-            inputs = [tensor for tensor in (*kept.received, *self._only) if tensor.requires_grad]
+        inputs = None if only is None else [tensor for tensor in (*kept.received, *only) if tensor.requires_grad]
         if pairs and inputs != []:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
-        if self.setup.stage.index == 0:
-            return (torch.zeros((), device=self.setup.device),)
-        trained = [t for t, spec in zip(kept.received, leg.received, strict=False) if spec.requires_grad]
+        trained = [t for t, spec in zip(kept.received, leg.received, strict=True) if spec.requires_grad]
         sent = tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in trained)
         for tensor in trained:
             tensor.grad = None
         return sent or (torch.zeros((), device=self.setup.device),)
 
-    def _own_gradients(self, leg: Leg, index: int) -> list[Tensor | None]:
-        start = leg.start + index * leg.rows
+    def _own_gradients(self, leg: Leg, index: int, joined: Sequence[Tensor | None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
-        for gradient, dim in zip(self._gradients, self.setup.joined_dims, strict=True):
+        for gradient, dim in zip(joined, self.setup.joined_dims, strict=True):
             if gradient is None:
                 found.append(None)
             elif dim is None:  # all microbatches gave the same; one of them is what the batch has
-                found.append(gradient if leg.part.first + index == 0 else None)
+                found.append(gradient if leg.number(index) == 0 else None)
             else:
-                found.append(cut(gradient, dim, start, leg.rows, num_rows=self.setup.num_rows))
+                found.append(cut(gradient, dim, leg.row(index), leg.rows, num_rows=self.setup.num_rows))
         return found
 
-    # ------------------------------------------------------------------ a leg
 
-    @contextmanager
-    def _running(self, leg: Leg) -> Iterator[None]:
-        self._leg = leg
-        try:
-            yield
-        finally:
-            self._leg = None
-
-    @property
-    def _running_leg(self) -> Leg:
-        assert self._leg is not None
-        return self._leg
-
-
-class _Pipelined(torch.autograd.Function):
-    """The region, for autograd on the last stage."""
+class Operation(torch.autograd.Function):
+    """What the stages do in a call, as one operation of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, region: RegionPass) -> Any:
-        """The joined results, as results of this operation; no inputs of it, of which they would be views.
+    def forward(
+        ctx: Any, anchor: Tensor, setup: PassSetup, joined: tuple[Tensor, ...], run_backward: RunBackward, *inputs: Tensor
+    ) -> Any:
+        """The joined results, as results of this operation.
 
         Args:
             ctx: Of autograd.
             anchor: Requires a gradient, so that the results do.
-            region: The call.
+            setup: Says which of them train.
+            joined: They; in a tuple, where autograd takes them for no inputs, of which the results would be views.
+            run_backward: Runs the pipeline backward: from ``ctx`` and the results' gradients to those of the inputs.
+            *inputs: Tensors of the call that get gradients.
         """
-        ctx.region = region
+        ctx.run_backward = run_backward
         ctx.set_materialize_grads(False)
-        results = region.take_joined()
-        specs = region.setup.legs[0].sent
-        ctx.mark_non_differentiable(*(t for t, spec in zip(results, specs, strict=False) if not spec.requires_grad))
-        return results
+        specs = setup.joined_specs
+        ctx.mark_non_differentiable(*(t for t, spec in zip(joined, specs, strict=True) if not spec.requires_grad))
+        return joined
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         """Runs the pipeline backward; raises ``UnsupportedError`` where a derivative of the gradients is wanted."""
         if torch.is_grad_enabled():
             raise no_second_derivative()
-        region: RegionPass = ctx.region
-        region.announce(region)
-        region.backward(gradients)
-        return None, None
-
-
-def _spread(
-    ends: Sequence[GradientEdge | None], specs: Sequence[TensorSpec], received: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """The received gradients, each at the place of the output that it belongs to."""
-    waiting = iter(received)
-    return [next(waiting) if spec.requires_grad else None for _, spec in zip(ends, specs, strict=False)]
+        return None, None, None, None, *ctx.run_backward(ctx, gradients)
 
 
 def gradient_specs(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:

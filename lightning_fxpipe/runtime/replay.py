@@ -26,10 +26,10 @@ from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.reporting.wording import argument_words
 from lightning_fxpipe.stages.build import concrete_size
 from lightning_fxpipe.tracing.distributions import unvalidated_distributions
-from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.parameter_use import check_call
-from lightning_fxpipe.tracing.step_record import RecordedCall, StepRecord, TensorKey
+from lightning_fxpipe.tracing.step_record import RecordedCall, TensorKey
 from lightning_fxpipe.tracing.torch_calls import LOOKS, CallContext, is_query
+from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.calls import call_name, calls_through, classes_with_own_call
 from lightning_fxpipe.user_code.frames import user_source
 
@@ -81,10 +81,6 @@ class StepMode(TorchFunctionMode):
             args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
         return self._draws.call(func, args, kwargs or {})
 
-    def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Calls a module."""
-        return original_call(module, *args, **kwargs)
-
     @contextmanager
     def in_stage(self) -> Iterator[None]:
         """Does not watch during the block."""
@@ -109,98 +105,74 @@ class DryRunEnds(BaseException):
     """Ends a step whose region runs without data, where its last call is, or the first that leaves tensors on modules."""
 
 
-class Replayer:
-    """Leads the steps of one shape through a region of several calls.
+class Replay(StepMode):
+    """Leads one run of a step through a region of several calls.
 
     Args:
         root: The LightningModule.
-        record: The calls that were recorded.
+        traced: The region, with the calls that were recorded.
         sizes: Values of the symbols in it.
         device_type: Of this rank's device.
-        held: Tensors that the stages have from elsewhere than the step's calls.
-        exchanged: Gets those that the step now hands to a call in place of such; without, that is another path.
+        draws: Makes what the step draws.
+        run: Computes the region's outputs from its inputs.
+        exchanged: Gets the tensors that the step now hands to a call in place of those that the stages have from elsewhere than
+            the step's calls; without, that is another path.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        record: StepRecord,
+        traced: TracedRegion,
         sizes: Mapping[Any, int],
+        *,
         device_type: str,
-        held: HeldTensors,
+        draws: BatchDraws,
+        run: RunRegion,
         exchanged: dict[str, Tensor] | None = None,
     ) -> None:
-        self.root = root
-        self.record = record
-        self._held = held
+        super().__init__(root, draws)
+        assert traced.record is not None
+        self._record = traced.record
+        self._held = traced.held
         self._exchanged = exchanged
-        self.own_call_classes = classes_with_own_call(root.modules())
-        self.module_paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
-        self.device_type = device_type
         self._sizes = sizes
+        self._run = run
+        self._own_call_classes = classes_with_own_call(root.modules())
+        self._paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
+        self._device_type = device_type
+        self._count = 0
+        self._is_inside = self._is_dry_run = False
         self._stand_ins = StandIns()
-        self._made: dict[TensorKey, Tensor] = {}
+        self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
+        self._keys: dict[int, TensorKey] = {}
 
     @contextmanager
-    def lead(self, batch: Any, draws: BatchDraws, run: RunRegion) -> Iterator[None]:
-        """Runs the block, the step's code for ``batch``; in it ``run`` computes the region's outputs from its inputs.
+    def lead(self, arguments: tuple[Any, Sequence[Any]]) -> Iterator[None]:
+        """Runs the block, the step's code.
 
         A step that returns before the region's first call, as one that skips a batch, runs to its end.
+
+        Args:
+            arguments: The step's: the batch, and those after its index.
 
         Raises:
             UnsupportedError: The step takes another path than the one recorded.
         """
-        mode = _Replay(self, batch, draws, run)
-        with calls_through(mode), unvalidated_distributions():
+        # The region's first call may stand in a block without gradients, which is none of the others' business.
+        self._ambient = CallContext.current(self._device_type)
+        for position, tensor in enumerate(Template.of(arguments).tensors):
+            self._remember(tensor, TensorKey(-1, position))
+        with calls_through(self), unvalidated_distributions():
             yield
-        mode.check_refused()
-        if self.record.first < mode.count <= self.record.last:  # one that makes none of them skips the batch
+        self.check_refused()
+        record = self._record
+        if record.first < self._count <= record.last:  # one that makes none of them skips the batch
             raise UnsupportedError(
                 "The step ended before it had made all calls of the model.",
-                observed=f"{mode.count} calls",
-                expected=f"at least {self.record.last + 1}, up to {self.record.calls[-1].name}, {self.record.calls[-1].source}",
+                observed=f"{self._count} calls",
+                expected=f"at least {record.last + 1}, up to {record.calls[-1].name}, {record.calls[-1].source}",
                 todo="Make the same calls for every batch; a step that skips some of them cannot be pipelined.",
             )
-
-    def stand_in(self, key: TensorKey, recorded: Tensor) -> Tensor:
-        """A tensor without data in place of a result that no later code needs."""
-        if key not in self._made:
-            shape = tuple(concrete_size(size, self._sizes) for size in recorded.shape)
-            self._made[key] = self._stand_ins.make(shape, recorded.dtype, recorded.device, recorded.requires_grad)
-        return self._made[key]
-
-    def is_held(self, name: str, tensor: Tensor) -> bool:
-        """Whether the stages have a tensor as the one with this name, or will have."""
-        if not self._held.is_known(name):
-            return True  # the call is made anew, as no part of the graph
-        if self._exchanged is None:
-            return self._held.has(name, tensor)
-        known = self._exchanged.setdefault(name, tensor)
-        return known is tensor
-
-    def constant(self, recorded: Any) -> Any:
-        """A recorded constant as it is at these sizes."""
-        if isinstance(recorded, SymbolicSize):
-            return recorded.value(self._sizes)
-        return recorded
-
-
-class _Replay(StepMode):
-    """One run of the step; see :meth:`Replayer.lead`."""
-
-    def __init__(self, replayer: Replayer, batch: Any, draws: BatchDraws, run: RunRegion) -> None:
-        super().__init__(replayer.root, draws)
-        self.count = 0
-        self._replayer = replayer
-        self._record = replayer.record
-        self._run = run
-        # The region's first call may stand in a block without gradients, which is none of the others' business.
-        self._ambient = CallContext.current(replayer.device_type)
-        self._is_inside = self._is_dry_run = False
-        self._tensors: dict[TensorKey, Tensor] = {}  # what the step has got so far
-        self._keys: dict[int, TensorKey] = {}
-        for position, tensor in enumerate(Template.of(batch).tensors):
-            self._remember(tensor, TensorKey(-1, position))
 
     # ------------------------------------------------------------------ numbering, as in span.SpanRecorder
 
@@ -214,14 +186,15 @@ class _Replay(StepMode):
         return self._number(call_name(func), execute, args, kwargs)
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        path = self._replayer.module_paths.get(id(module))
+        """Makes the call, or gives what the stages have computed for it."""
+        path = self._paths.get(id(module))
         if self._in_stage or self._is_inside or path is None or path in self._record.transparent:
             return original_call(module, *args, **kwargs)
         return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
 
     def classes_with_own_call(self) -> set[type[nn.Module]]:
         """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
-        return self._replayer.own_call_classes
+        return self._own_call_classes
 
     def _number(
         self,
@@ -230,7 +203,7 @@ class _Replay(StepMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        number, self.count = self.count, self.count + 1
+        number, self._count = self._count, self._count + 1
         call = None
         if number > self._record.last:
             with self.refusing():
@@ -282,14 +255,23 @@ class _Replay(StepMode):
         for key, recorded in zip(call.keys, call.result.tensors, strict=True):
             tensor = self._tensors.get(key)
             if tensor is None:
-                with self.in_stage():
-                    tensor = self._replayer.stand_in(key, recorded)
+                tensor = self._stand_in(recorded)
                 self._remember(tensor, key)
             tensors.append(tensor)
         for path, attribute, key in call.sides:
             if key in self._tensors:
-                setattr(self._replayer.root.get_submodule(path), attribute, self._tensors[key])
-        return call.result.structure.fill(tensors, [self._replayer.constant(as_size(size)) for size in call.result.sizes])
+                setattr(self._root.get_submodule(path), attribute, self._tensors[key])
+        return call.result.structure.fill(tensors, [self._constant(as_size(size)) for size in call.result.sizes])
+
+    def _stand_in(self, recorded: Tensor) -> Tensor:
+        """A tensor without data in place of a result that no later code needs."""
+        shape = tuple(concrete_size(size, self._sizes) for size in recorded.shape)
+        with self.in_stage():
+            return self._stand_ins.make(shape, recorded.dtype, recorded.device, recorded.requires_grad)
+
+    def _constant(self, recorded: Any) -> Any:
+        """A recorded constant as it is at these sizes."""
+        return recorded.value(self._sizes) if isinstance(recorded, SymbolicSize) else recorded
 
     def _remember(self, tensor: Tensor, key: TensorKey) -> None:
         """The first identity of a tensor is its own, as when the step was recorded."""
@@ -303,7 +285,7 @@ class _Replay(StepMode):
         same = name == call.name and structure == call.structure
         same = same and all(self._is_same(a, b) for a, b in zip(call.arguments, leaves, strict=True))
         if not same:
-            recorded = [self._replayer.constant(argument) for argument in call.arguments]
+            recorded = [self._constant(argument) for argument in call.arguments]
             expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
             observed = _call_words(name, [argument_words(leaf) for leaf in leaves])
             raise UnsupportedError(
@@ -317,13 +299,21 @@ class _Replay(StepMode):
 
     def _is_same(self, recorded: Any, actual: Any) -> bool:
         if not isinstance(recorded, TensorKey):
-            recorded = self._replayer.constant(recorded)
+            recorded = self._constant(recorded)
             return bool(recorded == actual) if isinstance(recorded, _COMPARED) else type(recorded) is type(actual)
         if not isinstance(actual, Tensor):
             return False
         if recorded.is_held and id(actual) not in self._keys:
-            return self._replayer.is_held(recorded.name, actual)
+            return self._is_held(recorded.name, actual)
         return self._keys.get(id(actual)) == recorded
+
+    def _is_held(self, name: str, tensor: Tensor) -> bool:
+        """Whether the stages have a tensor as the one with this name, or will have."""
+        if not self._held.is_known(name):
+            return True  # the call is made anew, as no part of the graph
+        if self._exchanged is None:
+            return self._held.has(name, tensor)
+        return self._exchanged.setdefault(name, tensor) is tensor
 
     def _check_has_data(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):

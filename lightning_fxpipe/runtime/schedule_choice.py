@@ -9,7 +9,7 @@ and without leaving anything behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.schedules.pipelining import ScheduleName
 from lightning_fxpipe.stages.memory import memory_for_rank
+from lightning_fxpipe.tracing.trace_log import TraceLog
 
 # Where the step's run on the whole batch is left out, its loss is compared with that of the microbatches every so many batches.
 _BATCHES_BETWEEN_LOOKS = 64
@@ -38,36 +39,25 @@ class Interleaving:
         schedule: What the user wants.
         options: What the user says about the loss.
         topology: This rank's place.
-        inform: Says something on rank 0.
-        warn: Warns on rank 0.
+        log: Is told of the choice.
+
+    Attributes:
+        may_be: Whether batches run so, or a look at the next one may show that they can.
     """
 
-    def __init__(
-        self,
-        *,
-        schedule: ScheduleName,
-        options: LossOptions,
-        topology: Topology,
-        inform: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, *, schedule: ScheduleName, options: LossOptions, topology: Topology, log: TraceLog) -> None:
         self._is_asked_for = schedule == "1f1b"
-        self._may = schedule != "gpipe"
+        self.may_be = schedule != "gpipe"
         self._options = options
         self._topology = topology
-        self._inform, self._warn = inform, warn
+        self._log = log
         self._finding = Finding(verdict=Verdict.UNCLEAR)
         self._num_batches = 0  # since the last look
 
     @property
-    def may_be(self) -> bool:
-        """Whether batches run so, or a look at the next one may show that they can."""
-        return self._may
-
-    @property
     def is_on(self) -> bool:
         """Whether batches run so."""
-        return self._may and self._finding.verdict is Verdict.FITS
+        return self.may_be and self._finding.verdict is Verdict.FITS
 
     @property
     def only_logs_loss(self) -> bool:
@@ -106,7 +96,7 @@ class Interleaving:
         """
         needed = saved_bytes * setup.num_microbatches
         if not (self._is_asked_for or self.is_on) and not any_rank(self._is_tight(needed, parameters), self._topology):
-            self._may = False
+            self.may_be = False
             _logger.debug("Training goes forward, then backward: all activations take %.2g GiB", needed / _GIB)
             return
         was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
@@ -120,7 +110,7 @@ class Interleaving:
         if self._finding.verdict is Verdict.DIFFERS:
             self._refuse(needed, may_go_on=not self._is_asked_for and were_compared)
         elif self.is_on and not self._is_asked_for and not was_on:
-            self._inform(
+            self._log.inform(
                 f"Training goes forward and backward by turns (schedule '1f1b'): all microbatches' activations would take "
                 f"{needed / _GIB:.2g} GiB on the last stage, or much of what is left on another."
             )
@@ -136,8 +126,8 @@ class Interleaving:
     def _refuse(self, needed: int, *, may_go_on: bool) -> None:
         observed = self._finding.observed
         if may_go_on:
-            self._may = False
-            self._warn(
+            self.may_be = False
+            self._log.warn(
                 f"The activations of a batch may take much of the memory left ({needed / _GIB:.2g} GiB on the last stage), "
                 f"and microbatches cannot go forward and backward by turns: the loss is not made of theirs ({observed}). "
                 "Should the memory not do, take smaller batches and accumulate_grad_batches, or activation checkpointing."

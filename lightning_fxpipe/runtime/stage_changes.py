@@ -50,9 +50,6 @@ class _Frozen:
     totals: _Totals
     copy: Tensor | None
 
-    def has_changed(self) -> bool:
-        return self.totals.differ(_Totals.of(self.parameter))
-
 
 class StageChanges:
     """Made before the microbatches run.
@@ -91,7 +88,7 @@ class StageChanges:
             UnsupportedError: What has changed cannot be put back.
         """
         trained = [fqn for fqn, totals in self._totals_after_first.items() if self._is_moved_again(fqn, totals)]
-        frozen = [fqn for fqn, each in self._frozen.items() if each.has_changed()]
+        frozen = [fqn for fqn, each in self._frozen.items() if each.totals.differ(_Totals.of(each.parameter))]
         lost = [*trained, *(fqn for fqn in frozen if self._frozen[fqn].copy is None)]
         if lost:
             raise UnsupportedError(

@@ -20,7 +20,7 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment, Planned
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.runtime.lru import LruCache
-from lightning_fxpipe.runtime.replay import DryRunEnds, Replayer
+from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
@@ -135,16 +135,14 @@ class StageTraces:
                     self._note_looks(kind, known.traced)
                     if not has_values and self.looks_at_values(kind):
                         raise ValuesNeeded
-                    self._known.remove(known)
-                    self._known.append(known)
-                    return known, shapes
+                    return self._used(known), shapes
         if not has_values:
             raise ValuesNeeded
         if self._of_plan is not None and self._of_plan.kind is kind:  # something has come to be since
             self._known.remove(self._of_plan)
             self._of_plan = None
         with self._log.told(f"Tracing the {kind.words}"):
-            made, shapes = self._trace(kind, call, size)
+            made, shapes = self._make(kind, partial(self._cut, kind, call, size))
         if made.span is not None:
             self._takes(made, kind, call, shapes)
         return made, shapes
@@ -159,11 +157,14 @@ class StageTraces:
         signature, shapes = sign(self._root, region)
         for known in reversed(self._known):
             if known.traced.signature == signature and known.traced.covers(region):
-                self._known.remove(known)
-                self._known.append(known)
-                return known, shapes
+                return self._used(known), shapes
         with self._log.told(f"Tracing {region.label}"):
             return self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
+
+    def _used(self, known: StageTrace) -> StageTrace:
+        self._known.remove(known)
+        self._known.append(known)
+        return known
 
     def is_fixed(self, kind: StepKind) -> bool:
         """Whether a step's calls of the model follow from the batch's shapes, its constants and :attr:`guard_keys`."""
@@ -176,18 +177,25 @@ class StageTraces:
     def _takes(self, known: StageTrace, kind: StepKind, call: StepCall, shapes: Shapes) -> bool:
         """Whether the step makes the calls that a trace of several has, with its constants and with tensors of its shapes."""
         traced = known.traced
-        sizes, record = traced.bind_sizes(shapes), traced.record
-        assert sizes is not None and record is not None
+        sizes = traced.bind_sizes(shapes)
+        assert sizes is not None
         found: list[tuple[int, ...]] = []
         exchanged: dict[str, Tensor] = {}
-        replayer = Replayer(self._root, record, sizes, self._topology.device.type, traced.held, exchanged)
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
+        replay = Replay(
+            self._root,
+            traced,
+            sizes,
+            device_type=self._topology.device.type,
+            draws=BatchDraws(traced.batch_size, self._batch_dim),
+            run=partial(_note_shapes, found, expected),
+            exchanged=exchanged,
+        )
         is_same = True
         trying = dry_run_of_prelude(self._root, call.function, call.args, call.kwargs)
         with suppress(DryRunEnds), trying as run, self.iterators.one_run(run.state):
-            batch, draws = (run.args[0], run.args[2:]), BatchDraws(traced.batch_size, self._batch_dim)
             try:
-                with replayer.lead(batch, draws, partial(_note_shapes, found, expected)):
+                with replay.lead((run.args[0], run.args[2:])):
                     call.function(*run.args, **run.kwargs)
             except UnsupportedError:
                 is_same = False  # it takes another path
@@ -243,21 +251,10 @@ class StageTraces:
 
     # ------------------------------------------------------------------ new ones
 
-    def _trace(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes]:
-        return self._make(kind, partial(self._cut, kind, call, size))
-
     def _make(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
         region, shapes, assignment, symbolic = self._agree(kind, cut)
-        check_agreement(
-            self._topology.control_group,
-            (symbolic, [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]),
-            TraceError(
-                "The ranks recorded different graphs of the same step.",
-                expected="the same tensors across each cut on every rank",
-                todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
-            ),
-        )
+        check_same_cuts(assignment, self._topology, symbolic)
         made = StageTrace(
             kind=kind,
             span=region.span if isinstance(region, StepRegion) else None,
@@ -378,6 +375,26 @@ class StageTraces:
 
     def _follow_plan(self, region: Recordable) -> Assignment:
         return follow_plan(self._plan, trace_for_plan(self._root, region, self._plan, device=self._topology.device))
+
+
+def check_same_cuts(assignment: Assignment, topology: Topology, symbolic: DimGroups | None = None) -> None:
+    """Raises ``TraceError`` if the ranks have recorded different graphs. Called by every rank.
+
+    Args:
+        assignment: This rank's graph, cut.
+        topology: This rank's place.
+        symbolic: The dimensions whose sizes are symbols in it, where the ranks have just chosen them.
+    """
+    cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
+    check_agreement(
+        topology.control_group,
+        cuts if symbolic is None else (symbolic, cuts),
+        TraceError(
+            "The ranks recorded different graphs of the same step.",
+            expected="the same tensors across each cut on every rank",
+            todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
+        ),
+    )
 
 
 def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:

@@ -28,8 +28,8 @@ from lightning_fxpipe.microbatch.split import batch_size
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.sizes import as_bytes
-from lightning_fxpipe.rng import rng_state, same_rng
-from lightning_fxpipe.runtime.batch_result import BatchResult
+from lightning_fxpipe.rng import rng_state
+from lightning_fxpipe.runtime.batch_result import BatchResult, rng_since
 from lightning_fxpipe.runtime.replay import watched_step
 from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.stages.memory import memory_for_rank
@@ -102,19 +102,12 @@ class WholeSteps:
         """
         self._bring()
         if not self._topology.is_last:
-            return BatchResult(num_microbatches=0)
+            return BatchResult()
         log, before = StepLog(metrics), rng_state()
         draws = BatchDraws(batch_size(batch, self._plan.batch_dim), self._plan.batch_dim)
         with self._whole_model() as buffers, log.capture(self._module), step.context(), watched_step(self._module, draws):
             output = step.function(batch, *step.rest)
-        rng = rng_state()
-        return BatchResult(
-            num_microbatches=0,
-            output=output,
-            entries=log.entries,
-            rng=None if same_rng(before, rng) else rng,
-            buffers=buffers,
-        )
+        return BatchResult(output=output, entries=log.entries, rng=rng_since(before), buffers=buffers)
 
     @contextmanager
     def _whole_model(self) -> Iterator[dict[str, Tensor]]:

@@ -144,7 +144,7 @@ class Session:
             planned: What this rank has planned.
         """
         if self._joint is None:
-            self._runtime.begin_with(kind, planned)
+            self._runtime.stage_traces.begin_with(kind, planned)
 
     def prepare(self, trainer: Trainer) -> None:
         """Makes the Trainer's callbacks and hooks ready for a module in stages. Called by every rank before each run."""
@@ -160,7 +160,7 @@ class Session:
             self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
         self._sparing.watch(
             running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
-            free_stages=self._runtime.free_stages,
+            free_stages=self._runtime.batch_traces.free_stages,
             is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
         )
 
@@ -300,7 +300,7 @@ class Session:
         self.module.cpu()
         self.is_split = False
         self._runtime.forget()
-        self._joint_steps.forget()
+        self._joint_steps.setups.forget()
         self._shared.close()
 
     def _run(self, step: Step, batch: Any) -> tuple[float | None, Any]:
@@ -328,7 +328,7 @@ class Session:
         output = result.output
         changed: tuple[Any, ...] = ([], [])
         if before is not None and states is not None:
-            changed = (before.changes(self._runtime.iterators), states.changes())
+            changed = (before.changes(self._runtime.stage_traces.iterators), states.changes())
         sent = self.hooks.sendable_output(step.kind.value, output)
         told = (result.rng, *changed, sent, trainer.should_stop, result.buffers, result.failure)
         news = told if is_last and (result.rng is not None or any(told[1:])) else None
@@ -343,7 +343,7 @@ class Session:
             self._whole_steps.change_buffers(buffers)
             if rng is not None:
                 set_rng_state(rng)
-            take_over(self.module, attributes, self._topology.device, step.function, made=self._runtime.iterators)
+            take_over(self.module, attributes, self._topology.device, step.function, made=self._runtime.stage_traces.iterators)
             take_over_states(metrics, counted, self._topology.device)
             output = sent[0] if sent else None
         replay(self.module, entries, metrics, self._topology.device)
@@ -365,7 +365,7 @@ class Session:
         except StepFailed as error:
             if not self._is_tried:
                 raise error.reason from error.reason.__cause__
-            return BatchResult(num_microbatches=0, failure=error.reason)
+            return BatchResult(failure=error.reason)
 
     def _run_whole(self, step: Step, batch: Any, reason: FxPipeError, start: Remembered | None) -> tuple[float | None, Any]:
         """Runs a batch again, which cannot run in stages, and the later ones of the same step. Called by every rank.

@@ -38,7 +38,7 @@ class Passes:
             return run(one)
 
         def counted_forward(one: Any) -> Any:
-            self.forward += one._training
+            self.forward += one.training
             return forward(one)
 
         InterleavedPass.run, RegionPass.forward = counted_run, counted_forward  # type: ignore[method-assign]

@@ -29,9 +29,8 @@ class Decision:
     def __init__(self, schedule: ScheduleName, options: LossOptions | None = None) -> None:
         self.said: list[str] = []
         self.warned: list[str] = []
-        options = options or LossOptions()
-        told = {"inform": self.said.append, "warn": self.warned.append}
-        self.made = Interleaving(schedule=schedule, options=options, topology=ALONE, **told)
+        log: Any = SimpleNamespace(inform=self.said.append, warn=self.warned.append)
+        self.made = Interleaving(schedule=schedule, options=options or LossOptions(), topology=ALONE, log=log)
 
     def by(self, finding: Finding, *, saved_bytes: int = 0, parameters: list[nn.Parameter] | None = None) -> Interleaving:
         tail: Any = SimpleNamespace(compare=lambda *_: finding, microbatches=[], sizes=[1])
