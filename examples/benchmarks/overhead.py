@@ -114,7 +114,7 @@ def instrument(parts: Parts) -> None:
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
     from lightning_fxpipe.microbatch.rewind import Rewind
-    from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
+    from lightning_fxpipe.runtime import batch_result, batch_run, one_f_one_b, region_pass, region_run
     from lightning_fxpipe.runtime.attributes import StepAttributes
     from lightning_fxpipe.schedules.pipelining import Pipeline
     from lightning_fxpipe.strategy import session
@@ -128,7 +128,7 @@ def instrument(parts: Parts) -> None:
     parts.wrap("find trace and schedule", batch_run.BatchTraces, "find")
     parts.wrap("find trace and schedule", batch_run.PassSetups, "get")
     parts.wrap("random numbers", region_pass, "seed_generators")
-    for module in (batch_run, region_run):
+    for module in (batch_result, batch_run, region_run):
         parts.wrap("random numbers", module, "rng_state")
     for name in ("rewind", "have_drawn"):
         parts.wrap("random numbers", Rewind, name)
