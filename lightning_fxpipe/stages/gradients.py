@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -65,7 +65,11 @@ class SharedParameters:
                     tensor.grad = earlier if tensor.grad is None else earlier.add_(tensor.grad)
 
     def _sum_gradients(self) -> None:
-        for group, parameters in self._trainable_by_group():
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for tensor, group in self._mine:
+            if tensor.requires_grad:
+                by_group.setdefault(group, []).append(tensor)
+        for group, parameters in by_group.items():
             # No copy may have one, as when the loss does not depend on it; then it must stay None, or AdamW would decay it.
             has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
             flags = has_gradient.to(parameters[0].device)
@@ -75,13 +79,6 @@ class SharedParameters:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                     dist.all_reduce(parameter.grad, group=group)
-
-    def _trainable_by_group(self) -> list[tuple[dist.ProcessGroup, list[Tensor]]]:
-        found: dict[dist.ProcessGroup, list[Tensor]] = {}
-        for tensor, group in self._mine:
-            if tensor.requires_grad:
-                found.setdefault(group, []).append(tensor)
-        return list(found.items())
 
     def is_secondary(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter is a copy that another rank counts and saves."""
@@ -101,13 +98,5 @@ def clip_by_global_norm(
     square = local.to(device="cpu", dtype=torch.float64).square()
     dist.all_reduce(square, group=group)
     total = square.sqrt()
-    for device, members in _by_device(mine).items():
-        torch.nn.utils.clip_grads_with_norm_(members, max_norm, total.to(device=device, dtype=torch.float32))
+    torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total.to(torch.float32))
     return total
-
-
-def _by_device(parameters: Iterable[nn.Parameter]) -> Mapping[torch.device, list[nn.Parameter]]:
-    found: dict[torch.device, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.device, []).append(parameter)
-    return found
