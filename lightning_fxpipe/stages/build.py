@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from lightning_fxpipe._compat.torch import storage_key, symbolic_expression
 from lightning_fxpipe.planner.planning import Assignment
@@ -215,13 +215,14 @@ class _StageBuilder:
         if operation == "call_module":
             module = self._traced.root.get_submodule(str(target))
             sides, inner = node.meta.get("sides", ()), node.meta.get("inner_results", ())
+            path = _free_name(str(target))
             if context is not None or sides or inner:
-                self._called_inside[_free_name(str(target))] = module
-                module, target = _ModuleUnder(module, context, sides, inner), f"_fxpipe_under_{len(self._owners)}"
-            target = _free_name(str(target))
-            self._owners[target] = module
-        elif context is not None:
-            operation, target = "call_function", _function_under(target, context)
+                self._called_inside[path] = module
+                operation, target = "call_function", _taking_more(module, sides, inner)
+            else:
+                self._owners[path], target = module, path
+        if context is not None:
+            operation, target = "call_function", _under(target, context)
         copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
         copy.meta.update(
             module_path=node.meta["module_path"], source=node.meta.get("source"), checkpoints=node.meta.get("checkpoints")
@@ -243,18 +244,12 @@ class _StageBuilder:
         return self._graph.get_attr(target)
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return self._value(value)
-        if isinstance(value, SymbolicSize):
-            return self._size(value.expression)
-        if isinstance(value, (tuple, list)):
-            items = [self._argument(item) for item in value]
-            return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, Mapping):
-            return {key: self._argument(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
-        return value
+        def in_stage(leaf: Any) -> Any:
+            if isinstance(leaf, fx.Node):
+                return self._value(leaf)
+            return self._size(leaf.expression) if isinstance(leaf, SymbolicSize) else leaf
+
+        return map_aggregate(value, in_stage)
 
     def _current(self, expression: Any) -> Any:
         """An expression with what the trace fixed, or found equal to something else, later on."""
@@ -307,38 +302,25 @@ def _all_symbols(node: fx.Node) -> set[Any]:
     return {symbol for size in node.meta["val"].shape for symbol in getattr(symbolic_expression(size), "free_symbols", ())}
 
 
-class _ModuleUnder(nn.Module):
-    """Calls a module under the grad and autocast modes that the model called it under, and returns with its result the
-    tensors that it leaves on itself and its submodules, and results of modules inside it."""
+def _taking_more(
+    module: nn.Module, sides: tuple[tuple[str, str], ...], inner_places: tuple[InnerPlace, ...]
+) -> Callable[..., Any]:
+    """Calls a module, and returns with its result the tensors that it leaves on itself and its submodules, and results of
+    modules inside it."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        context: CallContext | None,
-        sides: tuple[tuple[str, str], ...],
-        inner_results: tuple[InnerPlace, ...],
-    ) -> None:
-        super().__init__()
-        # Not a registered child: the module keeps its own name and mode in the user's model.
-        self.__dict__["_call"] = module
-        self._context = context
-        self._sides = sides
-        self._inner_results = inner_results
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.__dict__["_call"]
-        with (
-            self._context.active() if self._context is not None else nullcontext(),
-            taking(module, self._inner_results) as inner,
-        ):
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with taking(module, inner_places) as inner:
             result = module(*args, **kwargs)
-        if not self._sides and not inner:
+        if not sides and not inner:
             return result
-        return result, (*(getattr(module.get_submodule(path), name) for path, name in self._sides), *inner)
+        return result, (*(getattr(module.get_submodule(path), name) for path, name in sides), *inner)
+
+    called.__name__ = type(module).__name__
+    return called
 
 
-def _function_under(target: str | Callable[..., Any], context: CallContext) -> Callable[..., Any]:
-    """A function or method call under the modes that the model made it under."""
+def _under(target: str | Callable[..., Any], context: CallContext) -> Callable[..., Any]:
+    """A call of a function, method or module under the grad and autocast modes that the model made it under."""
 
     def under(*args: Any, **kwargs: Any) -> Any:
         with context.active():
