@@ -20,6 +20,7 @@ from lightning_fxpipe.planner.recompute import Recomputation, find_recomputed
 from lightning_fxpipe.planner.reorder import bring_repeated_calls_together
 from lightning_fxpipe.pytree.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.reporting.wording import node_words
+from lightning_fxpipe.tracing.repeat import has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
 
 
@@ -81,11 +82,7 @@ def canonical_fqns(root: nn.Module) -> dict[str, str]:
     """For every name of a parameter or buffer the first name of the same tensor; tied weights have several names."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    tensors = (
-        *root.named_parameters(remove_duplicate=False),
-        *root.named_buffers(remove_duplicate=False),
-    )
-    for fqn, tensor in tensors:
+    for fqn, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)):
         names[fqn] = first.setdefault(id(tensor), fqn)
     return names
 
@@ -156,11 +153,10 @@ def group_calls(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         owner = node.meta.get("part_of")
-        if owner is not None:
-            groups[position_of[owner]].append(node)
-        else:
-            groups.append([node])
-        position_of[node] = position_of[owner] if owner is not None else len(groups) - 1
+        if owner is None:
+            groups.append([])
+        position_of[node] = len(groups) - 1 if owner is None else position_of[owner]
+        groups[position_of[node]].append(node)
     return groups, position_of
 
 
@@ -239,11 +235,7 @@ def _cannot_cross(node: fx.Node) -> str | None:
         return f"{node_words(node)} is not a tensor"
     if value.layout is not torch.strided:
         return f"{node_words(node)} is a {value.layout} tensor"
-    try:
-        tensor_bytes(value)
-    except ValueError:
-        return f"the size of {node_words(node)} depends on data"
-    return None
+    return None if has_known_size(value) else f"the size of {node_words(node)} depends on data"
 
 
 def _aliasing_obstacles(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from torch import nn
 
@@ -55,11 +56,7 @@ def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: se
     bound = max(-(-total // num_stages), closed)
     if heaviest <= GOOD_ENOUGH * bound:
         return set()
-    ends = []
-    reached = 0
-    for weight in weights:
-        reached += weight
-        ends.append(reached)
+    ends = [*accumulate(weights)]
     quantiles = [total * k / num_stages for k in range(1, num_stages)]
     across = {
         path

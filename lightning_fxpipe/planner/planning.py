@@ -4,7 +4,7 @@ follows from it (``planner.follow_plan``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -96,7 +96,7 @@ def plan_regions(
     first: FxPipeError | None = None
     for call in calls:
         try:
-            return _looked_at_twice(root, call, num_stages, device)
+            return _plan_region(root, call, num_stages, device)
         except CannotCut as signal:
             raise first or signal.reason from None
         except (TraceError, PartitionError) as error:
@@ -110,17 +110,15 @@ def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: t
     return plan_regions(root, [call], num_stages=num_stages, device=device).plan
 
 
-def _looked_at_twice(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> Planned:
+def _plan_region(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> Planned:
+    trace = partial(trace_region, root, call, device=device)
     try:
-        return _plan_region(root, call, num_stages, device, answers_looks=False)
+        return _plan_traced(partial(trace, answers_looks=False), call, num_stages)
     except PartitionError:  # modules that look at values stayed whole, and may not have to
-        return _plan_region(root, call, num_stages, device, answers_looks=True)
+        return _plan_traced(partial(trace, answers_looks=True), call, num_stages)
 
 
-def _plan_region(
-    root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None, *, answers_looks: bool
-) -> Planned:
-    trace = partial(trace_region, root, call, device=device, answers_looks=answers_looks)
+def _plan_traced(trace: Callable[..., TracedRegion], call: Recordable, num_stages: int) -> Planned:
     chain = open_until_balanced(trace, call, num_stages)
     assignment = _best_assignment(chain, call, num_stages)
     needed = _opened_by_a_cut(assignment)

@@ -64,15 +64,12 @@ def reorder(graph: fx.Graph, units: Sequence[Unit], rank_of: Callable[[int, int]
     if order == list(range(len(units))):
         return False
     output = graph.output_node()
-    for position in order:
-        for node in units[position]:
-            for operand in node.all_input_nodes:
-                if operand.op == "get_attr":
-                    output.prepend(operand)
+    for node in (*(node for position in order for node in units[position]), output):
+        for operand in node.all_input_nodes:
+            if operand.op == "get_attr":
+                output.prepend(operand)
+        if node is not output:
             output.prepend(node)
-    for operand in output.all_input_nodes:
-        if operand.op == "get_attr":
-            output.prepend(operand)
     return True
 
 

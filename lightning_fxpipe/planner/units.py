@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ def plan_units(
     names = canonical_fqns(root)
     # A module comes before those inside it: where both are called, it is the one that has to be cut.
     for unit in sorted(units, key=lambda unit: unit.path.count(".") + bool(unit.path)):
-        if all(names[fqn] in staged for fqn, _ in _parameters(root, unit.path)):
+        if all(names[fqn] in staged for fqn, _ in root.get_submodule(unit.path).named_parameters(prefix=unit.path)):
             continue
         try:
             plan = _plan_call(root, unit, num_stages, device)
@@ -136,7 +136,13 @@ def plan_units(
             loads[first + stage.index] += stage.num_parameters
             staged.update(stage.fqns)
     if not plans or not all(loads):
-        raise _too_few(plans, num_stages)
+        raise PartitionError(
+            f"Cannot form {num_stages} stages.",
+            observed="modules that the step calls, and in how many stages each can be cut: "
+            + ", ".join(f"{plan.region} in {plan.num_stages}" for _, plan in plans),
+            expected="a part of one of them for each stage",
+            todo="Use fewer devices: each has a stage.",
+        )
     return _merge(plans, num_stages)
 
 
@@ -154,10 +160,6 @@ def _lightest(loads: Sequence[int], weights: Sequence[int]) -> int:
     """The first of the stages over which a module is laid, so that the heaviest of them is as light as can be; else late."""
     firsts = range(len(loads) - len(weights), -1, -1)
     return min(firsts, key=lambda first: max(loads[first + index] + weight for index, weight in enumerate(weights)))
-
-
-def _parameters(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    return root.get_submodule(path).named_parameters(prefix=path)
 
 
 def _merge(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> PartitionPlan:
@@ -197,16 +199,6 @@ def _merge(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> Parti
 def _shift(tensor: Any, shift: int) -> Any:
     consumers = tuple(stage + shift for stage in tensor.consumer_stages)
     return dataclasses.replace(tensor, producer_stage=tensor.producer_stage + shift, consumer_stages=consumers)
-
-
-def _too_few(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> PartitionError:
-    return PartitionError(
-        f"Cannot form {num_stages} stages.",
-        observed="modules that the step calls, and in how many stages each can be cut: "
-        + ", ".join(f"{plan.region} in {plan.num_stages}" for _, plan in plans),
-        expected="a part of one of them for each stage",
-        todo="Use fewer devices: each has a stage.",
-    )
 
 
 class _Calls(TorchFunctionMode):
@@ -272,20 +264,16 @@ def _made_up(tensor: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=tensor.dtype, device=tensor.device).requires_grad_(tensor.requires_grad)
 
 
-@contextmanager
-def _trains_nothing(root: nn.Module) -> Iterator[None]:
+def _trains_nothing(root: nn.Module) -> AbstractContextManager[None]:
     """In the block backward passes compute nothing, and nothing is switched off and on."""
 
     def gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs))
 
-    patches: list[tuple[Any, str, Any]] = [
+    names = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
+    return patched_attributes(
         (Tensor, "backward", say_nothing),
         (torch.autograd, "backward", say_nothing),
         (torch.autograd, "grad", gradients),
-    ]
-    names = ("manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
-    patches += [(root, name, say_nothing) for name in names if hasattr(root, name)]
-    with ExitStack() as stack:
-        stack.enter_context(patched_attributes(*patches))
-        yield
+        *((root, name, say_nothing) for name in names if hasattr(root, name)),
+    )
