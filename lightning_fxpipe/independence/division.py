@@ -19,10 +19,10 @@ from torch import Tensor, fx
 
 from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.independence.batch_rows import Rows, settle
-from lightning_fxpipe.independence.value_use import ValueUse
+from lightning_fxpipe.independence.value_use import made_without_values
 from lightning_fxpipe.planner.cost import group_calls, node_fqns
 from lightning_fxpipe.tracing.examples import draws
-from lightning_fxpipe.tracing.repeat import has_known_size
+from lightning_fxpipe.tracing.repeat import Repeat, has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.objects import makes_objects
 
@@ -154,7 +154,7 @@ class _Tail:
         self._parameters = {fqn for fqn, _ in traced.root.named_parameters(remove_duplicate=False)}
         # Values that follow from those of the batch; sizes are no values.
         self._following = {node for node in placeholders if rows.carrying(node.meta["val"])}
-        self._value_use = ValueUse(traced)
+        self._repeat = Repeat(traced)
         self._mixing: dict[int, str] = {}  # positions of groups, and why
         self._twins: list[tuple[fx.Node, fx.Node]] = []
 
@@ -187,7 +187,7 @@ class _Tail:
         if not any(operand in self._following for node in group for operand in node.all_input_nodes):
             return set()
         if any(isinstance(value := node.meta.get("val"), Tensor) and not self._rows.carrying(value) for node in group):
-            return set(group) - self._value_use.independent(group, self._following)
+            return set(group) - made_without_values(self._repeat, group, self._following)
         return set(group)
 
     def _why_mixing(self, group: tuple[fx.Node, ...], following: set[fx.Node]) -> str | None:
@@ -197,13 +197,12 @@ class _Tail:
                 if before is not None and before in self._mixing and before != self._position_of[node]:
                     return self._mixing[before]
         for node in group:
-            follows = node in following
             # A tuple's entries have nodes of their own, as far as they are used.
             value = node.meta.get("val")
-            if isinstance(value, Tensor) and self._mixes_in(node, value, follows):
-                return self._describe(node)
+            if isinstance(value, Tensor) and self._mixes_in(node, value, node in following):
+                return call_words(node)
             if self._rows.picks_rows(node, self._unit) or self._rows.calculates_with_number(node):
-                return self._describe(node)
+                return call_words(node)
         return None
 
     def _mixes_in(self, node: fx.Node, value: Tensor, follows: bool) -> bool:
@@ -212,12 +211,6 @@ class _Tail:
         if len(dims) != 1:
             return bool(dims) or follows
         return self._rows.has_parts_of_samples(value) or (not follows and self._rows.is_numbering(node))
-
-    def _describe(self, node: fx.Node) -> str:
-        what = str(node.target) if node.op == "call_module" else getattr(node.target, "__name__", str(node.target))
-        source = node.meta.get("source")
-        path = node.meta.get("module_path")
-        return f"{what}" + (f" in {path}" if path else "") + (f", {source}" if source else "")
 
     # ------------------------------------------------------------------ what else belongs to the tail
 
@@ -241,7 +234,7 @@ class _Tail:
                 position = len(self._groups)
                 self._groups.append(group)
                 self._position_of |= dict.fromkeys(group, position)
-            self._mixing[position] = self._describe(group[0])
+            self._mixing[position] = call_words(group[0])
             waiting += [operand for member in group for operand in member.all_input_nodes]
 
     def _is_of_stages(self, user: fx.Node) -> bool:
@@ -269,15 +262,15 @@ class _Tail:
     def _why_unmovable(self, group: tuple[fx.Node, ...]) -> str | None:
         for node in group:
             if draws(node) or not self._parameters.isdisjoint(node_fqns(node, self._traced.root)):
-                return f"{self._describe(node)} gives values in which the samples cannot be told apart"
+                return f"{call_words(node)} gives values in which the samples cannot be told apart"
         return None
 
     def _twin(self, group: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
         """A second call for the tail, where the stages need the first."""
         if any(node.meta.get("mutated_storages") for node in group):
-            raise NotDivisible(f"{self._describe(group[0])} changes memory that the stages use, too")
+            raise NotDivisible(f"{call_words(group[0])} changes memory that the stages use, too")
         if any(makes_objects(node) for node in group):
-            raise NotDivisible(f"{self._describe(group[0])} is an object that calls of the stages may change")
+            raise NotDivisible(f"{call_words(group[0])} is an object that calls of the stages may change")
         copies: dict[fx.Node, fx.Node] = {}
         graph, place = self._traced.graph, group[-1]
         for node in group:
@@ -304,10 +297,17 @@ class _Tail:
         changed = {key for node in tail for key in node.meta.get("mutated_storages", ())}
         for node in self._traced.graph.nodes:
             value = node.meta.get("val")
-            if node in tail or node.op in ("output", "placeholder") or not isinstance(value, Tensor) or node.op == "get_attr":
+            if node in tail or node.op in ("output", "placeholder", "get_attr") or not isinstance(value, Tensor):
                 continue
             if storage_key(value) in changed:
-                raise NotDivisible(f"{self._describe(node)} shares memory with what is changed for the whole batch")
+                raise NotDivisible(f"{call_words(node)} shares memory with what is changed for the whole batch")
+
+
+def call_words(node: fx.Node) -> str:
+    """A call, with the module that makes it and the line."""
+    name = getattr(node.target, "__name__", str(node.target))
+    path, source = node.meta.get("module_path"), node.meta.get("source")
+    return name + (f" in {path}" if path and path != name else "") + (f", {source}" if source else "")
 
 
 def cut(tensor: Tensor, dim: int | None, start: int, rows: int, *, num_rows: int | None = None) -> Tensor:

@@ -14,19 +14,21 @@ Batch norms, of which the user knows, use their running statistics meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import storage_key
+from lightning_fxpipe.independence.division import call_words
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
 _logger = logging.getLogger("lightning_fxpipe")
+_Interpreter = TypeVar("_Interpreter", bound=fx.Interpreter)
 
 
 def mixing_call(
@@ -47,14 +49,11 @@ def mixing_call(
     """
     if num_rows < 2:
         return None
-    changed = [
-        value if value is None or dim is None else _with_first_replaced(value, dim, num_rows)
-        for value, dim in zip(inputs, dims, strict=True)
-    ]
+    changed = _varied(inputs, dims, lambda value, dim: _with_first_replaced(value, dim, num_rows))
     if all(one is other for one, other in zip(inputs, changed, strict=True)):
         return None
     with torch.no_grad():
-        results = [_results(module, values) for values in (inputs, changed)]
+        results = [_run(_Noting(module), values).found for values in (inputs, changed)]
     for node in module.graph.nodes:
         dim = rows_of(node.name)
         before, after = (result.get(node.name) for result in results)
@@ -62,7 +61,7 @@ def mixing_call(
             continue
         entries = before.shape[dim] // num_rows
         if not _alike(before.movedim(dim, 0)[entries:], after.movedim(dim, 0)[entries:]):
-            return _describe(node)
+            return call_words(node)
     return None
 
 
@@ -73,10 +72,7 @@ def mixing_call_of_one(
     rows_of: Callable[[str], int | None],
 ) -> str | None:
     """As :func:`mixing_call`, for a microbatch of one row: another is put in front, with the same entries in other places."""
-    pair = [
-        value if value is None or dim is None else torch.cat([_rotate(value.detach()), value.detach()], dim)
-        for value, dim in zip(inputs, dims, strict=True)
-    ]
+    pair = _varied(inputs, dims, lambda value, dim: torch.cat([_rotate(value), value], dim))
     try:
         return mixing_call(module, pair, dims, rows_of, 2)
     except Exception as error:  # code may hold for one sample only
@@ -104,55 +100,60 @@ def counting_call(
         fixed: Names of the nodes whose results do not depend on the samples.
         num_added: Rows of a sample.
     """
-    longer = [
-        value if value is None or dim is None else _with_more(value, dim, num_rows, num_added)
-        for value, dim in zip(inputs, dims, strict=True)
-    ]
+    longer = _varied(inputs, dims, lambda value, dim: _with_more(value, dim, num_rows, num_added))
     if all(one is other for one, other in zip(inputs, longer, strict=True)):
         return None
+
+    def expected(node: fx.Node) -> Tensor | None:
+        value, dim = before.found.get(node.name), rows_of(node.name)
+        if value is None or value.layout is not torch.strided or (dim is None and node.name not in fixed):
+            return None
+        if dim is not None and value.dim() > dim and value.shape[dim] % num_rows == 0:
+            value = _with_more(value, dim, num_rows, num_added)
+        return value
+
     with torch.no_grad():
-        before = _Noting(module)
-        _run(before, inputs)
-        after = _Longer(module, before.found, before.drawing, rows_of, fixed, num_rows, num_added)
+        before = _run(_Noting(module), inputs)
+        after = _Longer(module, expected, before.drawing)
         try:
             _run(after, longer)
         except Exception as error:  # code may hold for the microbatch only
             _logger.debug("A stage was not tried with one more sample: %s", error)
-    return None if after.differing is None else _describe(after.differing)
+    return None if after.differing is None else call_words(after.differing)
+
+
+def _varied(
+    inputs: Sequence[Tensor | None], dims: Sequence[int | None], vary: Callable[[Tensor, int], Tensor]
+) -> list[Tensor | None]:
+    """The inputs, of which those that have the samples are varied."""
+    pairs = zip(inputs, dims, strict=True)
+    return [value if value is None or dim is None else vary(value.detach(), dim) for value, dim in pairs]
 
 
 def _with_more(tensor: Tensor, dim: int, num_rows: int, num_added: int) -> Tensor:
     """Some of the last rows put in front; a row may have several entries."""
-    tensor = tensor.detach()
     added = tensor.shape[dim] // num_rows * num_added
     return torch.cat([tensor.narrow(dim, tensor.shape[dim] - added, added), tensor], dim)
 
 
 def _with_first_replaced(tensor: Tensor, dim: int, num_rows: int) -> Tensor:
-    tensor, entries = tensor.detach(), tensor.shape[dim] // num_rows
-    changed = tensor.clone()
+    entries, changed = tensor.shape[dim] // num_rows, tensor.clone()
     changed.narrow(dim, 0, entries).copy_(tensor.narrow(dim, entries, entries))
     return changed
 
 
-def _results(module: fx.GraphModule, values: Sequence[Any]) -> dict[str, Tensor]:
-    """What each call gives, by the name of its node; copies, because later calls may change it in place."""
-    noting = _Noting(module)
-    _run(noting, values)
-    return noting.found
-
-
-def _run(interpreter: fx.Interpreter, values: Sequence[Any]) -> None:
-    module = interpreter.module
-    with isolated_rng(), _leaving_untouched(module):
+def _run(interpreter: _Interpreter, values: Sequence[Any]) -> _Interpreter:
+    """The interpreter, after a run."""
+    with isolated_rng(), _leaving_untouched(interpreter.module):
         interpreter.run(*(value.detach().clone() if isinstance(value, Tensor) else value for value in values))
+    return interpreter
 
 
 class _Noting(fx.Interpreter):
     """Runs a stage.
 
     Attributes:
-        found: What each call gave, by the name of its node.
+        found: What each call gave, by the name of its node; copies, because later calls may change it in place.
         drawing: Names of the calls that drew random numbers.
     """
 
@@ -180,29 +181,17 @@ class _Longer(fx.Interpreter):
 
     Args:
         module: The stage.
-        found: What calls gave without the rows.
-        drawing: Those that drew random numbers.
-        rows_of, fixed, num_rows, num_added: As for :func:`counting_call`.
+        expected: What a call would give if it went by each sample alone; None where that is not known.
+        drawing: Names of the calls that drew random numbers in the other run.
 
     Attributes:
         differing: The first call that gave something else.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        found: Mapping[str, Tensor],
-        drawing: set[str],
-        rows_of: Callable[[str], int | None],
-        fixed: Collection[str],
-        num_rows: int,
-        num_added: int,
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, expected: Callable[[fx.Node], Tensor | None], drawing: set[str]) -> None:
         super().__init__(module, garbage_collect_values=True)
         self.differing: fx.Node | None = None
-        self._found = found
-        self._rows_of, self._fixed = rows_of, fixed
-        self._num_rows, self._num_added = num_rows, num_added
+        self._expected = expected
         # Memory of the module's own, which stays what it is: a result may be a view of it.
         lasting = (*module.parameters(), *module.buffers(), *Snapshot({"self": module}).tensors())
         self._lasting = {storage_key(tensor) for tensor in lasting}
@@ -213,9 +202,9 @@ class _Longer(fx.Interpreter):
         result = super().run_node(n)
         if n.op in ("placeholder", "get_attr", "output") or self.differing is not None:
             return result
-        expected = self._expect(n, result)
+        expected = self._expected(n)
         is_random = n.name in self._random or any(operand.name in self._random for operand in n.all_input_nodes)
-        if expected is None:
+        if expected is None or not isinstance(result, Tensor) or expected.shape != result.shape:
             if is_random:
                 self._random.add(n.name)
             return result
@@ -227,16 +216,6 @@ class _Longer(fx.Interpreter):
         if is_spread or storage_key(result) in self._lasting:
             return result
         return result.copy_(expected)  # in place, for those that share the memory
-
-    def _expect(self, node: fx.Node, result: Any) -> Tensor | None:
-        before, dim = self._found.get(node.name), self._rows_of(node.name)
-        if before is None or not isinstance(result, Tensor) or before.layout is not torch.strided:
-            return None
-        if dim is None and node.name not in self._fixed:
-            return None
-        if dim is not None and before.dim() > dim and before.shape[dim] % self._num_rows == 0:
-            before = _with_more(before, dim, self._num_rows, self._num_added)
-        return before if before.shape == result.shape else None
 
 
 @contextmanager
@@ -277,11 +256,3 @@ def _close(one: Tensor, other: Tensor) -> bool:
     finite = one[one.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def _describe(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    path, source = node.meta.get("module_path"), node.meta.get("source")
-    name = getattr(node.target, "__name__", str(node.target))
-    return name + (f" in {path}" if path else "") + (f", {source}" if source else "")

@@ -14,75 +14,61 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, storage_key, tree_leaves, written_arguments
-from lightning_fxpipe.planner.recompute import READ_NOTHING
+from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, storage_key, written_arguments
+from lightning_fxpipe.planner.recompute import READ_NOTHING, call_without_effect, tensors_in
 from lightning_fxpipe.pytree.sizes import size_symbols
 from lightning_fxpipe.reporting.wording import node_words
-from lightning_fxpipe.rng import isolated_rng, python_rng
+from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.repeat import Repeat, has_known_size, is_of_torch, modes_of
-from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.objects import makes_objects
-from lightning_fxpipe.user_code.snapshot import Snapshot
 
 _logger = logging.getLogger("lightning_fxpipe")
 
 
-class ValueUse:
-    """Asks calls of a graph.
+def made_without_values(repeat: Repeat, group: Sequence[fx.Node], following: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The tensors that a call gives without looking at the values of some others.
 
     Args:
-        traced: The graph.
+        repeat: Makes the calls of the graph again.
+        group: The call, and the nodes that take its result apart.
+        following: The others.
     """
+    values: dict[fx.Node, Any] = {}
+    followed = _Followed()
 
-    def __init__(self, traced: TracedRegion) -> None:
-        self._traced = traced
-        self._repeat = Repeat(traced)
+    def call_module(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        with repeat.module_on_fakes(module):
+            return call_without_effect(module, args, kwargs)
 
-    def independent(self, group: Sequence[fx.Node], following: Collection[fx.Node]) -> frozenset[fx.Node]:
-        """The tensors that a call gives without looking at the values of some others.
-
-        Args:
-            group: The call, and the nodes that take its result apart.
-            following: The others.
-        """
-        try:
-            with isolated_rng(), self._repeat.active(), modes_of(group[0]), _Followed() as followed:
-                values: dict[fx.Node, Any] = {}
-                for node in group:
-                    self._make(node, values, followed, following)
-                results = {node: values[node] for node in group if isinstance(values[node], Tensor)}
-                return frozenset(node for node, result in results.items() if not followed.reaches(result))
-        except Exception as error:  # whatever it is that it cannot do without data
-            _logger.debug("Whether %s uses values cannot be seen (%s)", node_words(group[0]), error)
-            return frozenset()
-
-    def _make(self, node: fx.Node, values: dict[fx.Node, Any], followed: _Followed, following: Collection[fx.Node]) -> None:
+    def make(node: fx.Node) -> None:
         """Makes a call, with tensors without data as its operands; other operands, such as a cache, are made by their calls."""
         for operand in node.all_input_nodes:
             value = operand.meta.get("val")
             if operand in values:
                 continue
             if not isinstance(value, Tensor):
-                self._make(operand, values, followed, following)
+                make(operand)
             elif has_known_size(value):
-                values[operand] = self._repeat.blank(operand)
+                values[operand] = repeat.blank(operand)
                 if operand in following:
                     followed.start_with(values[operand])
             else:
                 raise ValueError(f"the size of {node_words(operand)} depends on data")
         if not (node.op == "call_module" or is_of_torch(node) or makes_objects(node) or "part_of" in node.meta):
             raise ValueError(f"{node_words(node)} is no call that can be made again")
-        if node.meta.get("mutated_storages") or not all(map(self._repeat.is_known, size_symbols((node.args, node.kwargs)))):
+        if node.meta.get("mutated_storages") or not all(map(repeat.is_known, size_symbols((node.args, node.kwargs)))):
             raise ValueError(f"{node_words(node)} changes memory, or uses a size that depends on data")
-        values[node] = self._repeat.call(node, values, self._call_module)
+        values[node] = repeat.call(node, values, call_module)
 
-    def _call_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with self._repeat.module_on_fakes(module):
-            before, generators = Snapshot({"self": module}), python_rng()
-            result = module(*args, **kwargs)
-            if before.changed_names() or python_rng() != generators:
-                raise ValueError("it changes its own state or draws random numbers")
-        return result
+    try:
+        with isolated_rng(), repeat.active(), modes_of(group[0]), followed:
+            for node in group:
+                make(node)
+            results = {node: values[node] for node in group if isinstance(values[node], Tensor)}
+            return frozenset(node for node, result in results.items() if not followed.reaches(result))
+    except Exception as error:  # whatever it is that it cannot do without data
+        _logger.debug("Whether %s uses values cannot be seen (%s)", node_words(group[0]), error)
+        return frozenset()
 
 
 class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -106,8 +92,7 @@ class _Followed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        given, made = tensors_in((args, kwargs)), tensors_in(result)
         self._alive += given + made
         keys = {storage_key(tensor) for tensor in given}
         name = str(func).split(".")[1]

@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import (
-    FakeTensor,
-    TorchDispatchMode,
-    has_hooks,
-    storage_key,
-    tree_leaves,
-    tree_map,
-)
+from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, has_hooks, storage_key, tree_leaves, tree_map
 from lightning_fxpipe.pytree.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
@@ -253,14 +246,25 @@ class _Trial:
             with self._repeat.module_on_fakes(module):
                 for child in module.modules():
                     child.training = training
-                before, generators = Snapshot({"self": module}), python_rng()
-                result = module(*args, **kwargs)
-                if before.changed_names() or python_rng() != generators:
-                    raise _Unsuitable("it changes its own state or draws random numbers")
+                result = call_without_effect(module, args, kwargs)
             runs.append(watch.seen)
         if runs[0] != runs[1]:
             raise _Unsuitable("it does something else in training than in evaluation")
         return result
+
+
+def call_without_effect(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What a module gives. Raises an exception where it changes its own state or draws random numbers of Python's."""
+    before, generators = Snapshot({"self": module}), python_rng()
+    result = module(*args, **kwargs)
+    if before.changed_names() or python_rng() != generators:
+        raise _Unsuitable("it changes its own state or draws random numbers")
+    return result
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a call's arguments or result."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -283,9 +287,8 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def check_result(self, result: Any) -> None:
         """Refuses a result that is not of the call's own making."""
         blank = {storage_key(tensor) for tensor in self._blanks}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (not isinstance(leaf, FakeTensor) or storage_key(leaf) in blank):
-                raise _Unsuitable("it returns a tensor from elsewhere")
+        if any(not isinstance(tensor, FakeTensor) or storage_key(tensor) in blank for tensor in tensors_in(result)):
+            raise _Unsuitable("it returns a tensor from elsewhere")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -295,8 +298,7 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         plain = tree_map(lambda leaf: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         self.seen.append(f"{func} {plain}")
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        operands, results = tensors_in((args, kwargs)), tensors_in(result)
         if not all(isinstance(operand, FakeTensor) for operand in operands):
             raise _Unsuitable(f"{func} takes a tensor from elsewhere")
         if name in READ_NOTHING:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.independence.value_use import ValueUse
+from lightning_fxpipe.independence.value_use import made_without_values
 from lightning_fxpipe.planner.cost import group_calls
+from lightning_fxpipe.tracing.repeat import Repeat
 from tests.traces import WIDTH, batch, target_name, trace
 
 
@@ -33,7 +34,7 @@ def independent(inner: nn.Module | Callable[[Tensor], object], name: str) -> lis
         node for node in group[0].all_input_nodes if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
     }
     assert following
-    found = ValueUse(traced).independent(group, following)
+    found = made_without_values(Repeat(traced), group, following)
     return [node.args[1] if "part_of" in node.meta else None for node in group if node in found]
 
 
