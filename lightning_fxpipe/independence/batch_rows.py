@@ -174,7 +174,7 @@ class Rows:
             source = args[0] if args else kwargs.get("input")
         else:
             return False
-        value = _tensor(source) if isinstance(source, fx.Node) else None
+        value = _tensor(source)
         dims = [] if value is None else self.carrying(value)
         if value is None or name not in _ALONG:
             return bool(dims)
@@ -189,7 +189,8 @@ class Rows:
             return None
         length = self.sizes(value)[dims[0]]
         if _name(node) == "arange" and not node.all_input_nodes:
-            start, step = _start_and_step(node)
+            start = node.args[0] if len(node.args) > 1 else node.kwargs.get("start", 0)
+            step = node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
             return length if type(start) is int and type(step) is int and (start, step) == (0, 1) else None
         source = _kept_from(node, self)
         return length if source in found and found[source] == length else None
@@ -236,20 +237,15 @@ def settle(expression: Any, replacements: Mapping[Any, Any]) -> Any:
     return expression if isinstance(expression, int) else expression.xreplace(replacements)
 
 
-def _tensor(node: fx.Node) -> Tensor | None:
-    value = node.meta.get("val")
+def _tensor(node: Any) -> Tensor | None:
+    """A node's tensor; None where it gives something else, and for what is no node."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def _is_mask(node: fx.Node) -> bool:
     value = _tensor(node)
     return value is None or value.dtype in (torch.bool, torch.uint8)
-
-
-def _start_and_step(node: fx.Node) -> tuple[Any, Any]:
-    start = node.args[0] if len(node.args) > 1 else node.kwargs.get("start", 0)
-    step = node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
-    return start, step
 
 
 def _kept_from(node: fx.Node, rows: Rows) -> fx.Node | None:
@@ -322,7 +318,5 @@ def _place_entries(entries: Sequence[Any], num_dims: int) -> Iterator[tuple[Any,
 def _num_dims(entry: Any) -> int:
     if entry is None or entry is ... or isinstance(entry, bool):
         return 0
-    if isinstance(entry, fx.Node) and _is_mask(entry):
-        value = _tensor(entry)
-        return 1 if value is None else value.dim()
-    return 1
+    value = _tensor(entry)
+    return 1 if value is None or not _is_mask(entry) else value.dim()

@@ -239,10 +239,7 @@ def _cannot_cross(node: fx.Node) -> str | None:
 
 
 def _aliasing_obstacles(
-    traced: TracedRegion,
-    position_of: Mapping[fx.Node, int],
-    last_use: Mapping[fx.Node, int],
-    num_units: int,
+    traced: TracedRegion, position_of: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], num_units: int
 ) -> list[str | None]:
     """Sites where in-place changes forbid a cut.
 

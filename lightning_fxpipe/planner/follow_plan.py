@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
+from lightning_fxpipe.planner.cost import Chain, CutSite, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.reorder import reorder
@@ -56,8 +56,7 @@ def follow_plan_with_tail(plan: PartitionPlan, traced: TracedRegion, tail: Colle
     """As :func:`follow_plan`, but with one more stage after the last, on the same rank, that runs once for the batch.
 
     Args:
-        plan: Which stage holds what.
-        traced: The graph.
+        plan, traced: Which stage holds what, and the graph.
         tail: The calls of the stage after the last, closed under what follows from them; there may be none.
 
     Raises:
@@ -91,8 +90,7 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.N
     A dynamic programme over (unit, stage), stages never decreasing; a jump of k stages sends what crosses there k times.
 
     Args:
-        plan: Which stage holds what.
-        traced: The graph.
+        plan, traced: Which stage holds what, and the graph.
         tail: Calls that come last, and belong to no stage.
 
     Raises:
@@ -135,8 +133,7 @@ def _follow(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> Ass
     came_from: list[list[int]] = []
     for position, unit in enumerate(units):
         allowed = _allowed_stages(plan, unit.tensor_fqns)
-        site = chain.site(position - 1)
-        step = infinity if site.obstacle else float(site.num_bytes)
+        step = _price(chain.site(position - 1))
         following, origin = [infinity] * num_stages, [-1] * num_stages
         for stage in allowed:
             for previous in range(stage, -1, -1):  # among equals the leftmost cut, as the solver chooses
@@ -147,10 +144,9 @@ def _follow(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> Ass
             raise _unplaceable(plan, chain, position)
         cost = following
         came_from.append(origin)
-    final = chain.site(len(units) - 1)
+    final = _price(chain.site(len(units) - 1))
     totals = [
-        cost[stage] + (0.0 if stage == num_stages - 1 else _finite(final.num_bytes, final.obstacle) * (num_stages - 1 - stage))
-        for stage in range(num_stages)
+        cost[stage] + (0.0 if stage == num_stages - 1 else final * (num_stages - 1 - stage)) for stage in range(num_stages)
     ]
     stage = min(range(num_stages), key=totals.__getitem__)
     stages = []
@@ -181,8 +177,8 @@ def _check_copies(plan: PartitionPlan, chain: Chain) -> None:
         )
 
 
-def _finite(num_bytes: int, obstacle: str | None) -> float:
-    return float("inf") if obstacle else float(num_bytes)
+def _price(site: CutSite) -> float:
+    return float("inf") if site.obstacle else float(site.num_bytes)
 
 
 def _allowed_stages(plan: PartitionPlan, fqns: Iterable[str]) -> list[int]:

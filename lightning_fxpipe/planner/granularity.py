@@ -25,8 +25,7 @@ def open_until_balanced(trace: Callable[..., TracedRegion], call: Recordable, nu
 
     Args:
         trace: Traces the call; its further arguments are those of ``trace_region`` of ``tracing.trace``.
-        call: The call.
-        num_stages: Number of stages.
+        call, num_stages: The call, and how many stages it gets.
     """
     opened: set[str] = set()
     while True:

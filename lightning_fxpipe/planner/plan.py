@@ -305,14 +305,14 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         modules = dict.fromkeys(tensor.module or "(root)" for tensor in plan.recomputed)
         yield f"Computed by each stage that uses it, not sent: values of {_shorten(list(modules))}"
     staged = {fqn for stage in plan.stages for fqn in stage.fqns}
-    if plan.outside_fqns:
-        parts = _parts(plan.outside_fqns, {*plan.parameter_shapes} - {*plan.outside_fqns} | staged)
-        why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
-        share = _share(plan, plan.outside_fqns)
-        yield f"Outside the pipeline, whole on the last stage (rank 0): {_shorten(parts)} ({share}): {why}"
-    if plan.prelude_fqns:
-        parts = _parts(plan.prelude_fqns, {*plan.parameter_shapes} - {*plan.prelude_fqns} | staged)
-        yield f"Before the pipeline, whole on every rank: {_shorten(parts)} ({_share(plan, plan.prelude_fqns)})"
+    why = plan.outside_reason or "the step uses it after the pipelined calls, or not at all"
+    for where, fqns, more in (
+        ("Outside the pipeline, whole on the last stage (rank 0)", plan.outside_fqns, f": {why}"),
+        ("Before the pipeline, whole on every rank", plan.prelude_fqns, ""),
+    ):
+        if fqns:
+            parts = _parts(fqns, {*plan.parameter_shapes} - {*fqns} | staged)
+            yield f"{where}: {_shorten(parts)} ({_share(plan, fqns)}){more}"
 
 
 def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:

@@ -228,7 +228,9 @@ class _Trial:
         blanks = {operand: self._repeat.blank(operand) for operand in node.all_input_nodes if operand not in self._results}
         with modes_of(node), _OperatorWatch(blanks.values()) as watch:
             result = self._repeat.call(node, self._results | blanks, partial(self._call_module, watch))
-        watch.check_result(result)
+        blank = {storage_key(tensor) for tensor in blanks.values()}
+        if any(not isinstance(tensor, FakeTensor) or storage_key(tensor) in blank for tensor in tensors_in(result)):
+            raise _Unsuitable("it returns a tensor from elsewhere")
         self._results[node] = result
         self.work[node] = watch.num_bytes
         self.unread[node] = frozenset(blanks)
@@ -283,12 +285,6 @@ class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forgets what was seen."""
         self.num_bytes = 0
         self.seen: list[str] = []
-
-    def check_result(self, result: Any) -> None:
-        """Refuses a result that is not of the call's own making."""
-        blank = {storage_key(tensor) for tensor in self._blanks}
-        if any(not isinstance(tensor, FakeTensor) or storage_key(tensor) in blank for tensor in tensors_in(result)):
-            raise _Unsuitable("it returns a tensor from elsewhere")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -41,12 +41,7 @@ _logger = logging.getLogger("lightning_fxpipe")
 
 
 class UnitNotRecorded(Exception):
-    """A call cannot be recorded; perhaps the calls that its code makes can.
-
-    Args:
-        path: Of the called module.
-        error: Why not.
-    """
+    """A call of the module ``path`` cannot be recorded; perhaps the calls that its code makes can."""
 
     def __init__(self, path: str, error: FxPipeError) -> None:
         super().__init__(path)
@@ -68,10 +63,8 @@ def find_units(
     The step runs on fake tensors, and trains nothing.
 
     Args:
-        root: The LightningModule.
-        step: The step, with a batch.
-        num_samples: Samples in that.
-        batch_dim: Dimension of the batch in its tensors.
+        root, step: The LightningModule, and the step with a batch.
+        num_samples, batch_dim: Samples in that, and which dimension of its tensors they are.
         device: Where the module is taken to be; by default where the batch is.
         accepts_part: Whether the calls up to an error of the step are returned; else that is raised, as where there is none.
         opened: Paths of modules whose code is taken for the step's: the calls inside are found.
@@ -107,12 +100,6 @@ def plan_units(
     root: nn.Module, units: Sequence[RegionCall], *, num_stages: int, device: torch.device | None = None
 ) -> PartitionPlan:
     """A plan for all the calls: each module over all stages; one that cannot be cut so often over the lightest ones.
-
-    Args:
-        root: The LightningModule.
-        units: The calls.
-        num_stages: Number of stages.
-        device: Device that the module is taken to be on.
 
     Raises:
         UnitNotRecorded: A call cannot be recorded.

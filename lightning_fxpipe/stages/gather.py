@@ -30,9 +30,7 @@ def gather(root: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Se
     """Fills the placeholders. Called by every rank of the pipeline; errors of one leave the others waiting for its connection.
 
     Args:
-        root: The module.
-        plan: Which stage holds what.
-        topology: This rank's place.
+        root, plan, topology: The module, which stage holds what, and this rank's place.
         dropped: What this rank has dropped, to get back into the same objects.
     """
     received: dict[str, Tensor] = {}

@@ -39,10 +39,8 @@ def drop_other_stages(
     """Drops the tensors of the other stages, in place, and moves the rest of the module to ``device`` as Lightning does.
 
     Args:
-        root: The module.
-        plan: Which stage holds what.
-        stage_index: This rank's stage.
-        device: This rank's device.
+        root, plan: The module, and which stage holds what.
+        stage_index, device: This rank's.
         materials: Values for the tensors that have no data.
 
     Returns:
