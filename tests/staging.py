@@ -130,7 +130,7 @@ def run_staged(assignment: Assignment, args: Sequence[Tensor], seed: int = 0) ->
         # A schedule may use the receive buffers again, or still need them for a relay: a stage must not write to them.
         assert all(torch.equal(now, then) for now, then in zip(arriving, before, strict=True))
         received.append(arriving)
-        sent.append([output if stage.is_last else output.contiguous() for output in outputs])
+        sent.append([output.contiguous() if stage.boundary_out else output for output in outputs])
     result = traced.result(sent[-1])
     sent[-1] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # one may be there twice
     gradients: list[Tensor | None] = [gradient_for(output) for output in sent[-1]]

@@ -13,7 +13,6 @@ Batch norms, of which the user knows, use their running statistics meanwhile.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,10 +23,10 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.independence.division import call_words
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
-_logger = logging.getLogger("lightning_fxpipe")
 _Interpreter = TypeVar("_Interpreter", bound=fx.Interpreter)
 
 
@@ -76,7 +75,7 @@ def mixing_call_of_one(
     try:
         return mixing_call(module, pair, dims, rows_of, 2)
     except Exception as error:  # code may hold for one sample only
-        _logger.debug("A stage was not tried with another sample: %s", error)
+        logger.debug("A stage was not tried with another sample: %s", error)
         return None
 
 
@@ -118,7 +117,7 @@ def counting_call(
         try:
             _run(after, longer)
         except Exception as error:  # code may hold for the microbatch only
-            _logger.debug("A stage was not tried with one more sample: %s", error)
+            logger.debug("A stage was not tried with one more sample: %s", error)
     return None if after.differing is None else call_words(after.differing)
 
 

@@ -7,7 +7,6 @@ what is computed from the tensor's values. Where that cannot be seen, the values
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, storage_key, written_arguments
 from lightning_fxpipe.planner.recompute import READ_NOTHING, call_without_effect, tensors_in
 from lightning_fxpipe.pytree.sizes import size_symbols
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.repeat import Repeat, has_known_size, is_of_torch, modes_of
 from lightning_fxpipe.user_code.objects import makes_objects
-
-_logger = logging.getLogger("lightning_fxpipe")
 
 
 def made_without_values(repeat: Repeat, group: Sequence[fx.Node], following: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -67,7 +65,7 @@ def made_without_values(repeat: Repeat, group: Sequence[fx.Node], following: Col
             results = {node: values[node] for node in group if isinstance(values[node], Tensor)}
             return frozenset(node for node, result in results.items() if not followed.reaches(result))
     except Exception as error:  # whatever it is that it cannot do without data
-        _logger.debug("Whether %s uses values cannot be seen (%s)", node_words(group[0]), error)
+        logger.debug("Whether %s uses values cannot be seen (%s)", node_words(group[0]), error)
         return frozenset()
 
 

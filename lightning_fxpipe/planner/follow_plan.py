@@ -7,8 +7,8 @@ of their own; their cuts follow the plan: each unit goes to a stage that holds i
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Collection, Iterable
+from math import inf
 from os.path import commonprefix
 
 import torch
@@ -19,10 +19,9 @@ from lightning_fxpipe.planner.cost import Chain, CutSite, Unit, build_chain, can
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.reorder import reorder
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
-
-_logger = logging.getLogger("lightning_fxpipe")
 
 
 def trace_for_plan(
@@ -99,7 +98,7 @@ def follow_plan(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.N
     try:
         return _follow(plan, build_chain(traced, keep_order=bool(tail)), tail)
     except PartitionError:
-        _logger.debug("The stages do not fit the recorded order; others are tried", exc_info=True)
+        logger.debug("The stages do not fit the recorded order; others are tried", exc_info=True)
         # What this graph would recompute, and the plan's did not, may follow from a buffer that too few stages hold.
         staged = {fqn for stage in plan.stages for fqn in stage.fqns}
         chain = build_chain(traced, kept_apart=staged, keep_order=bool(tail))
@@ -127,27 +126,23 @@ def _follow(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> Ass
     num_stages = plan.num_stages
     _check_copies(plan, chain)
     units = [unit for unit in chain.units if unit.nodes[0] not in tail]
-    infinity = float("inf")
     # cost[s]: least bytes with the units so far placed and the last of them in stage s
     cost = [0.0] * num_stages
     came_from: list[list[int]] = []
     for position, unit in enumerate(units):
-        allowed = _allowed_stages(plan, unit.tensor_fqns)
-        step = _price(chain.site(position - 1))
-        following, origin = [infinity] * num_stages, [-1] * num_stages
-        for stage in allowed:
+        site = chain.site(position - 1)
+        following, origin = [inf] * num_stages, [-1] * num_stages
+        for stage in _allowed_stages(plan, unit.tensor_fqns):
             for previous in range(stage, -1, -1):  # among equals the leftmost cut, as the solver chooses
-                jump = cost[previous] + (0.0 if previous == stage else step * (stage - previous))
+                jump = cost[previous] + _price(site, stage - previous)
                 if jump < following[stage]:
                     following[stage], origin[stage] = jump, previous
-        if min(following) == infinity:
+        if min(following) == inf:
             raise _unplaceable(plan, chain, position)
         cost = following
         came_from.append(origin)
-    final = _price(chain.site(len(units) - 1))
-    totals = [
-        cost[stage] + (0.0 if stage == num_stages - 1 else final * (num_stages - 1 - stage)) for stage in range(num_stages)
-    ]
+    final = chain.site(len(units) - 1)
+    totals = [cost[stage] + _price(final, num_stages - 1 - stage) for stage in range(num_stages)]
     stage = min(range(num_stages), key=totals.__getitem__)
     stages = []
     for origin in reversed(came_from):
@@ -177,8 +172,9 @@ def _check_copies(plan: PartitionPlan, chain: Chain) -> None:
         )
 
 
-def _price(site: CutSite) -> float:
-    return float("inf") if site.obstacle else float(site.num_bytes)
+def _price(site: CutSite, num_cuts: int) -> float:
+    """Bytes that so many cuts at one site make move."""
+    return inf if num_cuts and site.obstacle else float(site.num_bytes * num_cuts)
 
 
 def _allowed_stages(plan: PartitionPlan, fqns: Iterable[str]) -> list[int]:

@@ -7,6 +7,7 @@ stages asked for.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -23,7 +24,7 @@ def solve(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: i
     Args:
         weights: Weight of each unit, not negative.
         cut_costs: Cost of the cut after each unit but the last; None where no cut is allowed.
-        num_stages: Number of stages.
+        num_stages: How many stages to make.
 
     Returns:
         Position of each cut, increasing: a cut at ``i`` lies after unit ``i``.
@@ -53,14 +54,7 @@ def lightest_maximum(weights: Sequence[int], cut_costs: Sequence[int | None], nu
 
     Bisection over the answer. More stages than needed never hurt: a stage can be split at any legal cut inside it.
     """
-    low, high = 0, sum(weights)
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(weights, cut_costs, num_stages, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(sum(weights)), True, key=lambda limit: _fits(weights, cut_costs, num_stages, limit))
 
 
 def _fits(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: int, limit: int) -> bool:

@@ -10,7 +10,6 @@ have the same graph, so all decide alike.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +20,12 @@ from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import FakeTensor, TorchDispatchMode, has_hooks, storage_key, tree_leaves, tree_map
 from lightning_fxpipe.pytree.sizes import size_symbols, tensor_bytes
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.tracing.repeat import Repeat, has_known_size, is_of_torch, modes_of
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.snapshot import Snapshot
-
-_logger = logging.getLogger("lightning_fxpipe")
 
 # Bytes of memory that may be read or written to save sending one byte. A core of the CPUs that this was measured on moves 9
 # (comparisons) to 30 (sums) GB/s, gloo between two of its processes 3.9 GB/s, so there 2 to 8; between machines or GPUs it is
@@ -196,7 +194,7 @@ class _Trial:
                     try:
                         self._run_node(node)
                     except Exception as error:  # whatever it is that it cannot do without data, it stays where it is
-                        _logger.debug("Not computed by each stage that uses it: %s (%s)", node_words(node), error)
+                        logger.debug("Not computed by each stage that uses it: %s (%s)", node_words(node), error)
 
     def _is_source(self, node: fx.Node) -> bool:
         """Whether every stage can have the same tensor: nothing changes it, and nothing trains it."""

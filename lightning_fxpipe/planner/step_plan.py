@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +16,13 @@ from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, t
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
 # So much more than its share a stage may hold before it is worth a slower step.
 _MANY_COPIES = 1.3
-_logger = logging.getLogger("lightning_fxpipe")
 
 
 def make_plan(
@@ -89,7 +88,7 @@ def region_or_joint_plan(module: nn.Module, of_region: Callable[[], Planned], jo
         try:
             joint = jointly()
         except Exception:
-            _logger.debug("The step cannot be run jointly either", exc_info=True)
+            logger.debug("The step cannot be run jointly either", exc_info=True)
             raise error from None
         facts = "; ".join(text for text in (error.where, error.observed) if text)
         return _joint(joint, f"{error.what} ({facts})" if facts else error.what)
@@ -107,7 +106,7 @@ def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -
     try:
         joint = jointly()
     except Exception:
-        _logger.debug("The step cannot be run jointly", exc_info=True)
+        logger.debug("The step cannot be run jointly", exc_info=True)
         return planned
     if _MANY_COPIES * _most_held(joint) > held:
         return planned
@@ -163,7 +162,7 @@ def plan_jointly(
         except UnitNotRecorded as failure:
             first = first or failure.error
             opened.add(failure.path)  # what it calls may be recorded
-            _logger.debug("%s is opened: it cannot be recorded", failure.path or "The module", exc_info=True)
+            logger.debug("%s is opened: it cannot be recorded", failure.path or "The module", exc_info=True)
         except PartitionError as error:
             first = first or error
             opened.update(unit.path for unit in units)  # more, and smaller, calls

@@ -8,7 +8,6 @@ all ranks, and each rank has an equal share of the memory.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -24,6 +23,7 @@ from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan, StageSpec
 from lightning_fxpipe.planner.planning import plan_region
 from lightning_fxpipe.pytree.structure import NotFillable, Template
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.discovery import WholeStep, look_at_ones
 from lightning_fxpipe.tracing.fake_run import fake_run
@@ -36,8 +36,6 @@ from lightning_fxpipe.tracing.torch_calls import LOOKS
 from lightning_fxpipe.user_code.calls import calls_through, classes_with_own_call
 from lightning_fxpipe.user_code.objects import lasting_objects
 from lightning_fxpipe.user_code.placement import device_of
-
-_logger = logging.getLogger("lightning_fxpipe")
 
 
 class UnitNotRecorded(Exception):
@@ -81,7 +79,7 @@ def find_units(
             with _trains_nothing(root), calls_through(calls):
                 run_step(root, step, run.example, say_nothing)
         except (Exception, RecordError, MustStayWhole) as error:
-            _logger.debug("%s does not run to its end without data", step_name(step), exc_info=True)
+            logger.debug("%s does not run to its end without data", step_name(step), exc_info=True)
             end = error
     if isinstance(end, Exception) and not (calls.found and accepts_part):
         raise end

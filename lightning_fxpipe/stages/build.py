@@ -52,8 +52,7 @@ class Stage:
         module: ``module(*boundary, *[inputs[i] for i in region_inputs])`` returns a tuple.
         region_inputs: Which of the region's input tensors, and of the draws after them, the module takes.
         boundary_in: Nodes received from the previous stage.
-        boundary_out: Nodes sent to the next stage; empty for the last.
-        is_last: Whether the outputs are the region's own.
+        boundary_out: Nodes sent to the next stage; empty for the last, whose outputs are the region's own.
     """
 
     index: int
@@ -61,7 +60,6 @@ class Stage:
     region_inputs: tuple[int, ...]
     boundary_in: tuple[fx.Node, ...]
     boundary_out: tuple[fx.Node, ...]
-    is_last: bool
 
 
 def build_stage(assignment: Assignment, index: int) -> Stage:
@@ -150,7 +148,6 @@ class _StageBuilder:
             region_inputs=region_inputs,
             boundary_in=self._boundary_in,
             boundary_out=self._boundary_out,
-            is_last=self._is_last,
         )
 
     # ------------------------------------------------------------------ inputs

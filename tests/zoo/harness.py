@@ -164,7 +164,7 @@ class Staged:
             outputs = stage.module(*arriving, *[available[index] for index in stage.region_inputs])
             assert all(torch.equal(now, then) for now, then in zip(arriving, before, strict=True)), "receive buffer written to"
             received.append(arriving)
-            sent.append([output if stage.is_last else output.contiguous() for output in outputs])
+            sent.append([output.contiguous() if stage.boundary_out else output for output in outputs])
         result = traced.result(sent[-1])
         loss = entry.loss(result)
         if training:
