@@ -254,8 +254,7 @@ def _kept_from(node: fx.Node, rows: Rows) -> fx.Node | None:
         spread: fx.Node = _operands(node.args[0])[_item(node)]
         return spread
     source = node.args[0] if node.args else None
-    value = _tensor(source) if isinstance(source, fx.Node) else None
-    if value is None or not isinstance(source, fx.Node):
+    if not isinstance(source, fx.Node) or (value := _tensor(source)) is None:
         return None
     name = _name(node)
     if name in _RESHAPING:

@@ -71,16 +71,12 @@ def mixing_call_of_one(
     rows_of: Callable[[str], int | None],
 ) -> str | None:
     """As :func:`mixing_call`, for a microbatch of one row: another is put in front, with the same entries in other places."""
-    pair = _varied(inputs, dims, lambda value, dim: torch.cat([_rotate(value), value], dim))
+    pair = _varied(inputs, dims, lambda value, dim: torch.cat([value.roll(1), value], dim))
     try:
         return mixing_call(module, pair, dims, rows_of, 2)
     except Exception as error:  # code may hold for one sample only
         logger.debug("A stage was not tried with another sample: %s", error)
         return None
-
-
-def _rotate(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).roll(1).reshape(tensor.shape)
 
 
 def counting_call(

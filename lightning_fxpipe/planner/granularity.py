@@ -29,8 +29,7 @@ def open_until_balanced(trace: Callable[..., TracedRegion], call: Recordable, nu
     """
     opened: set[str] = set()
     while True:
-        traced = trace(opened=opened, check=False)
-        chain = build_chain(traced)
+        chain = build_chain(trace(opened=opened, check=False))
         candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
         if not candidates:
             return chain

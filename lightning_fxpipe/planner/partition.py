@@ -24,7 +24,7 @@ def solve(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: i
     Args:
         weights: Weight of each unit, not negative.
         cut_costs: Cost of the cut after each unit but the last; None where no cut is allowed.
-        num_stages: How many stages to make.
+        num_stages: Number of stages.
 
     Returns:
         Position of each cut, increasing: a cut at ``i`` lies after unit ``i``.

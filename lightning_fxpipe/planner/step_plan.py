@@ -85,13 +85,19 @@ def region_or_joint_plan(module: nn.Module, of_region: Callable[[], Planned], jo
     except NoModelCall:
         raise
     except (TraceError, PartitionError, UnsupportedError) as error:
-        try:
-            joint = jointly()
-        except Exception:
-            logger.debug("The step cannot be run jointly either", exc_info=True)
+        joint = _if_possible(jointly)
+        if joint is None:
             raise error from None
         facts = "; ".join(text for text in (error.where, error.observed) if text)
         return _joint(joint, f"{error.what} ({facts})" if facts else error.what)
+
+
+def _if_possible(jointly: Callable[[], PartitionPlan]) -> PartitionPlan | None:
+    try:
+        return jointly()
+    except Exception:
+        logger.debug("The step cannot be run jointly", exc_info=True)
+        return None
 
 
 def _joint(plan: PartitionPlan, reason: str) -> Planned:
@@ -103,12 +109,8 @@ def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -
     counted, held = max(stage.num_parameters for stage in planned.plan.stages), _most_held(planned.plan)
     if held <= _MANY_COPIES * counted:
         return planned
-    try:
-        joint = jointly()
-    except Exception:
-        logger.debug("The step cannot be run jointly", exc_info=True)
-        return planned
-    if _MANY_COPIES * _most_held(joint) > held:
+    joint = _if_possible(jointly)
+    if joint is None or _MANY_COPIES * _most_held(joint) > held:
         return planned
     reason = (
         f"as one pipeline, a stage would hold {human_count(held)} parameters, most of which others hold, too, and not "

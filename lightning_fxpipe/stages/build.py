@@ -156,18 +156,17 @@ class _StageBuilder:
         changed = {key for node in self._nodes for key in node.meta.get("mutated_storages", ())}
         received = [(node, self._graph.placeholder(f"boundary_{i}")) for i, node in enumerate(self._boundary_in)]
         used = self._used_inputs()
-        inputs = [(i, node, self._graph.placeholder(str(node.target))) for i, node in used]
+        inputs = [(node, self._graph.placeholder(str(node.target))) for _, node in used]
         for node, placeholder in received:
             self._values[node] = placeholder
             if storage_key(node.meta["val"]) in changed:
                 # autograd forbids in-place changes of a leaf that requires grad, which a received tensor is
                 self._values[node] = self._graph.call_method("clone", (placeholder,))
-        for _, node, placeholder in inputs:
-            self._values[node] = placeholder
-        for node in (*(node for node, _ in received), *(node for _, node, _ in inputs)):
+        self._values.update(inputs)
+        for node in (*self._boundary_in, *(node for _, node in used)):
             if "draw" not in node.meta:  # there may be none
                 self._offer_sizes(node)
-        return tuple(i for i, _, _ in inputs)
+        return tuple(i for i, _ in used)
 
     def _used_inputs(self) -> list[tuple[int, fx.Node]]:
         """The region's inputs that the stage needs: as operands, as results, or only to learn a size."""
