@@ -73,6 +73,12 @@ class Rows:
         """The dimensions of a tensor whose sizes follow from the number of samples."""
         return [dim for dim, size in enumerate(self.sizes(value)) if self.symbol in getattr(size, "free_symbols", ())]
 
+    def only_dim(self, node: fx.Node) -> int | None:
+        """The dimension of a node's tensor that has the batch, where just one has."""
+        value = _tensor(node)
+        dims = [] if value is None else self.carrying(value)
+        return dims[0] if len(dims) == 1 else None
+
     def has_parts_of_samples(self, value: Tensor) -> bool:
         """Whether a dimension has some of the samples, or some more: no fixed number of entries for each, as half of a batch,
         or all of it but the first."""
@@ -152,12 +158,11 @@ class Rows:
         if taken is None:
             return self._goes_along_rows(node)
         x, entries = taken
-        value = _tensor(x)
-        dims = [] if value is None else self.carrying(value)
-        if value is None or len(dims) != 1 or self.sizes(value)[dims[0]] != unit:
+        value, dim = x.meta["val"], self.only_dim(x)
+        if dim is None or self.sizes(value)[dim] != unit:
             return False
         for entry, first, consumed in _place_entries(entries, value.dim()):
-            if not first <= dims[0] < first + consumed:
+            if not first <= dim < first + consumed:
                 continue
             if isinstance(entry, fx.Node):
                 return entry not in self.own_numbers and not _is_mask(entry)
@@ -183,11 +188,10 @@ class Rows:
 
     def _length(self, node: fx.Node, found: dict[fx.Node, Any]) -> Any:
         """How many rows a node numbers; None where it does not do just that."""
-        value = _tensor(node)
-        dims = [] if value is None else self.carrying(value)
-        if value is None or len(dims) != 1 or value.dtype not in (torch.int64, torch.int32):
+        dim = self.only_dim(node)
+        if dim is None or node.meta["val"].dtype not in (torch.int64, torch.int32):
             return None
-        length = self.sizes(value)[dims[0]]
+        length = self.sizes(node.meta["val"])[dim]
         if _name(node) == "arange" and not node.all_input_nodes:
             start = node.args[0] if len(node.args) > 1 else node.kwargs.get("start", 0)
             step = node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)

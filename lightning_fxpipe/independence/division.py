@@ -89,13 +89,11 @@ def sample_dims(traced: TracedRegion, division: Division) -> dict[str, int]:
 
     Numbers of rows are none of them: microbatches have their own.
     """
-    found = {}
+    found, rows = {}, division.batch_rows
     for node in traced.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor) and node not in division.batch_rows.own_numbers:
-            dims = division.batch_rows.carrying(value)
-            if len(dims) == 1 and division.batch_rows.sizes(value)[dims[0]] == division.unit:
-                found[node.name] = dims[0]
+        dim = rows.only_dim(node)
+        if dim is not None and node not in rows.own_numbers and rows.sizes(node.meta["val"])[dim] == division.unit:
+            found[node.name] = dim
     return found
 
 
@@ -253,11 +251,10 @@ class _Tail:
 
     def _has_whole_samples(self, node: fx.Node) -> bool:
         """Whether results may be joined in which each row has several entries."""
-        value = node.meta.get("val")
-        dims = self._rows.carrying(value) if isinstance(value, Tensor) else []
-        if not isinstance(value, Tensor) or len(dims) != 1 or node in self._rows.own_numbers:
+        dim = self._rows.only_dim(node)
+        if dim is None or node in self._rows.own_numbers:
             return False
-        return self._rows.is_multiple(self._rows.sizes(value)[dims[0]] / self._unit * self._rows.symbol)
+        return self._rows.is_multiple(self._rows.sizes(node.meta["val"])[dim] / self._unit * self._rows.symbol)
 
     def _why_unmovable(self, group: tuple[fx.Node, ...]) -> str | None:
         for node in group:

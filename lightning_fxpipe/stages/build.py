@@ -129,11 +129,8 @@ class _StageBuilder:
         region_inputs = self._add_inputs()
         for node in self._nodes:
             self._copy(node)
-        if self._is_last:
-            outputs = self._argument(self._traced.output_node.args[0])
-        else:
-            outputs = [self._value(node) for node in self._boundary_out]
-        self._graph.output(tuple(outputs))
+        results = self._traced.output_node.args[0] if self._is_last else self._boundary_out
+        self._graph.output(tuple(self._argument(results)))
         for size in self._sizes.values():
             if isinstance(size, fx.Node) and not size.users:
                 self._graph.erase_node(size)
