@@ -12,6 +12,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -45,8 +46,6 @@ class _Plain:
 
 class _Reference:
     """An object that every filled value shares: a module, a function, what cannot be copied."""
-
-    __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -164,31 +163,20 @@ def _graft(target: Any, source: Any) -> Any:
 def describe(value: Any) -> str:
     """A value for a message: tensors by their shapes only."""
     try:
-        return repr(map_tensors(_Shown, value))[:500]
+        return repr(map_tensors(lambda tensor: _Shown(f"tensor{tuple(tensor.shape)}"), value))[:500]
     except Exception:  # an object that checks what it is made of
         _logger.debug("A %s cannot be shown", type(value).__name__, exc_info=True)
         return f"an object of type {type(value).__name__}"
 
 
-class _Shown:
-    """A tensor in a message."""
+class _Shown(str):
+    """A text without quotes, for a tensor."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._text = f"tensor{tuple(tensor.shape)}"
-
-    def __repr__(self) -> str:
-        return self._text
+    __repr__ = str.__str__
 
 
 _BY_VALUE = (str, bytes, torch.dtype, torch.device)
 _BY_REFERENCE = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module, torch.Generator)
-
-
-class _Held:
-    """Keeps an object that pickle cannot copy out of its sight."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _itself(value: Any) -> Any:
@@ -219,10 +207,11 @@ class _Writer(pickle.Pickler):
         if type(obj) in _BY_VALUE:
             # pickle would write the second of two equal strings as a string or as a reference, whether or not they are one
             return self._once(_Plain(obj))
-        if isinstance(obj, _Held):
-            return self._once(_Reference(obj.value))
+        if isinstance(obj, _Reference):  # from below
+            return self._once(obj)
         if isinstance(obj, _BY_REFERENCE) or id(obj) in self._shared:
-            _check_closure(obj)
+            if isinstance(obj, FunctionType) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(closure_of(obj))):
+                raise NotFillable(f"the function {obj.__qualname__} holds a tensor of the code around it")
             return self._once(_Reference(obj))
         return None
 
@@ -234,8 +223,8 @@ class _Writer(pickle.Pickler):
             reduced = obj.__reduce_ex__(4)
         except Exception:
             _logger.debug("A %s cannot be taken apart", type(obj).__name__, exc_info=True)
-            return _itself, (_Held(obj),)
-        return (_itself, (_Held(obj),)) if isinstance(reduced, str) else reduced
+            return _itself, (_Reference(obj),)
+        return (_itself, (_Reference(obj),)) if isinstance(reduced, str) else reduced
 
     def _once(self, slot: _Plain | _Reference) -> int:
         if slot not in self._slot_of:
@@ -259,13 +248,10 @@ class _Reader(pickle.Unpickler):
         return self._values[pid]
 
 
-def _check_closure(function: Any) -> None:
-    cells = getattr(function, "__closure__", None) or ()
-    held = []
-    for cell in cells:
-        try:
-            held.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            continue
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(held)):
-        raise NotFillable(f"the function {function.__qualname__} holds a tensor of the code around it")
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """What a function holds of the code around it, by name, but for variables that are not assigned yet."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found

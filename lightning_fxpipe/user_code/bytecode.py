@@ -40,6 +40,14 @@ def operations(code: CodeType) -> Iterator[Operation]:
             yield Operation(name=_plain(name), argument=argument, offset=instruction.offset)
 
 
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Code, and that of the functions defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
 def loaded_variables(code: CodeType) -> frozenset[str]:
     """The local variables that a function reads."""
     return frozenset(operation.argument for operation in operations(code) if operation.name == "LOAD_FAST")

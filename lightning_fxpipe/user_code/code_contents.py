@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache, partial, partialmethod
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from functools import lru_cache, partialmethod
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from lightning_fxpipe.pytree.structure import closure_of
 from lightning_fxpipe.user_code.code_names import is_own_code, names_of
-from lightning_fxpipe.user_code.contents import ABSENT, Kind, leave, nothing, put_named, same_mapping
+from lightning_fxpipe.user_code.contents import ABSENT, fixed_kind, kind_by_name, set_key
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Globals:
     values: dict[str, Any]
     names: frozenset[str]
 
+
+CACHED: type = type(lru_cache(len))  # of functions with a cache
 
 _NOT_STATE = (FunctionType, staticmethod, classmethod, property, partialmethod, MemberDescriptorType, GetSetDescriptorType)
 
@@ -48,30 +51,12 @@ def _set_class_attribute(cls: type, name: str, value: Any) -> None:
         type.__setattr__(cls, name, value)
 
 
-def _take_globals(owner: Globals) -> dict[str, Any]:
-    return {name: owner.values[name] for name in owner.names if name in owner.values}
-
-
-def _set_global(owner: Globals, name: str, value: Any) -> None:
-    if value is ABSENT:
-        owner.values.pop(name, None)
-    else:
-        owner.values[name] = value
-
-
 def _take_function(function: FunctionType) -> dict[str, Any]:
     """What its closure holds, and its default values, which may be containers; nothing of our own watches over user code."""
-    found: dict[str, Any] = {}
     if str(function.__globals__.get("__name__")).startswith("lightning_fxpipe."):
-        return found
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:
-            continue  # empty
+        return {}
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    found.update({f" default {index}": value for index, value in enumerate(defaults)})
-    return found
+    return closure_of(function) | {f" default {index}": value for index, value in enumerate(defaults)}
 
 
 def _set_cell(function: FunctionType, name: str, value: Any) -> None:
@@ -81,54 +66,16 @@ def _set_cell(function: FunctionType, name: str, value: Any) -> None:
             cell.cell_contents = value
 
 
-def _forget(cached: Any, before: Any) -> None:
-    """A cache that has been asked meanwhile may hold what was made in a dry run; without, it makes its values anew."""
-    if cached.cache_info() != before:
-        cached.cache_clear()
-
-
-def _take_partial(value: partial[Any]) -> dict[str, Any]:
-    return {"func": value.func, "args": value.args, "keywords": value.keywords}
-
-
-def _take_method(value: MethodType) -> dict[str, Any]:
-    return {"self": value.__self__, "func": value.__func__}
-
-
-CLASS = Kind(
-    "class",
-    _take_class,
-    put_named(_take_class, _set_class_attribute),
-    lambda contents: contents.items(),
-    lambda value, key: vars(value)[key],
-    _set_class_attribute,
-    same_mapping,
-)
-GLOBALS = Kind(
+CLASS = kind_by_name("class", _take_class, _set_class_attribute)
+GLOBALS = kind_by_name(
     "global",
-    _take_globals,
-    put_named(_take_globals, _set_global),
-    lambda contents: contents.items(),
-    lambda value, key: value.values[key],
-    _set_global,
-    same_mapping,
+    lambda owner: {name: owner.values[name] for name in owner.names if name in owner.values},
+    lambda owner, name, value: set_key(owner.values, name, value),
+    lambda owner, name: owner.values[name],
 )
-FUNCTION = Kind(
-    "function",
-    _take_function,
-    put_named(_take_function, _set_cell),
-    lambda contents: contents.items(),
-    lambda value, key: _take_function(value)[key],
-    _set_cell,
-    same_mapping,
-)
-CACHED = Kind("cache", lambda value: value.cache_info(), _forget, nothing, nothing, leave, lambda one, other: True)
-PARTIAL = Kind(
-    "partial", _take_partial, leave, lambda c: c.items(), lambda v, k: _take_partial(v)[k], leave, lambda one, other: True
-)
-METHOD = Kind(
-    "method", _take_method, leave, lambda c: c.items(), lambda v, k: _take_method(v)[k], leave, lambda one, other: True
-)
+FUNCTION = kind_by_name("function", _take_function, _set_cell)
+PARTIAL = fixed_kind("partial", lambda value: {"func": value.func, "args": value.args, "keywords": value.keywords})
+METHOD = fixed_kind("method", lambda value: {"self": value.__self__, "func": value.__func__})
 
 
 def globals_of(function: FunctionType) -> list[Globals]:
@@ -153,8 +100,5 @@ def functions_of(cls: type) -> list[Any]:
     found: list[Any] = []
     for value in vars(cls).values():
         parts = (value.fget, value.fset, value.fdel) if isinstance(value, property) else (getattr(value, "__func__", value),)
-        found += [part for part in parts if isinstance(part, _FUNCTIONS)]
+        found += [part for part in parts if isinstance(part, (FunctionType, CACHED))]
     return found
-
-
-_FUNCTIONS = (FunctionType, type(lru_cache(len)))

@@ -7,20 +7,13 @@ from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 
-from lightning_fxpipe.user_code.bytecode import operations
+from lightning_fxpipe.user_code.bytecode import codes_in, operations
 
 # No state of user code is in what these make: the machinery of a run, data, and what writes or shows it.
 _OTHERS_OWN = frozenset(
     {
-        *(
-            "torch",
-            "lightning",
-            "pytorch_lightning",
-            "lightning_fabric",
-            "lightning_utilities",
-            "lightning_fxpipe",
-            "torchmetrics",
-        ),
+        *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "lightning_fxpipe"),
+        *("torch", "torchmetrics"),
         *("numpy", "scipy", "sympy", "triton", "pandas", "polars", "pyarrow", "datasets", "h5py", "zarr", "PIL", "cv2"),
         *("sklearn", "matplotlib", "wandb", "mlflow", "tensorboard", "tokenizers", "tqdm", "rich"),
     }
@@ -45,8 +38,7 @@ def is_own_code(module: str) -> bool:
 @lru_cache(maxsize=4096)
 def globals_read(code: CodeType) -> frozenset[str]:
     """The names that code, and functions defined in it, take from the globals, or from Python's own names."""
-    found = {str(each.argument) for each in operations(code) if each.name in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return frozenset(found).union(*(globals_read(each) for each in code.co_consts if isinstance(each, CodeType)))
+    return _arguments_of(code, "LOAD_GLOBAL", "LOAD_NAME")
 
 
 @lru_cache(maxsize=4096)
@@ -55,11 +47,9 @@ def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
     Names of attributes are among the first: they are looked up in modules, and others do no harm.
     """
-    named = set(code.co_names)
-    stored = {str(each.argument) for each in operations(code) if each.name in ("STORE_GLOBAL", "DELETE_GLOBAL")}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            inside, changed = names_of(constant)
-            named |= inside
-            stored |= changed
-    return frozenset(named), frozenset(stored)
+    named = frozenset(name for inner in codes_in(code) for name in inner.co_names)
+    return named, _arguments_of(code, "STORE_GLOBAL", "DELETE_GLOBAL")
+
+
+def _arguments_of(code: CodeType, *instructions: str) -> frozenset[str]:
+    return frozenset(str(each.argument) for inner in codes_in(code) for each in operations(inner) if each.name in instructions)

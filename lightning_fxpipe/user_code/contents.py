@@ -12,8 +12,8 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from operator import is_
+from dataclasses import KW_ONLY, dataclass, replace
+from operator import eq, getitem, is_, setitem
 from types import MemberDescriptorType
 from typing import Any
 
@@ -35,20 +35,41 @@ class Kind:
     Attributes:
         name: The kind's; with a key it is a step of a path.
         take: A copy of what is in an object; :data:`ABSENT` where it is left alone.
-        put: Makes an object have such contents again.
         entries: Keys and values in the contents.
         look: ``look(object, key)`` is one of them as it is now. Raises whatever a missing one raises.
+        put: Makes an object have such contents again; by default it is left, as what cannot change.
         set: ``set(object, key, value)`` changes one; :data:`ABSENT` removes it.
         is_same: Whether two contents hold the same objects.
     """
 
     name: str
     take: Callable[[Any], Any]
-    put: Callable[[Any, Any], None]
-    entries: Callable[[Any], Iterable[tuple[Any, Any]]]
-    look: Callable[[Any, Any], Any]
-    set: Callable[[Any, Any, Any], None]
-    is_same: Callable[[Any, Any], bool]
+    _: KW_ONLY
+    entries: Callable[[Any], Iterable[tuple[Any, Any]]] = lambda contents: contents.items()
+    look: Callable[[Any, Any], Any] = getitem
+    put: Callable[[Any, Any], None] = lambda value, contents: None
+    set: Callable[[Any, Any, Any], None] = lambda value, key, new: None
+    is_same: Callable[[Any, Any], bool] = lambda one, other: True
+
+
+def kind_by_name(
+    name: str,
+    take: Callable[[Any], dict[str, Any]],
+    change: Callable[[Any, str, Any], None],
+    look: Callable[[Any, str], Any] | None = None,
+) -> Kind:
+    """A kind whose contents have names; nothing is touched that has not changed."""
+
+    def put_back(owner: Any, contents: dict[str, Any]) -> None:
+        for key in changed_keys(take(owner), contents):
+            change(owner, key, contents.get(key, ABSENT))
+
+    return replace(fixed_kind(name, take, look), put=put_back, set=change, is_same=same_mapping)
+
+
+def fixed_kind(name: str, take: Callable[[Any], dict[str, Any]], look: Callable[[Any, str], Any] | None = None) -> Kind:
+    """A kind whose contents have names, and cannot change."""
+    return Kind(name, take, look=look or (lambda owner, key: take(owner)[key]))
 
 
 def slots(cls: type) -> list[tuple[str, MemberDescriptorType]]:
@@ -88,15 +109,12 @@ def _put_mapping(mapping: dict[Any, Any], contents: Mapping[Any, Any]) -> None:
         base.__setitem__(mapping, key, value)
 
 
-def _set_key(mapping: dict[Any, Any], key: Any, value: Any) -> None:
+def set_key(mapping: dict[Any, Any], key: Any, value: Any) -> None:
+    """Sets an entry of a dict, or removes it."""
     if value is ABSENT:
         _base_of(mapping).pop(mapping, key, None)
     else:
         _base_of(mapping).__setitem__(mapping, key, value)
-
-
-def _look_key(mapping: dict[Any, Any], key: Any) -> Any:
-    return _base_of(mapping).__getitem__(mapping, key)
 
 
 def _put_set(target: set[Any], contents: set[Any]) -> None:
@@ -113,22 +131,13 @@ def _if_small(take: Callable[[Any], Any], size: Callable[[Any], int] = len, limi
     return lambda value: take(value) if size(value) <= limit else ABSENT
 
 
-def nothing(*_: Any) -> Any:
-    """No entries."""
+def no_entries(contents: Any) -> tuple[()]:
+    """Of what holds no other objects."""
     return ()
 
 
-def leave(*_: Any) -> None:
-    """Leaves what cannot be changed."""
-    return None
-
-
-def _index(value: Any, key: Any) -> Any:
-    return value[key]
-
-
-def _set_index(value: Any, key: Any, new: Any) -> None:
-    value[key] = new
+def _members(contents: Any) -> Iterable[tuple[Any, Any]]:
+    return ((member, member) for member in contents)
 
 
 def _of_dict(instance: Any) -> dict[str, Any]:
@@ -151,20 +160,6 @@ def _set_slot(instance: Any, name: str, value: Any) -> None:
         member.__set__(instance, value)
     elif name in _take_slots(instance):
         member.__delete__(instance)
-
-
-def put_named(
-    take: Callable[[Any], Mapping[str, Any]], put: Callable[[Any, str, Any], None]
-) -> Callable[[Any, Mapping[str, Any]], None]:
-    """Puts back what is found by name, and touches nothing that has not changed."""
-
-    def put_back(owner: Any, contents: Mapping[str, Any]) -> None:
-        now = take(owner)
-        for name in {**now, **contents}:
-            if now.get(name, ABSENT) is not contents.get(name, ABSENT):
-                put(owner, name, contents.get(name, ABSENT))
-
-    return put_back
 
 
 # ------------------------------------------------------------------ modules
@@ -222,21 +217,22 @@ def _same_inside(one: Any, other: Any) -> bool:
 
 def changed_in_module(before: ModuleContents, now: ModuleContents) -> list[Any]:
     """Keys of what is another object, or gone, or new: names of attributes; (dictionary, name) for what torch's own hold."""
-    keys = _changed_keys(before[0], now[0])
+    keys = changed_keys(before[0], now[0])
     for name, inside in before[1].items():
         if isinstance(inside, dict):
-            keys += [(name, key) for key in _changed_keys(inside, now[1].get(name, {}))]
+            keys += [(name, key) for key in changed_keys(inside, now[1].get(name, {}))]
     return keys
 
 
-def _changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+def changed_keys(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
+    """Keys in two mappings of what is another object, or gone, or new."""
     return [key for key in {**before, **now} if before.get(key, ABSENT) is not now.get(key, ABSENT)]
 
 
 def with_changes(contents: Any, before: Any, now: Any) -> Any:
     """Contents of an object with what has changed between two later moments; as they are where entries have no names."""
     if isinstance(contents, dict):
-        keys = _changed_keys(before, now)
+        keys = changed_keys(before, now)
         kept = {key: value for key, value in contents.items() if key not in keys}
         return kept | {key: now[key] for key in keys if key in now}
     if isinstance(contents, tuple) and isinstance(contents[0], dict):  # a module's
@@ -265,23 +261,19 @@ def _array_entries(contents: np.ndarray) -> Iterable[tuple[Any, Any]]:
 
 def state_of(generator: Any) -> Any:
     """The state of a random generator of Python, torch or numpy."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def set_state_of(generator: Any, state: Any) -> None:
     """Inverse of :func:`state_of`."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        generator.set_state(state)
 
 
 def _generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
@@ -298,64 +290,58 @@ def _same_state(one: Any, other: Any) -> bool:
 ATTRIBUTES = Kind(
     "attribute",
     lambda value: dict(_of_dict(value)),
-    lambda value, contents: _put_mapping(_of_dict(value), contents),
-    lambda contents: contents.items(),
-    lambda value, key: _of_dict(value)[key],
-    lambda value, key, new: _set_key(_of_dict(value), key, new),
-    same_mapping,
+    look=lambda value, key: _of_dict(value)[key],
+    put=lambda value, contents: _put_mapping(_of_dict(value), contents),
+    set=lambda value, key, new: set_key(_of_dict(value), key, new),
+    is_same=same_mapping,
 )
 MODULE = Kind(
     "attribute",
     _take_module,
-    _put_module,
-    _module_entries,
-    lambda value, key: _look_in_module(value, key),
-    lambda value, key, new: _set_key(_of_dict(value), key, new),
-    _same_module,
+    entries=_module_entries,
+    look=_look_in_module,
+    put=_put_module,
+    set=ATTRIBUTES.set,
+    is_same=_same_module,
 )
-SLOTS = Kind(
-    "slot",
-    _take_slots,
-    put_named(_take_slots, _set_slot),
-    lambda contents: contents.items(),
-    lambda value, key: _take_slots(value)[key],
-    _set_slot,
-    same_mapping,
-)
+SLOTS = kind_by_name("slot", _take_slots, _set_slot)
 MAPPING = Kind(
     "key",
     _if_small(lambda value: dict(_base_of(value).items(value))),
-    _put_mapping,
-    lambda c: c.items(),
-    _look_key,
-    _set_key,
-    same_mapping,
+    look=lambda value, key: _base_of(value).__getitem__(value, key),
+    put=_put_mapping,
+    set=set_key,
+    is_same=same_mapping,
 )
 LIST = Kind(
     "index",
     _if_small(lambda value: list.copy(value)),
-    lambda value, contents: list.__setitem__(value, slice(None), contents),
-    enumerate,
-    list.__getitem__,
-    list.__setitem__,
-    _same_sequence,
+    entries=enumerate,
+    look=list.__getitem__,
+    put=lambda value, contents: list.__setitem__(value, slice(None), contents),
+    set=list.__setitem__,
+    is_same=_same_sequence,
 )
-DEQUE = Kind("index", _if_small(list), _put_deque, enumerate, _index, _set_index, _same_sequence)
-SET = Kind(
-    "member", _if_small(lambda value: set.copy(value)), _put_set, lambda c: ((e, e) for e in c), nothing, leave, set.__eq__
+DEQUE = Kind("index", _if_small(list), entries=enumerate, put=_put_deque, set=setitem, is_same=_same_sequence)
+SET = Kind("member", _if_small(lambda value: set.copy(value)), entries=_members, put=_put_set, is_same=set.__eq__)
+TUPLE = Kind("index", _if_small(tuple), entries=enumerate)
+FROZEN = Kind("member", _if_small(tuple), entries=_members)
+VIEW = Kind("key", dict)
+NUMPY = Kind(
+    "array",
+    _take_array,
+    entries=_array_entries,
+    look=lambda value, key: value.reshape(-1)[key],
+    put=np.copyto,
+    is_same=_same_array,
 )
-TUPLE = Kind("index", _if_small(tuple), leave, enumerate, _index, leave, lambda one, other: True)
-FROZEN = Kind("member", _if_small(tuple), leave, lambda c: ((e, e) for e in c), nothing, leave, lambda one, other: True)
-VIEW = Kind("key", lambda value: dict(value), leave, lambda c: c.items(), _index, leave, lambda one, other: True)
-NUMPY = Kind("array", _take_array, np.copyto, _array_entries, lambda v, k: v.reshape(-1)[k], leave, _same_array)
 BUFFER = Kind(
     "array",
     _if_small(lambda value: value[:], limit=MAX_ARRAY_BYTES),
-    lambda value, contents: _set_index(value, slice(None), contents),
-    nothing,
-    _index,
-    _set_index,
-    lambda one, other: bool(one == other),
+    entries=no_entries,
+    put=lambda value, contents: setitem(value, slice(None), contents),
+    set=setitem,
+    is_same=eq,
 )
-LOADER = Kind("loader", _generators, leave, lambda c: c.items(), lambda v, k: _generators(v)[k], leave, lambda one, other: True)
-GENERATOR = Kind("generator", state_of, set_state_of, nothing, nothing, leave, _same_state)
+LOADER = fixed_kind("loader", _generators)
+GENERATOR = Kind("generator", state_of, entries=no_entries, put=set_state_of, is_same=_same_state)

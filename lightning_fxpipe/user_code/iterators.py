@@ -24,7 +24,7 @@ from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import outside_fakes, patched_attributes
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
-from lightning_fxpipe.user_code.contents import Kind, leave, nothing
+from lightning_fxpipe.user_code.contents import Kind, no_entries
 from lightning_fxpipe.user_code.frames import user_source
 
 
@@ -240,4 +240,4 @@ def _made_now(loader: DataLoader[Any], make: Callable[[Any], Any], undoing: Undo
     return _Made(loader, iterator, None, before, rng_state())
 
 
-ITERATOR = Kind("iterator", lambda value: value.position, Rewindable.go_to, nothing, leave, leave, eq)
+ITERATOR = Kind("iterator", lambda value: value.position, entries=no_entries, put=Rewindable.go_to, is_same=eq)

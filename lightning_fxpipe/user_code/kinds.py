@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_fxpipe.user_code.code_contents import CACHED, CLASS, FUNCTION, GLOBALS, METHOD, PARTIAL, Globals
+from lightning_fxpipe.user_code.code_contents import CLASS, FUNCTION, GLOBALS, METHOD, PARTIAL, Globals
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.contents import (
     ATTRIBUTES,
@@ -89,7 +89,6 @@ _OTHERS: tuple[tuple[Any, tuple[Kind, ...]], ...] = (
     (partial, (PARTIAL,)),
     (MethodType, (METHOD,)),
     (FunctionType, (FUNCTION,)),
-    (type(lru_cache(len)), (CACHED,)),
     (type, (CLASS,)),
     (Globals, (GLOBALS,)),
     (Rewindable, (ITERATOR,)),

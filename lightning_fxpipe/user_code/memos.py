@@ -8,14 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
+from lightning_fxpipe.user_code.code_contents import CACHED
 from lightning_fxpipe.user_code.code_names import is_followed
-
-_CACHED = type(lru_cache(int))
 
 
 @contextmanager
@@ -36,4 +34,4 @@ def _cached_functions(root: nn.Module) -> list[Any]:
     files = {cls.__module__: sys.modules[cls.__module__] for cls in own if cls.__module__ in sys.modules}
     values = [value for space in (*own, *files.values()) for value in vars(space).values()]
     functions = (getattr(value, "__func__", value) for value in values if not isinstance(value, type))  # of static methods
-    return [function for function in functions if isinstance(function, _CACHED)]
+    return [function for function in functions if isinstance(function, CACHED)]

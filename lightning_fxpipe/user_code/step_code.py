@@ -10,14 +10,13 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.user_code.bytecode import operations
+from lightning_fxpipe.user_code.bytecode import codes_in, operations
 from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.frames import is_framework, is_machinery
@@ -29,8 +28,8 @@ _RUN_STATE = frozenset({"optimizers", "lr_schedulers", "lr_scheduler_configs", "
 _MAX_METHODS = 50
 
 
-def code_of(function: Callable[..., Any]) -> CodeType | None:
-    """The code of a step; None where it is not Python's."""
+def code_of(function: Any) -> CodeType | None:
+    """The code of a step; None where it is no function of Python's."""
     while isinstance(function, partial):
         function = function.func
     return getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
@@ -65,18 +64,11 @@ def assigned_anywhere(cls: type) -> frozenset[str]:
         if is_followed(base.__module__):
             for function in functions_of(base):
                 code = code_of(function)
-                names |= _stored_names(code) if code is not None else set()
+                for inner in () if code is None else codes_in(code):
+                    names |= {str(each.argument) for each in operations(inner) if each.name == "STORE_ATTR"}
+                    texts = (constant for constant in inner.co_consts if isinstance(constant, str))
+                    names |= {text for text in texts if text.isidentifier()}  # as for `register_buffer` and `setattr`
     return frozenset(names)
-
-
-def _stored_names(code: CodeType) -> set[str]:
-    names = {str(each.argument) for each in operations(code) if each.name == "STORE_ATTR"}
-    for constant in code.co_consts:
-        if isinstance(constant, str) and constant.isidentifier():  # as for `register_buffer` and `setattr`
-            names.add(constant)
-        elif isinstance(constant, CodeType):
-            names |= _stored_names(constant)
-    return names
 
 
 def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) -> bool:
@@ -87,46 +79,13 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
     return any(_CHANGING & {*current.co_names} for current in _codes(type(root), code))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttributeNames:
-    """Names of the attributes that a step, or a method of the class that it calls, assigns.
-
-    Attributes:
-        stored: All of them.
-        stored_only: Those that it does not read.
-    """
-
-    stored: frozenset[str]
-    stored_only: frozenset[str]
-
-
-def attributes_of_step(kind: type[nn.Module], code: CodeType | None) -> AttributeNames:
-    """The attributes that a step assigns."""
-    stored, loaded = set[str](), set[str]()
-    own = None if code is None or not code.co_varnames else code.co_varnames[0]  # "self"
-    for current in () if code is None else _codes(kind, code):
-        owner = None  # of the attribute that the next instruction may be about
-        for operation in operations(current):
-            name, kind_of = operation.argument, operation.name
-            # `self.x += 1` copies `self`, loads, adds, swaps and stores.
-            if kind_of == "STORE_ATTR" and (owner == own or (owner == "SWAP" and name in loaded)):
-                stored.add(name)
-            elif kind_of == "LOAD_ATTR" and owner == own:
-                loaded.add(name)
-            if kind_of in ("LOAD_FAST", "LOAD_DEREF"):
-                owner = name
-            elif kind_of != "COPY":
-                owner = kind_of
-    return AttributeNames(stored=frozenset(stored), stored_only=frozenset(stored - loaded))
-
-
 def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
     """The code, and that of the methods of the class that it names, but for those of torch and Lightning."""
     seen, waiting = {code}, [code]
     while waiting and len(seen) < _MAX_METHODS:
         current = waiting.pop()
         yield current
-        called = {code_of(getattr(kind, name, None) or _nothing) for name in current.co_names}
+        called = {code_of(getattr(kind, name, None)) for name in current.co_names}
         new = {c for c in called if c is not None and not _is_machinery_file(c)} - seen
         new |= {constant for constant in current.co_consts if isinstance(constant, CodeType)} - seen  # comprehensions
         seen |= new
@@ -135,9 +94,7 @@ def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
 
 def _is_machinery_file(code: CodeType) -> bool:
     """Whether code is that of torch, Lightning or this package."""
-    module = inspect.getmodule(code)
-    name = module.__name__ if module is not None else ""
-    return is_framework(name)
+    return is_framework(getattr(inspect.getmodule(code), "__name__", ""))
 
 
 def locals_up_to(code: CodeType | None) -> Iterator[Any]:
@@ -149,7 +106,3 @@ def locals_up_to(code: CodeType | None) -> Iterator[Any]:
         if frame.f_code is code or frame.f_back is None:
             return
         frame = frame.f_back
-
-
-def _nothing() -> None:
-    return None

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lightning_fxpipe.user_code.bytecode import loaded_variables, operations
-from lightning_fxpipe.user_code.step_code import attributes_of_step, may_differ_between_batches, uses_arguments_after_batch
+from lightning_fxpipe.user_code.step_code import may_differ_between_batches, uses_arguments_after_batch
 
 
 def adds(trainer: Any, outputs: Any) -> Any:
@@ -73,40 +73,16 @@ def test_operations_come_in_order_with_one_argument_each() -> None:
 
 
 class Module(nn.Module):
-    """Steps that set attributes in the ways that compile differently."""
+    """Steps that use more and less of what tells one batch from another."""
 
     def assigns(self, batch: Any, batch_idx: int) -> None:
         self.last = batch
-
-    def assigns_after_a_store(self, batch: Any, batch_idx: int) -> None:
-        loss = batch.sum()
-        self.last = loss
-
-    def counts(self, batch: Any, batch_idx: int) -> None:
-        self.seen += 1
-
-    def of_another(self, batch: Any, batch_idx: int) -> None:
-        batch.last = self
 
     def uses_index(self, batch: Any, batch_idx: int) -> Any:
         return batch * batch_idx
 
     def uses_trainer(self, batch: Any, batch_idx: int) -> Any:
         return batch * self.trainer.scale  # type: ignore[union-attr, operator]
-
-
-@pytest.mark.parametrize(
-    ("name", "stored", "only"),
-    [
-        ("assigns", {"last"}, {"last"}),
-        ("assigns_after_a_store", {"last"}, {"last"}),
-        ("counts", {"seen"}, set()),
-        ("of_another", set(), set()),
-    ],
-)
-def test_attributes_that_a_step_sets(name: str, stored: set[str], only: set[str]) -> None:
-    found = attributes_of_step(Module, vars(Module)[name].__code__)
-    assert (found.stored, found.stored_only) == (stored, only)
 
 
 def test_what_tells_one_batch_from_another_is_seen() -> None:
