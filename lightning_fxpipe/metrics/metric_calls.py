@@ -34,17 +34,16 @@ _MAX_DEPTH = 4
 def held_metrics(root: nn.Module) -> dict[str, nn.Module]:
     """The metrics of a LightningModule, by where they are: its submodules, its lists and dicts, and those of its callbacks."""
     found: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in root.named_modules():
-        if isinstance(module, METRICS):
-            found.setdefault(id(module), (path, module))
     trainer: Any = vars(root).get("_trainer")
     owners = [("", root), *((f"callbacks[{i}].", each) for i, each in enumerate(getattr(trainer, "callbacks", ())))]
+    holders = [("", root)]
     for prefix, owner in owners:
         for name, value in vars(owner).items():
-            for path, metric in _inside(value, f"{prefix}{name}", _MAX_DEPTH):
-                for below, module in metric.named_modules(prefix=path):
-                    if isinstance(module, METRICS):
-                        found.setdefault(id(module), (below, module))
+            holders += _inside(value, f"{prefix}{name}", _MAX_DEPTH)
+    for path, holder in holders:
+        for below, module in holder.named_modules(prefix=path):
+            if isinstance(module, METRICS):
+                found.setdefault(id(module), (below, module))
     return dict(found.values())
 
 
@@ -139,7 +138,7 @@ def _call_uncounted(
     metric: nn.Module, method: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What a call gives on tensors without data, or something like it where it must know the data."""
-    with isolated_rng(), _state_kept([metric]), warnings.catch_warnings():
+    with isolated_rng(), _state_kept(metric), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing has been counted yet
         try:
             return function(*args, **kwargs)
@@ -149,10 +148,9 @@ def _call_uncounted(
 
 
 @contextmanager
-def _state_kept(metrics: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block the metrics are what they were."""
-    modules = {id(module): module for metric in metrics for module in metric.modules()}
-    before = [(module, dict(vars(module))) for module in modules.values()]
+def _state_kept(metric: nn.Module) -> Iterator[None]:
+    """After the block the metric is what it was."""
+    before = [(module, dict(vars(module))) for module in metric.modules()]
     with unwatched_torch():
         for module, attributes in before:
             for name, value in attributes.items():

@@ -7,10 +7,9 @@ pipeline are one replica: what torchmetrics itself would gather from them is P t
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,26 +18,12 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.pytree.portable import require_picklable
+from lightning_fxpipe.user_code.contents import same_mapping
+from lightning_fxpipe.user_code.snapshot import Difference
 
 # What a metric is, not what it has counted.
 _NO_STATE = frozenset(vars(nn.Module())) - {"training", "_buffers"} | {"forward", "update", "compute", "reset", "increment"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateChange:
-    """An attribute of a metric that a step has changed.
-
-    Attributes:
-        metric: The metric's name.
-        attribute: The attribute's.
-        start: For a list that has grown, the index of the first new entry; else None.
-        value: The new value, or the new entries.
-    """
-
-    metric: str
-    attribute: str
-    start: int | None
-    value: Any
 
 
 class MetricStates:
@@ -55,13 +40,13 @@ class MetricStates:
             for name, metric in metrics.items()
         }
 
-    def changes(self) -> list[StateChange]:
-        """What differs now, with tensors on the CPU.
+    def changes(self) -> list[Difference]:
+        """What differs now, with the names of the metric and the attribute for a path, and tensors on the CPU.
 
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
-        sent: dict[int, Tensor] = {}  # metrics of a collection share tensors; so do their copies
+        on_cpu = cache(lambda tensor: tensor.detach().cpu())  # metrics of a collection share tensors; so do their copies
         found = []
         for name, metric in self._metrics.items():
             before = self._before[name]
@@ -71,22 +56,31 @@ class MetricStates:
                     continue
                 start = remembered.num_kept(value) if remembered is not None else None
                 news = value if start is None else value[start:]
-                news = tree_map(lambda leaf: _on_cpu(leaf, sent) if isinstance(leaf, Tensor) else leaf, news)
-                found.append(StateChange(metric=name, attribute=attribute, start=start, value=news))
-        if found:
-            _check_sendable(found)
+                news = tree_map(lambda leaf: on_cpu(leaf) if isinstance(leaf, Tensor) else leaf, news)
+                require_picklable(news, partial(_not_sendable, name, attribute))
+                found.append(Difference((name, attribute), start, news))
         return found
 
 
-def take_over_states(metrics: Mapping[str, nn.Module], changes: Iterable[StateChange], device: torch.device) -> None:
+def _not_sendable(metric: str, attribute: str, observed: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"The metric {metric} keeps something that the other ranks cannot get.",
+        observed=f"{attribute} is {observed}",
+        expected="tensors and plain values: the step calls its metrics on the last stage only",
+        todo="Keep tensors or plain values in the metric's state.",
+    )
+
+
+def take_over_states(metrics: Mapping[str, nn.Module], changes: Iterable[Difference], device: torch.device) -> None:
     """Makes the same changes to this rank's metrics."""
     for change in changes:
         value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, change.value)
-        attributes = vars(metrics[change.metric])
+        metric, attribute = change.path
+        attributes = vars(metrics[metric])
         if change.start is None:
-            attributes[change.attribute] = value
+            attributes[attribute] = value
         else:
-            attributes[change.attribute][change.start :] = value
+            attributes[attribute][change.start :] = value
 
 
 @contextmanager
@@ -116,26 +110,30 @@ class _Remembered:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._version = version_of(value) if _has_version(value) else 0
-        self._entries: Any = value.copy() if isinstance(value, (list, dict, set)) else None
+        self._content = _content_of(value)
 
     def is_same(self, now: Any) -> bool:
         """Whether the attribute still has it."""
         if now is not self._value:
             return type(now) is type(self._value) and isinstance(now, (int, float, str)) and bool(now == self._value)
-        if self._entries is None:
-            return not _has_version(now) or version_of(now) == self._version
-        if len(now) != len(self._entries):
-            return False
         if isinstance(now, dict):
-            return all(now.get(key) is entry for key, entry in self._entries.items())
-        return now == self._entries if isinstance(now, set) else _same_entries(now, self._entries)
+            return same_mapping(now, self._content)
+        if isinstance(now, list):
+            return len(now) == len(self._content) and _same_entries(now, self._content)
+        return bool(_content_of(now) == self._content)
 
     def num_kept(self, now: Any) -> int | None:
         """How many entries a list has had before; None unless it is a list that has only grown."""
-        if not isinstance(now, list) or not isinstance(self._entries, list) or len(now) < len(self._entries):
+        if not isinstance(now, list) or not isinstance(self._content, list) or len(now) < len(self._content):
             return None
-        return len(self._entries) if self._entries and _same_entries(now, self._entries) else None
+        return len(self._content) if self._content and _same_entries(now, self._content) else None
+
+
+def _content_of(value: Any) -> Any:
+    """What shows that a value has been changed in place: a tensor's version, the entries of a container."""
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else version_of(value)
+    return value.copy() if isinstance(value, (list, dict, set)) else None
 
 
 def _same_entries(now: list[Any], before: list[Any]) -> bool:
@@ -152,28 +150,3 @@ def _same_entries(now: list[Any], before: list[Any]) -> bool:
 
 def _state(metric: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(metric).items() if name not in _NO_STATE}
-
-
-def _has_version(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.is_inference()
-
-
-def _on_cpu(tensor: Tensor, sent: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in sent:
-        sent[id(tensor)] = tensor.detach().cpu()
-    return sent[id(tensor)]
-
-
-def _check_sendable(changes: Iterable[StateChange]) -> None:
-    for change in changes:
-        if isinstance(change.value, (Tensor, int, float, str, type(None))):
-            continue
-        try:
-            pickle.dumps(change.value)
-        except Exception as error:
-            raise UnsupportedError(
-                f"The metric {change.metric} keeps something that the other ranks cannot get.",
-                observed=f"{change.attribute} is a {type(change.value).__name__} that cannot be pickled: {error}",
-                expected="tensors and plain values: the step calls its metrics on the last stage only",
-                todo="Keep tensors or plain values in the metric's state.",
-            ) from error

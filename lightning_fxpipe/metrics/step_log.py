@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.commands import MAX_NUMBERS, Command, Commands
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import metrics_as_one_call
+from lightning_fxpipe.pytree.portable import require_picklable
 from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.user_code.frames import user_source
 
@@ -96,7 +96,8 @@ class StepLog:
         for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
             options.pop(about_ranks, None)
         explicit = options.pop("batch_size", None)
-        _check_options(name, options)
+        for option, given in options.items():  # which the other ranks must be told of
+            require_picklable(given, partial(_unsendable_option, name, option, given))
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
         self.entries.append(
             LogEntry(
@@ -121,21 +122,14 @@ class StepLog:
         return found
 
 
-def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raises unless the other ranks can be told of a call's options."""
-    for option, value in options.items():
-        if value is None or isinstance(value, (bool, int, float, str)):
-            continue
-        try:
-            pickle.dumps(value)
-        except Exception as error:
-            raise UnsupportedError(
-                f"self.log({name!r}, ...) got an option that the other ranks cannot get.",
-                where=user_source(),
-                observed=f"{option}={value!r}, which cannot be pickled: {error}",
-                expected="options that are plain values, or functions of a module",
-                todo="Give the option as a text, such as 'mean', or as a function that a module defines.",
-            ) from error
+def _unsendable_option(name: str, option: str, value: Any, observed: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"self.log({name!r}, ...) got an option that the other ranks cannot get.",
+        where=user_source(),
+        observed=f"{option}={value!r}, {observed}",
+        expected="options that are plain values, or functions of a module",
+        todo="Give the option as a text, such as 'mean', or as a function that a module defines.",
+    )
 
 
 def _check_number(name: str, value: Any) -> float:
@@ -188,7 +182,7 @@ class ResultChannel:
         if self._commands.group is None:
             return loss, list(entries), news
         channel: dict[str, Any] = {"src": self._commands.source, "group": self._commands.group}
-        layout = (loss is not None, tuple((e.name, e.options, e.num_samples, e.metric, e.is_double) for e in entries))
+        layout = (loss is not None, [replace(entry, value=0.0) for entry in entries])
         values = [*([] if loss is None else [loss]), *(entry.value for entry in entries)]
         is_source = self._commands.is_source
         if is_source:
@@ -210,11 +204,7 @@ class ResultChannel:
         assert self._layout is not None
         has_loss, described = self._layout
         shared_loss = received.pop(0) if has_loss else None
-        shared_entries = [
-            LogEntry(name=name, value=value, options=options, num_samples=samples, metric=metric, is_double=is_double)
-            for (name, options, samples, metric, is_double), value in zip(described, received, strict=True)
-        ]
-        return shared_loss, shared_entries, news
+        return shared_loss, [replace(entry, value=value) for entry, value in zip(described, received, strict=True)], news
 
 
 def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Module], device: torch.device) -> None:
