@@ -6,12 +6,14 @@ ever crosses a cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import map_aggregate
 
 from lightning_fxpipe._compat.torch import size_hint, symbolic_expression
 
@@ -46,28 +48,18 @@ def size_symbols(arguments: Any) -> set[Any]:
     """Symbols of the symbolic sizes in a node's arguments."""
     found: set[Any] = set()
 
-    def visit(value: Any) -> None:
+    def visit(value: Any) -> Any:
         if isinstance(value, SymbolicSize):
             found.update(value.expression.free_symbols)
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                visit(item)
-        elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, slice):
-            visit((value.start, value.stop, value.step))
+        return value
 
-    visit(arguments)
+    map_aggregate(arguments, visit)
     return found
 
 
 def tensor_bytes(value: Tensor) -> int:
     """Bytes of a (fake) tensor at the sizes that it was traced with. Raises ``ValueError`` where they depend on data."""
-    count = 1
-    for size in value.shape:
-        count *= size_hint(size)
-    return count * value.dtype.itemsize
+    return math.prod(map(size_hint, value.shape)) * value.dtype.itemsize
 
 
 def plain_number(value: Any) -> float:

@@ -37,9 +37,14 @@ from lightning_fxpipe.user_code.contents import (
 from lightning_fxpipe.user_code.iterators import ITERATOR, Rewindable
 
 
+def kinds_of(value: Any) -> tuple[Kind, ...]:
+    """The kinds of contents that an object has, by its class; none for what cannot change or is left alone."""
+    cls: Any = type(value)
+    return _kinds_of_class(cls)
+
+
 @lru_cache(maxsize=4096)
-def kinds_of(cls: type) -> tuple[Kind, ...]:
-    """The kinds of contents that instances of a class have; none for what cannot change or is left alone."""
+def _kinds_of_class(cls: type) -> tuple[Kind, ...]:
     for base, kind in _CONTAINERS:
         if issubclass(cls, base):
             return (kind, *_object_kinds(cls)) if cls is not base and is_users(cls) else (kind,)

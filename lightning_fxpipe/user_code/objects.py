@@ -127,8 +127,7 @@ def lasting_objects(root: nn.Module, depth: int = 4) -> dict[int, Any]:
     found: dict[int, Any] = {}
 
     def visit(value: Any, left: int) -> None:
-        cls: Any = type(value)
-        if id(value) in found or isinstance(value, (Tensor, nn.Module, type)) or not kinds_of(cls) or callable(value):
+        if id(value) in found or isinstance(value, (Tensor, nn.Module, type)) or not kinds_of(value) or callable(value):
             return
         if isinstance(value, dict):
             inside = list(value.values())

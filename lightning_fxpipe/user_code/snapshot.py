@@ -24,7 +24,16 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import version_of
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of, globals_of
-from lightning_fxpipe.user_code.contents import ABSENT, ATTRIBUTES, LIST, MODULE, Kind, changed_in_module, with_changes
+from lightning_fxpipe.user_code.contents import (
+    ABSENT,
+    ATTRIBUTES,
+    LIST,
+    MODULE,
+    Kind,
+    changed_in_module,
+    changed_keys,
+    with_changes,
+)
 from lightning_fxpipe.user_code.iterators import ITERATOR, Mark, Rewindable, is_iterator
 from lightning_fxpipe.user_code.kinds import is_users, kinds_of
 
@@ -85,19 +94,21 @@ class Snapshot:
         self, roots: Mapping[str, Any], *, shallow: Mapping[str, Any] | None = None, enters_modules: bool = True
     ) -> None:
         self._records: list[_Record] = []
-        self._seen: set[int] = set()
-        self._seen_types: set[int] = set()
-        self._alive: list[Any] = []  # whose ids are in these
+        self._seen: dict[int, Any] = {}  # by id, which no other object can get so
+        self._seen_types: set[type] = set()
         self._first: dict[int, int] = {}  # by id of an object, its first record
         self._enters_modules = enters_modules
         self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
         self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
         self._marks: list[Mark] = []
         for name, value in (shallow or {}).items():
-            self._seen.add(id(value))
+            self._seen[id(value)] = value
             self._records.append(_Record(value, ATTRIBUTES, ATTRIBUTES.take(value), -1, name))
         self._waiting: list[tuple[Any, int, Any]] = [(value, -1, name) for name, value in roots.items()]
-        self._walk()
+        for value, parent, key in self._waiting:  # which grows meanwhile
+            if id(value) not in self._seen and len(self._records) < MAX_OBJECTS:
+                self._seen[id(value)] = value
+                self._reach(value, parent, key)
         self._waiting.clear()
 
     def restore(self) -> bool:
@@ -197,16 +208,6 @@ class Snapshot:
 
     # ------------------------------------------------------------------ reaching
 
-    def _walk(self) -> None:
-        position = 0
-        while position < len(self._waiting) and len(self._records) < MAX_OBJECTS:
-            value, parent, key = self._waiting[position]
-            position += 1
-            if id(value) not in self._seen:
-                self._seen.add(id(value))
-                self._alive.append(value)
-                self._reach(value, parent, key)
-
     def _reach(self, value: Any, parent: int, key: Any) -> None:
         cls: Any = type(value)
         if parent >= 0 and not self._enters_modules and isinstance(value, nn.Module):
@@ -220,7 +221,7 @@ class Snapshot:
             if not value.is_inference():
                 self._tensors.append((value, version_of(value), parent, key))
             return
-        kinds = kinds_of(cls)
+        kinds = kinds_of(value)
         if not kinds and parent < 0 and hasattr(value, "__dict__"):
             kinds = (ATTRIBUTES,)
         indices = [index for kind in kinds if (index := self._remember(value, kind, parent, key)) >= 0]
@@ -230,8 +231,8 @@ class Snapshot:
             self._waiting += [(found, indices[0], ("globals", found.module)) for found in globals_of(value)]
             if (wrapped := getattr(value, "__wrapped__", None)) is not None:
                 self._waiting.append((wrapped, indices[0], ("code", 0)))
-        elif id(cls) not in self._seen_types:
-            self._seen_types.add(id(cls))
+        elif cls not in self._seen_types:
+            self._seen_types.add(cls)
             bases = enumerate(cls.__mro__)
             self._waiting += [(base, indices[0], ("mro", position)) for position, base in bases if is_users(base)]
 
@@ -301,8 +302,7 @@ def kind_of_step(owner: Any, name: str) -> Kind:
     Raises:
         KeyError: It has no such contents: another object is there now.
     """
-    cls: Any = type(owner)
-    kinds = (CLASS,) if isinstance(owner, type) else kinds_of(cls) or (ATTRIBUTES,)
+    kinds = (CLASS,) if isinstance(owner, type) else kinds_of(owner) or (ATTRIBUTES,)
     return {kind.name: kind for kind in kinds}[name]
 
 
@@ -331,7 +331,7 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
     trainer: Any = vars(root).get("_trainer")
     if trainer is not None:
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
-        roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if _is_known(each)}
+        roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if kinds_of(each)}
         roots["trainer.datamodule"] = getattr(trainer, "datamodule", None)
         strategy = trainer.strategy  # the Trainer itself would give what stands for optimizers that are yet to come
         roots |= {f"optimizers[{i}].param_groups": each.param_groups for i, each in enumerate(strategy.optimizers)}
@@ -339,11 +339,6 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
         roots |= {f"lr_schedulers[{i}]": each for i, each in enumerate(schedulers)}
     roots |= {f"step {i}": function for i, function in enumerate(functions)}
     return roots, {} if trainer is None else {"trainer": trainer}
-
-
-def _is_known(value: Any) -> bool:
-    cls: Any = type(value)
-    return bool(kinds_of(cls))
 
 
 def at_path(roots: Mapping[str, Any], path: Path) -> Any:
@@ -360,8 +355,9 @@ def at_path(roots: Mapping[str, Any], path: Path) -> Any:
 
 def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
     kind, before = record.kind, record.contents
+    as_a_whole = (*path, (CONTENTS, kind.name))
     if now is ABSENT:  # it has become too large to look at
-        yield Difference((*path, (CONTENTS, kind.name)), None, record.owner)
+        yield Difference(as_a_whole, None, record.owner)
     elif kind is MODULE:
         for key in changed_in_module(before, now):
             found = now[0].get(key, ABSENT) if isinstance(key, str) else now[1].get(key[0], {}).get(key[1], ABSENT)
@@ -374,13 +370,13 @@ def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
         if len(now) != len(before):
             yield Difference(path, common, now[common:])
     elif isinstance(before, dict):
-        keys = [key for key in {**before, **now} if before.get(key, ABSENT) is not now.get(key, ABSENT)]
+        keys = changed_keys(before, now)
         for key in keys:
             yield Difference((*path, (kind.name, key)), None, now.get(key, ABSENT))
         if not keys:  # another order
-            yield Difference((*path, (CONTENTS, kind.name)), None, now)
+            yield Difference(as_a_whole, None, now)
     else:
-        yield Difference((*path, (CONTENTS, kind.name)), None, now)
+        yield Difference(as_a_whole, None, now)
 
 
 def name_of(path: Path) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
-from lightning_fxpipe.user_code.writes import Writes, undone_writes
+from lightning_fxpipe.user_code.writes import Writes
 
 
 @dataclass
@@ -41,14 +41,13 @@ def undo_after(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undo
     found = Undone(user_state(root, *functions))
     gradients = [(parameter, parameter.grad) for parameter in root.parameters() if not parameter.is_meta]
     held = [gradient for _, gradient in gradients if gradient is not None]
-    tensors = (*found.before.tensors(), *root.parameters(), *root.buffers(), *held)
+    writes = Writes([*found.before.tensors(), *root.parameters(), *root.buffers(), *held])
     try:
-        with isolated_rng(), undone_writes(tensors) as writes:
-            try:
-                yield found
-            finally:
-                found.has_changed_any = writes.happened
+        with isolated_rng(), writes:
+            yield found
     finally:
+        found.has_changed_any = writes.happened
+        writes.undo()
         found.has_changed_any |= found.before.restore()
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:

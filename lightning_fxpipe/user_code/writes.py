@@ -5,8 +5,7 @@ So nothing is copied of what stays as it is, however large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -18,19 +17,8 @@ from lightning_fxpipe._compat.torch import TorchDispatchMode, storage_key, writt
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-@contextmanager
-def undone_writes(tensors: Iterable[Tensor]) -> Iterator[Writes]:
-    """After the block the tensors have the values that they had before, whatever was written into them or views of them."""
-    writes = Writes(list(tensors))
-    try:
-        with writes:
-            yield writes
-    finally:
-        writes.undo()
-
-
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies the memory of tensors before it is written to."""
+    """In its block, copies the memory of tensors before it is written to, or to views of it."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
