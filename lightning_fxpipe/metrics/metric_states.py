@@ -140,9 +140,8 @@ def _same_entries(now: list[Any], before: list[Any]) -> bool:
     """Whether a list begins with the same entries. torchmetrics copies those of a state with each ``forward``."""
     if all(a is b for a, b in zip(now, before, strict=False)):
         return True
-    if not all(isinstance(a, Tensor) and isinstance(b, Tensor) for a, b in zip(now, before, strict=False)):
-        return False
-    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in zip(now, before, strict=False)):
+    pairs = zip(now, before, strict=False)
+    if not all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs):
         return False
     # Comparing the ends tells a list that was copied from one that was emptied and filled anew.
     return torch.equal(now[0], before[0]) and torch.equal(now[len(before) - 1], before[-1])

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import patched_attributes
+
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -55,14 +57,9 @@ class DeferredNorms:
     @contextmanager
     def without_tracking(self) -> Iterator[None]:
         """In the block, a backward pass of microbatches, running values stay what they are."""
-        tracking = [layer for layer in self._layers if _tracks(layer)]
-        for layer in tracking:
-            layer.track_running_stats = False  # those in evaluation use the running values all the same
-        try:
+        # Those in evaluation use the running values all the same.
+        with patched_attributes(*((layer, "track_running_stats", False) for layer in self._layers if _tracks(layer))):
             yield
-        finally:
-            for layer in tracking:
-                layer.track_running_stats = True
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -35,13 +35,19 @@ from lightning_fxpipe.rng import isolated_rng
 
 def seed_generators(*key: int | str) -> None:
     """Seeds the default generators from ``key``."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+    seed = _seed_outside_torch(key)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+
+
+def _seed_outside_torch(key: tuple[int | str, ...]) -> int:
+    """Seeds Python's and numpy's generators; returns the seed."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+    return seed
 
 
 def set_generator_state(state: Tensor) -> None:
@@ -60,14 +66,8 @@ def continued_random_numbers(state: Tensor | None, *key: int | str) -> Iterator[
 
     Python's and numpy's generators are seeded from ``key``.
     """
-    current = torch.get_rng_state()
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    on_cuda = torch.cuda.get_rng_state() if cuda else None
     with isolated_rng():
-        seed_generators(*key)
-        if on_cuda is not None:
-            torch.cuda.set_rng_state(on_cuda)
-        torch.set_rng_state(current)
+        _seed_outside_torch(key)
         if state is not None:
             set_generator_state(state)
         yield
@@ -145,7 +145,9 @@ def drawn_now_or_ahead(function: Callable[..., Any]) -> Callable[..., Any]:
     return drawn
 
 
+Function = Callable[..., Any]
 Shape = tuple[int, ...]
+Args = tuple[Any, ...]
 Arguments = Mapping[str, Any]
 
 
@@ -159,9 +161,9 @@ class _Kind:
         finish: Makes its result from its part of the draw and its arguments.
     """
 
-    shape: Callable[[tuple[Any, ...], Arguments], Shape]
-    whole: Callable[[Callable[..., Any], Shape, tuple[Any, ...], Arguments], Tensor | None] | None = None
-    finish: Callable[[Tensor, tuple[Any, ...], Arguments], Tensor] = lambda part, args, kwargs: part
+    shape: Callable[[Args, Arguments], Shape]
+    whole: Callable[[Function, Shape, Args, Arguments], Tensor | None] | None = None
+    finish: Callable[[Tensor, Args, Arguments], Tensor] = lambda part, args, kwargs: part
 
 
 class BatchDraws:
@@ -188,7 +190,7 @@ class BatchDraws:
         """Later draws belong to the samples ``start`` to ``start + size``, in the order of those before."""
         self._position, self._start, self._size = 0, start, size
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    def call(self, function: Function, args: Args, kwargs: Arguments) -> Any:
         """``function(*args, **kwargs)``; a random one draws for the whole batch."""
         kind = _RANDOM.get(function)
         if kind is None or self._size == self._batch_size or "out" in kwargs:
@@ -196,7 +198,7 @@ class BatchDraws:
         part = self._part(kind, function, args, kwargs)
         return function(*args, **kwargs) if part is None else kind.finish(part, args, kwargs)
 
-    def ahead(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+    def ahead(self, function: Function, args: Args, kwargs: Arguments) -> Tensor | None:
         """The numbers behind ``function(*args, **kwargs)``, of whose tensors only the shapes count; None where the call itself
         must draw them."""
         kind = _RANDOM[function]
@@ -205,7 +207,7 @@ class BatchDraws:
             return kind.whole(function, kind.shape(args, kwargs), args, kwargs)
         return self._part(kind, function, args, kwargs)
 
-    def _part(self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+    def _part(self, kind: _Kind, function: Function, args: Args, kwargs: Arguments) -> Tensor | None:
         """The running microbatch's part of what is drawn for the whole batch; None where it must make its own."""
         position, self._position = self._position, self._position + 1
         if position == len(self._made):
@@ -218,132 +220,118 @@ class BatchDraws:
         self.own.add(function.__name__)
         return None
 
-    def _draw(
-        self, kind: _Kind, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments
-    ) -> tuple[Tensor | None, int | None]:
+    def _draw(self, kind: _Kind, function: Function, args: Args, kwargs: Arguments) -> tuple[Tensor | None, int | None]:
         """The draw for the whole batch, None where each microbatch must make its own; and the dimension that is the batch."""
         shape = kind.shape(args, kwargs)
         dim = batch_dim_of(shape, self._size, self._batch_dim)
-        if dim is None:  # nothing of the batch: all microbatches share it
-            drawn = kind.whole(function, shape, args, kwargs) if kind.whole else function(*args, **kwargs)
-            return drawn if drawn is None else drawn.clone(), None
-        if kind.whole is None:
-            return None, dim
-        return kind.whole(function, (*shape[:dim], self._batch_size, *shape[dim + 1 :]), args, kwargs), dim
+        if dim is not None:
+            shape = (*shape[:dim], self._batch_size, *shape[dim + 1 :])
+        if kind.whole is not None:
+            return kind.whole(function, shape, args, kwargs), dim
+        return function(*args, **kwargs) if dim is None else None, dim  # all microbatches share what has nothing of the batch
 
 
-def _size_argument(skip: int) -> Callable[[tuple[Any, ...], Arguments], Shape]:
-    """Shape of a factory whose size follows ``skip`` other arguments, as numbers or as one sequence."""
-
-    def shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
-        size: Any = kwargs.get("size", args[skip] if len(args) == skip + 1 else args[skip:])
-        return tuple(size) if isinstance(size, (tuple, list)) else (size,)
-
-    return shape
+def _factory_shape(args: Args, kwargs: Arguments) -> Shape:
+    """Shape of a factory that takes its size as numbers or as one sequence."""
+    size: Any = kwargs.get("size", args[0] if len(args) == 1 else args)
+    return tuple(size) if isinstance(size, (tuple, list)) else (size,)
 
 
-def _randint_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+def _last_shape(args: Args, kwargs: Arguments) -> Shape:
+    """Shape of a factory that takes its size as a sequence after other arguments."""
     return tuple(kwargs.get("size", args[-1] if args else ()))
 
 
-def _other_size(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _other_size(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
     """A factory with another size."""
-    others = () if function is not torch.randint else tuple(arg for arg in args if not isinstance(arg, (tuple, list)))
-    result: Tensor = function(*others, size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
-    return result
+    others = [arg for arg in args if not isinstance(arg, (tuple, list))] if function in (torch.randint, torch.normal) else []
+    return function(*others, size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
 
 
-def _like_other(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _like_other(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
     """A ``*_like`` function of a tensor of another size."""
-    result: Tensor = function(args[0].new_empty(shape), *args[1:], **kwargs)
-    return result
+    return function(args[0].new_empty(shape), *args[1:], **kwargs)
 
 
-def _first_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+def _first_shape(args: Args, kwargs: Arguments) -> Shape:
     return tuple(args[0].shape) if args and isinstance(args[0], Tensor) else ()
 
 
-def _write(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _write(part: Tensor, args: Args, kwargs: Arguments) -> Any:
     with torch.no_grad():
-        args[0].copy_(part)
-    target: Tensor = args[0]
-    return target
+        return args[0].copy_(part)
 
 
-def _normal_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+def _normal_shape(args: Args, kwargs: Arguments) -> Shape:
     shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
     if shapes:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
-    return tuple(kwargs.get("size", args[-1] if args else ()))
+    return _last_shape(args, kwargs)
 
 
-def _normal_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _normal_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
     """As torch does it: standard normal numbers first, then the tensors that scale and shift them."""
     tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if tensor is None:
-        return torch.normal(args[0], args[1], size=shape, **{key: value for key, value in kwargs.items() if key != "size"})
+        return _other_size(function, shape, args, kwargs)
     return tensor.new_empty(shape).normal_(generator=kwargs.get("generator"))
 
 
-def _normal_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _normal_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
     if not any(isinstance(arg, Tensor) for arg in args):
         return part
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    result: Tensor = part * std + args[0]  # not in place: a part may be used again
-    return result
+    return part * std + args[0]  # not in place: a part may be used again
 
 
-def _bernoulli_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _bernoulli_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
     """As torch does it for a tensor of probabilities: a uniform number for each, which is compared with it."""
     if len(args) > 1 or "p" in kwargs:
         return _like_other(function, shape, args, kwargs)
-    result: Tensor = args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
-    return result
+    return args[0].new_empty(shape).uniform_(generator=kwargs.get("generator"))
 
 
-def _bernoulli_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _bernoulli_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
     return part if len(args) > 1 or "p" in kwargs else (part < args[0]).to(part.dtype)
 
 
-def _multinomial_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor | None:
+def _multinomial_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
     """As torch does it, for one sample or without replacement: exponential numbers, by which the weights are divided."""
     num_samples, replacement = _multinomial_arguments(args, kwargs)
     if num_samples > 1 and replacement:
         return None
-    result: Tensor = args[0].new_empty(shape).exponential_(generator=kwargs.get("generator"))
-    return result
+    return args[0].new_empty(shape).exponential_(generator=kwargs.get("generator"))
 
 
-def _multinomial_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _multinomial_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
     num_samples, _ = _multinomial_arguments(args, kwargs)
-    quotients: Tensor = args[0] / part
+    quotients = args[0] / part
     return quotients.argmax(dim=-1, keepdim=True) if num_samples == 1 else quotients.topk(num_samples, dim=-1).indices
 
 
-def _multinomial_arguments(args: tuple[Any, ...], kwargs: Arguments) -> tuple[int, bool]:
+def _multinomial_arguments(args: Args, kwargs: Arguments) -> tuple[int, bool]:
     num_samples = args[1] if len(args) > 1 else kwargs["num_samples"]
     return int(num_samples), bool(args[2] if len(args) > 2 else kwargs.get("replacement", False))
 
 
-def _gumbel_arguments(args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+def _gumbel_arguments(args: Args, kwargs: Arguments) -> dict[str, Any]:
     bound = inspect.signature(functional.gumbel_softmax).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
 
 
-def _gumbel_shape(args: tuple[Any, ...], kwargs: Arguments) -> Shape:
+def _gumbel_shape(args: Args, kwargs: Arguments) -> Shape:
     return tuple(_gumbel_arguments(args, kwargs)["logits"].shape)
 
 
-def _gumbel_whole(function: Callable[..., Any], shape: Shape, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
-    logits: Tensor = _gumbel_arguments(args, kwargs)["logits"]
-    return logits.new_empty(shape).exponential_()
+def _gumbel_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
+    return _gumbel_arguments(args, kwargs)["logits"].new_empty(shape).exponential_()
 
 
-def _gumbel_finish(part: Tensor, args: tuple[Any, ...], kwargs: Arguments) -> Tensor:
+def _gumbel_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
     """What torch makes of its exponential numbers, which it draws out of anybody's sight."""
     given = _gumbel_arguments(args, kwargs)
-    soft: Tensor = ((given["logits"] - part.log()) / given["tau"]).softmax(given["dim"])
+    soft = ((given["logits"] - part.log()) / given["tau"]).softmax(given["dim"])
     if not given["hard"]:
         return soft
     index = soft.max(given["dim"], keepdim=True)[1]
@@ -356,9 +344,9 @@ _UNDIVIDED = _Kind(_first_shape)
 
 # Functions that draw. Those that are missing here draw for each microbatch, from its own numbers.
 _RANDOM: dict[Callable[..., Any], _Kind] = {
-    torch.rand: _Kind(_size_argument(0), _other_size),
-    torch.randn: _Kind(_size_argument(0), _other_size),
-    torch.randint: _Kind(_randint_shape, _other_size),
+    torch.rand: _Kind(_factory_shape, _other_size),
+    torch.randn: _Kind(_factory_shape, _other_size),
+    torch.randint: _Kind(_last_shape, _other_size),
     torch.normal: _Kind(_normal_shape, _normal_whole, _normal_finish),
     torch.rand_like: _LIKE,
     torch.randn_like: _LIKE,

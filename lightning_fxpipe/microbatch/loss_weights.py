@@ -220,12 +220,9 @@ def compare(
         expected = {kind: weighted_sum(losses, loss_weights(kind, sizes)) for kind in LossReduction}
     counted = [abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight]
     scale = max(abs(whole), sum(counted) / len(counted))
-    if not all(math.isfinite(value) for value in (whole, *expected.values())):
-        return Finding(verdict=Verdict.UNCLEAR)
-    if scale <= 8 * torch.finfo(dtype).eps:
-        return Finding(verdict=Verdict.UNCLEAR)  # zero, or what rounding has left of it
+    is_zero = scale <= 8 * torch.finfo(dtype).eps  # or what rounding has left of it
     fitting = [kind for kind, value in expected.items() if abs(whole - value) <= tolerance(dtype) * max(scale, abs(value))]
-    if len(fitting) > 1:
+    if is_zero or len(fitting) > 1 or not all(map(math.isfinite, (whole, *expected.values()))):
         return Finding(verdict=Verdict.UNCLEAR)
     if fitting and options.reduction in (None, fitting[0]):
         return Finding(verdict=Verdict.FITS, reduction=fitting[0])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -118,21 +119,10 @@ def _sizes(batch: Any, batch_dim: int, num_samples: int | None = None) -> list[t
     is in lists that have an entry for each sample."""
     return [
         (path, tensor.shape[_dim_of(tensor, batch_dim)])
-        for path, leaf in _leaves(batch, num_samples)
+        for path, leaf in leaves_with_path(batch, is_left_out=lambda value: _has_samples(value, num_samples))
         for tensor in Template.of(leaf).tensors  # of one, or of an object that hides some
         if tensor.dim() > 0
     ]
-
-
-def _leaves(value: Any, num_samples: int | None, path: str = "") -> Iterator[tuple[str, Any]]:
-    if num_samples is not None and _has_samples(value, num_samples):
-        return
-    container = container_of(value)
-    if container is None:
-        yield path, value
-        return
-    for name, entry in container.entries:
-        yield from _leaves(entry, num_samples, path + name)
 
 
 def _num_dicts(batch: Any, batch_dim: int) -> int | None:
@@ -160,7 +150,7 @@ def _is_list_of_dicts(value: Any) -> bool:
     return not any(isinstance(entry, (Tensor, list, tuple, str)) or not Template.of(entry).tensors for entry in value)
 
 
-def _has_samples(value: Any, num_samples: int) -> bool:
+def _has_samples(value: Any, num_samples: int | None) -> bool:
     """Whether a list beside lists of dicts has an entry for each sample, too: a dict or an image."""
     if type(value) not in (list, tuple) or len(value) != num_samples:
         return False
@@ -234,15 +224,26 @@ def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[
     total = sum(part.count * part.size for part in passes)
     if len(passes) == 1 and passes[0].count == 1:
         return [batch]
-    by_sample = _num_dicts(batch, batch_dim) == total
-    microbatches = []
-    start = 0
-    for part in passes:
-        for _ in range(part.count):
-            samples = _Samples(start=start, size=part.size, total=total, dim=batch_dim, by_sample=by_sample)
-            microbatches.append(_part(batch, samples))
-            start += part.size
-    return microbatches
+    has_dicts = _num_dicts(batch, batch_dim) == total  # one for each sample, in lists
+
+    def part_of(value: Any, start: int, size: int) -> Any:
+        """The samples ``start`` to ``start + size`` of something in the batch."""
+        if isinstance(value, Tensor):
+            if value.dim() == 0:
+                return value
+            # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
+            # invalidate what the microbatches before it saved for backward.
+            shared = value if value.requires_grad else value.data
+            return shared.narrow(_dim_of(value, batch_dim), start, size)
+        if _is_per_sample(value, total) or (has_dicts and _has_samples(value, total)):
+            return value[start : start + size]
+        container = container_of(value)
+        if container is None:
+            return map_tensors(lambda tensor: part_of(tensor, start, size), value) if Template.of(value).tensors else value
+        return container.rebuilt([part_of(entry, start, size) for _, entry in container.entries])
+
+    sizes = [part.size for part in passes for _ in range(part.count)]
+    return [part_of(batch, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def first_microbatch(batch: Any, num_microbatches: int | None, num_stages: int, batch_dim: int = 0) -> tuple[Any, int]:
@@ -255,35 +256,6 @@ def first_microbatch(batch: Any, num_microbatches: int | None, num_stages: int, 
     count = num_microbatches or default_num_microbatches(total, num_stages)
     passes = plan_passes(total, without_single_samples(total, count))
     return split_batch(batch, passes, batch_dim)[0], passes[0].size
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Samples:
-    """The samples ``start`` to ``start + size`` of a batch of ``total``, whose tensors have them in dimension ``dim``; with
-    ``by_sample`` it has lists with one dict for each."""
-
-    start: int
-    size: int
-    total: int
-    dim: int
-    by_sample: bool
-
-
-def _part(value: Any, samples: _Samples) -> Any:
-    """These samples of something in a batch."""
-    if isinstance(value, Tensor):
-        # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
-        # invalidate what the microbatches before it saved for backward.
-        if value.dim() == 0:
-            return value
-        shared = value if value.requires_grad else value.data
-        return shared.narrow(_dim_of(value, samples.dim), samples.start, samples.size)
-    if _is_per_sample(value, samples.total) or (samples.by_sample and _has_samples(value, samples.total)):
-        return value[samples.start : samples.start + samples.size]
-    container = container_of(value)
-    if container is None:
-        return map_tensors(lambda tensor: _part(tensor, samples), value) if Template.of(value).tensors else value
-    return container.rebuilt([_part(entry, samples) for _, entry in container.entries])
 
 
 def _is_per_sample(value: Any, total: int) -> bool:

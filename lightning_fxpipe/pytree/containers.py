@@ -53,14 +53,18 @@ def container_of(value: Any) -> Container | None:
     return Container(entries, lambda values: tree_unflatten(list(values), structure))
 
 
-def leaves_with_path(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_with_path(
+    value: Any, path: str = "", is_left_out: Callable[[Any], bool] = lambda value: False
+) -> Iterator[tuple[str, Any]]:
     """Everything in nested containers that is no container, each with its path, such as ``['image'].mask[0]``."""
+    if is_left_out(value):
+        return
     container = container_of(value)
     if container is None:
         yield path, value
         return
     for name, entry in container.entries:
-        yield from leaves_with_path(entry, path + name)
+        yield from leaves_with_path(entry, path + name, is_left_out)
 
 
 def fingerprint(value: Any) -> Hashable | None:

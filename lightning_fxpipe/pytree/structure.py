@@ -140,14 +140,15 @@ def graft(target: Any, source: Any) -> None:
         if isinstance(target, list):
             target[:] = [_graft(*pair) for pair in zip(target, source, strict=False)] + source[len(target) :]
     elif isinstance(target, dict):
-        items = {key: _graft(target[key], value) if key in target else value for key, value in source.items()}
-        target.clear()
-        target.update(items)
+        _graft_entries(target, source)
     if hasattr(target, "__dict__"):
-        attributes = vars(target)
-        items = {key: _graft(attributes[key], value) if key in attributes else value for key, value in vars(source).items()}
-        attributes.clear()
-        attributes.update(items)
+        _graft_entries(vars(target), vars(source))
+
+
+def _graft_entries(target: dict[Any, Any], source: dict[Any, Any]) -> None:
+    entries = {key: _graft(target[key], value) if key in target else value for key, value in source.items()}
+    target.clear()
+    target.update(entries)
 
 
 def _graft(target: Any, source: Any) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tens
     """
     made: dict[int, Tensor] = {}
     before = user_state(root)
-    weights: list[Callable[[], None]] = []
+    own = list(named_tensors(root))
 
     def exchange(tensor: Tensor, fqn: str) -> Tensor:
         if id(tensor) not in made:
@@ -33,10 +32,9 @@ def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tens
         return made[id(tensor)]
 
     try:
-        for module, name, fqn, tensor in list(named_tensors(root)):
+        for module, name, fqn, tensor in own:
             # Through setattr, not the dict: recurrent modules keep a second list of their weights.
             setattr(module, name, exchange(tensor, fqn))
-            weights.append(partial(setattr, module, name, tensor))
         for path, module in root.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
@@ -45,8 +43,8 @@ def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tens
     finally:
         # Attributes first: a recurrent module that made itself a new list of weights gets its own back, then the weights.
         before.restore()
-        for restore in weights:
-            restore()
+        for module, name, _, tensor in own:
+            setattr(module, name, tensor)
 
 
 def named_tensors(root: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:

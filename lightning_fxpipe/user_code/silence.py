@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -41,7 +41,7 @@ def silencing() -> Iterator[io.StringIO]:
     try:
         with (
             patched_attributes((sys, "stdout", out), (sys, "stderr", err)),
-            patched_attributes((logging.Logger, "handle", _quiet_handle(logging.Logger.handle, printed))),
+            patched_attributes((logging.Logger, "handle", _quiet_handle(printed))),
             _no_warnings(),
         ):
             torch.set_warn_always(True)  # what torch says once only, it must not say here
@@ -91,8 +91,8 @@ class _Silenced:
         return getattr(self.not_silenced, name)
 
 
-def _quiet_handle(handle: Callable[[logging.Logger, logging.LogRecord], None], printed: io.StringIO) -> Any:
-    thread = threading.get_ident()
+def _quiet_handle(printed: io.StringIO) -> Any:
+    handle, thread = logging.Logger.handle, threading.get_ident()
 
     def quiet(logger: logging.Logger, record: logging.LogRecord) -> None:
         if threading.get_ident() != thread or logger.name.split(".")[0] in _HEARD_LOGGERS:
