@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import lru_cache, partialmethod
-from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
+from functools import lru_cache, partial, partialmethod
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
 from typing import Any
 
 from lightning_fxpipe.pytree.structure import closure_of
@@ -67,15 +67,18 @@ def _set_cell(function: FunctionType, name: str, value: Any) -> None:
 
 
 CLASS = kind_by_name("class", _take_class, _set_class_attribute)
-GLOBALS = kind_by_name(
+_GLOBALS = kind_by_name(
     "global",
     lambda owner: {name: owner.values[name] for name in owner.names if name in owner.values},
     lambda owner, name, value: set_key(owner.values, name, value),
     lambda owner, name: owner.values[name],
 )
-FUNCTION = kind_by_name("function", _take_function, _set_cell)
-PARTIAL = fixed_kind("partial", lambda value: {"func": value.func, "args": value.args, "keywords": value.keywords})
-METHOD = fixed_kind("method", lambda value: {"self": value.__self__, "func": value.__func__})
+_FUNCTION = kind_by_name("function", _take_function, _set_cell)
+_PARTIAL = fixed_kind("partial", lambda value: {"func": value.func, "args": value.args, "keywords": value.keywords})
+_METHOD = fixed_kind("method", lambda value: {"self": value.__self__, "func": value.__func__})
+
+# The classes of objects with such contents.
+OF_CODE = ((partial, _PARTIAL), (MethodType, _METHOD), (FunctionType, _FUNCTION), (type, CLASS), (Globals, _GLOBALS))
 
 
 def globals_of(function: FunctionType) -> list[Globals]:

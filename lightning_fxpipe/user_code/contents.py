@@ -9,12 +9,13 @@ the standard library makes is left alone.
 
 from __future__ import annotations
 
+import array
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from operator import eq, getitem, is_, setitem
-from types import MemberDescriptorType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import numpy as np
@@ -345,3 +346,14 @@ BUFFER = Kind(
 )
 LOADER = fixed_kind("loader", _generators)
 GENERATOR = Kind("generator", state_of, entries=no_entries, put=set_state_of, is_same=_same_state)
+
+# The classes of objects with such contents; a class of the user's that is derived from one of the first has attributes, too.
+CONTAINERS: tuple[tuple[type, Kind], ...] = (
+    *((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE)),
+    (DataLoader, LOADER),
+)
+OTHERS: tuple[tuple[Any, Kind], ...] = (
+    *((frozenset, FROZEN), (MappingProxyType, VIEW), (np.ndarray, NUMPY), (nn.Module, MODULE)),
+    ((bytearray, array.array), BUFFER),
+    ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), GENERATOR),
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import eq
@@ -156,9 +156,9 @@ def _drawn_again(before: dict[str, Any], after: dict[str, Any]) -> bool:
 class _Made:
     loader: DataLoader[Any]
     iterator: Rewindable
-    start: Mark | None  # while the step may run again
     before: dict[str, Any]  # the generators, when it was made, and then
     after: dict[str, Any]
+    start: Mark | None = None  # while the step may run again
 
 
 class StepIterators:
@@ -194,7 +194,10 @@ class StepIterators:
             with outside_fakes(), unwatched_torch():
                 if number > len(self._made) or not _are_alike(self._made[number - 1].loader, loader):
                     del self._made[number - 1 :]  # the step takes another path
-                    made = _made_now(loader, make, undoing)
+                    before = rng_state()
+                    with nullcontext() if undoing is None else undoing.passing_over():
+                        iterator = Rewindable(make(loader))
+                    made = _Made(loader, iterator, before, rng_state())
                     self._made.append(made)
                     if undoing is not None:
                         marks.append(made.iterator.mark(undoing))
@@ -227,13 +230,6 @@ def _are_alike(one: DataLoader[Any], other: DataLoader[Any]) -> bool:
     """Whether two loaders may be made by the same code, if they are not one."""
     kinds = [(type(each), type(each.dataset), type(each.sampler), each.batch_size) for each in (one, other)]
     return one is other or kinds[0] == kinds[1]
-
-
-def _made_now(loader: DataLoader[Any], make: Callable[[Any], Any], undoing: Snapshot | None) -> _Made:
-    before = rng_state()
-    with nullcontext() if undoing is None else undoing.passing_over():
-        iterator = Rewindable(make(loader))
-    return _Made(loader, iterator, None, before, rng_state())
 
 
 ITERATOR = Kind("iterator", lambda value: value.position, entries=no_entries, put=Rewindable.go_to, is_same=eq)

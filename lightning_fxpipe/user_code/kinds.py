@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import array
-import random
-from collections import UserDict, UserList, deque
-from functools import lru_cache, partial
-from types import FunctionType, GetSetDescriptorType, MappingProxyType, MethodType, SimpleNamespace
+from collections import UserDict, UserList
+from functools import lru_cache
+from types import GetSetDescriptorType, SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
 
-from lightning_fxpipe.user_code.code_contents import CLASS, FUNCTION, GLOBALS, METHOD, PARTIAL, Globals
+from lightning_fxpipe.user_code.code_contents import OF_CODE
 from lightning_fxpipe.user_code.code_names import is_followed
-from lightning_fxpipe.user_code.contents import (
-    ATTRIBUTES,
-    BUFFER,
-    DEQUE,
-    FROZEN,
-    GENERATOR,
-    LIST,
-    LOADER,
-    MAPPING,
-    MODULE,
-    NUMPY,
-    SET,
-    SLOTS,
-    TUPLE,
-    VIEW,
-    Kind,
-    slots,
-)
+from lightning_fxpipe.user_code.contents import ATTRIBUTES, CONTAINERS, OTHERS, SLOTS, Kind, slots
 from lightning_fxpipe.user_code.iterators import ITERATOR, Rewindable
 
 
@@ -45,14 +23,14 @@ def kinds_of(value: Any) -> tuple[Kind, ...]:
 
 @lru_cache(maxsize=4096)
 def _kinds_of_class(cls: type) -> tuple[Kind, ...]:
-    for base, kind in _CONTAINERS:
+    for base, kind in CONTAINERS:
         if issubclass(cls, base):
             return (kind, *_object_kinds(cls)) if cls is not base and is_users(cls) else (kind,)
-    for base, kinds in _OTHERS:
+    if issubclass(cls, Tensor):
+        return ()
+    for base, kind in (*OTHERS, *OF_CODE, (Rewindable, ITERATOR)):
         if issubclass(cls, base):
-            return kinds
-    if issubclass(cls, nn.Module):
-        return (MODULE,)
+            return (kind,)
     return _object_kinds(cls) if is_users(cls) else ()
 
 
@@ -78,23 +56,3 @@ def _object_kinds(cls: type) -> tuple[Kind, ...]:
     has_slots = bool(slots(cls))
     has_dict = any(isinstance(vars(base).get("__dict__"), GetSetDescriptorType) for base in cls.__mro__)
     return (*((SLOTS,) if has_slots else ()), *((ATTRIBUTES,) if has_dict else ()))
-
-
-_CONTAINERS: tuple[tuple[type, Kind], ...] = (
-    *((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE)),
-    (DataLoader, LOADER),
-)
-_OTHERS: tuple[tuple[Any, tuple[Kind, ...]], ...] = (
-    (Tensor, ()),
-    (frozenset, (FROZEN,)),
-    (MappingProxyType, (VIEW,)),
-    (np.ndarray, (NUMPY,)),
-    ((bytearray, array.array), (BUFFER,)),
-    ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), (GENERATOR,)),
-    (partial, (PARTIAL,)),
-    (MethodType, (METHOD,)),
-    (FunctionType, (FUNCTION,)),
-    (type, (CLASS,)),
-    (Globals, (GLOBALS,)),
-    (Rewindable, (ITERATOR,)),
-)

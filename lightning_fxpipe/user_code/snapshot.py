@@ -113,12 +113,10 @@ class Snapshot:
 
     def restore(self) -> bool:
         """Makes all objects what they were; returns whether one was not."""
-        has_changed = False
-        for record in self._records:
-            if record.has_changed():
-                record.kind.put(record.owner, record.contents)
-                has_changed = True
-        return has_changed
+        changed = [record for record in self._records if record.has_changed()]
+        for record in changed:
+            record.kind.put(record.owner, record.contents)
+        return bool(changed)
 
     def is_current(self) -> bool:
         """Whether all objects are still what they were."""
