@@ -65,7 +65,7 @@ def no_metrics_inside(root: nn.Module) -> Iterator[None]:
         original = getattr(metric, method)
 
         def note(*args: Any, **kwargs: Any) -> Any:
-            called.append(_inside_the_model(name, metric, method, user_source()))
+            called.append(_inside_the_model(name, metric, method))
             return original(*args, **kwargs)
 
         note.original = original  # type: ignore[attr-defined]  # a step that runs in the block looks after its own calls
@@ -83,10 +83,10 @@ def no_metrics_inside(root: nn.Module) -> Iterator[None]:
         raise called[0]
 
 
-def _inside_the_model(name: str, metric: nn.Module, method: str, source: str | None) -> UnsupportedError:
+def _inside_the_model(name: str, metric: nn.Module, method: str) -> UnsupportedError:
     return UnsupportedError(
         f"The metric {name} is called between the first and the last call of the model.",
-        where=source,
+        where=user_source(),
         observed=f"{type(metric).__name__}.{method} in a part of the step that is cut into stages",
         expected="metrics that are called by the step before the model or after it",
         todo="Return the values from the model, and call the metric after the model's last call.",

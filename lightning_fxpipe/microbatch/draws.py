@@ -338,29 +338,21 @@ def _gumbel_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
     return torch.zeros_like(soft).scatter_(given["dim"], index, 1.0) - soft.detach() + soft
 
 
-_LIKE = _Kind(_first_shape, _like_other)
-_IN_PLACE = _Kind(_first_shape, _like_other, _write)
 _UNDIVIDED = _Kind(_first_shape)
+_IN_PLACE = (
+    *(Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_),
+    *(Tensor.log_normal_, Tensor.cauchy_, Tensor.geometric_),
+)
 
 # Functions that draw. Those that are missing here draw for each microbatch, from its own numbers.
 _RANDOM: dict[Callable[..., Any], _Kind] = {
-    torch.rand: _Kind(_factory_shape, _other_size),
-    torch.randn: _Kind(_factory_shape, _other_size),
+    **dict.fromkeys((torch.rand, torch.randn), _Kind(_factory_shape, _other_size)),
     torch.randint: _Kind(_last_shape, _other_size),
     torch.normal: _Kind(_normal_shape, _normal_whole, _normal_finish),
-    torch.rand_like: _LIKE,
-    torch.randn_like: _LIKE,
-    torch.randint_like: _LIKE,
-    Tensor.normal_: _IN_PLACE,
-    Tensor.uniform_: _IN_PLACE,
-    Tensor.random_: _IN_PLACE,
-    Tensor.exponential_: _IN_PLACE,
-    Tensor.log_normal_: _IN_PLACE,
-    Tensor.cauchy_: _IN_PLACE,
-    Tensor.geometric_: _IN_PLACE,
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _Kind(_first_shape, _like_other)),
+    **dict.fromkeys(_IN_PLACE, _Kind(_first_shape, _like_other, _write)),
     torch.bernoulli: _Kind(_first_shape, _bernoulli_whole, _bernoulli_finish),
-    torch.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
-    Tensor.multinomial: _Kind(_first_shape, _multinomial_whole, _multinomial_finish),
+    **dict.fromkeys((torch.multinomial, Tensor.multinomial), _Kind(_first_shape, _multinomial_whole, _multinomial_finish)),
     functional.gumbel_softmax: _Kind(_gumbel_shape, _gumbel_whole, _gumbel_finish),
     torch.poisson: _UNDIVIDED,
     torch.randperm: _Kind(lambda args, kwargs: (int(args[0]),)),

@@ -184,7 +184,7 @@ def _put_module(module: nn.Module, contents: ModuleContents) -> None:
     _put_mapping(_of_dict(module), attributes)
     for name, before in inside.items():
         owned = attributes[name]
-        if owned != before if isinstance(owned, set) else not same_mapping(owned, before):
+        if not _same_inside(owned, before):
             owned.clear()
             owned.update(before)
 

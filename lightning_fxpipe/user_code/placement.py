@@ -86,11 +86,8 @@ class _OnDevice(TorchFunctionMode):
             return leaf
         if id(leaf) not in self._copies:
             copy = leaf.detach().to(self._device)
-            self._copies[id(leaf)] = (
-                nn.Parameter(copy, requires_grad=leaf.requires_grad)
-                if isinstance(leaf, nn.Parameter)
-                else copy.requires_grad_(leaf.requires_grad)
-            )
+            copy = nn.Parameter(copy, requires_grad=False) if isinstance(leaf, nn.Parameter) else copy
+            self._copies[id(leaf)] = copy.requires_grad_(leaf.requires_grad)
         return self._copies[id(leaf)]
 
 

@@ -79,8 +79,7 @@ class _Silenced:
 
     def writelines(self, lines: list[str]) -> None:
         """Writes, or does not."""
-        for line in lines:
-            self.write(line)
+        self.write("".join(lines))
 
     def flush(self) -> None:
         """Flushes the stream."""
