@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import eq
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from torch.utils.data import DataLoader
@@ -27,8 +27,12 @@ from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.user_code.contents import Kind, no_entries
 from lightning_fxpipe.user_code.frames import user_source
 
-if TYPE_CHECKING:
-    from lightning_fxpipe.user_code.snapshot import Snapshot
+
+class Undoing(Protocol):
+    """Will make everything what it was."""
+
+    def passing_over(self) -> AbstractContextManager[None]:
+        """But for what changes in this context."""
 
 
 _EXAMPLES: tuple[Any, ...] = ([], (), {}, {}.items(), {}.values(), set(), range(0), range(2**70), "", b"")
@@ -63,7 +67,7 @@ class Mark:
 
     __slots__ = ("__weakref__", "position", "undoing")
 
-    def __init__(self, position: int, undoing: Snapshot | None) -> None:
+    def __init__(self, position: int, undoing: Undoing | None) -> None:
         self.position = position
         self.undoing = None if undoing is None else ref(undoing)
 
@@ -122,7 +126,7 @@ class Rewindable(Iterator[Any]):
     def __reduce__(self) -> Any:
         return itertools.chain, ([item for item, *_ in self._kept][self.position - self._first :], self._inner)
 
-    def mark(self, undoing: Snapshot | None = None) -> Mark:
+    def mark(self, undoing: Undoing | None = None) -> Mark:
         """Where it is. Items from there on are kept as long as it is held; ``undoing`` passes over what making them does."""
         mark = Mark(self.position, undoing)
         self._marks.add(mark)
@@ -175,7 +179,7 @@ class StepIterators:
         self._made = []
 
     @contextmanager
-    def one_run(self, undoing: Snapshot | None = None) -> Iterator[None]:
+    def one_run(self, undoing: Undoing | None = None) -> Iterator[None]:
         """The block runs the step on the batch once.
 
         Args:

@@ -86,15 +86,10 @@ def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
         current = waiting.pop()
         yield current
         called = {code_of(getattr(kind, name, None)) for name in current.co_names}
-        new = {c for c in called if c is not None and not _is_machinery_file(c)} - seen
+        new = {c for c in called if c is not None and not is_framework(getattr(inspect.getmodule(c), "__name__", ""))} - seen
         new |= {constant for constant in current.co_consts if isinstance(constant, CodeType)} - seen  # comprehensions
         seen |= new
         waiting += new
-
-
-def _is_machinery_file(code: CodeType) -> bool:
-    """Whether code is that of torch, Lightning or this package."""
-    return is_framework(getattr(inspect.getmodule(code), "__name__", ""))
 
 
 def locals_up_to(code: CodeType | None) -> Iterator[Any]:
