@@ -17,7 +17,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -41,7 +41,22 @@ _MACHINERY = ("torch.distributed.pipelining.", "torch.distributed.checkpoint.")
 _NO_PARTNER = ("send", "recv", "send_object_list", "recv_object_list", "new_subgroups", "new_subgroups_by_enumeration")
 # Those that Lightning needs for itself: it makes a group for its own barriers, and destroys it.
 _ONLY_IN_USER_CODE = ("new_group", "destroy_process_group")
-_ALIASES = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+# Collectives of tensors: the arguments with what a rank gives and gets, either of them a tensor or a list with one.
+_COLLECTIVES = {
+    "all_reduce": ("tensor", "tensor"),
+    "reduce": ("tensor", "tensor"),
+    "broadcast": ("tensor", "tensor"),
+    "all_gather": ("tensor", "tensor_list"),
+    "all_gather_into_tensor": ("input_tensor", "output_tensor"),
+    "_all_gather_base": ("input_tensor", "output_tensor"),
+    "gather": ("tensor", "gather_list"),
+    "scatter": ("scatter_list", "tensor"),
+    "reduce_scatter": ("input_list", "output"),
+    "reduce_scatter_tensor": ("input", "output"),
+    "_reduce_scatter_base": ("input", "output"),
+    "all_to_all": ("input_tensor_list", "output_tensor_list"),
+    "all_to_all_single": ("input", "output"),
+}
 
 
 class _Now(threading.local):
@@ -106,46 +121,27 @@ class Replica:
 
     def computes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`computing`."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with no_end_of_epoch(function.__name__), self.computing():
-                return function(*args, **kwargs)
-
-        return run
+        return _run_in(self.computing, function)
 
     def acts(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`acting`."""
+        return _run_in(self.acting, function)
 
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with no_end_of_epoch(function.__name__), self.acting():
-                return function(*args, **kwargs)
-
-        return run
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
+    def answering(self) -> AbstractContextManager[None]:
         """During the block torch.distributed is what user code sees, also under names that modules have imported before."""
-        patches: list[tuple[Any, str, Any]] = []
-        replaced: dict[int, tuple[Any, Any]] = {}
-        answers = {name: getattr(self, f"_{name}") for name in _answered_names()}
-        answers |= {alias: answers[name] for alias, name in _ALIASES.items() if hasattr(seen, alias)}
-        answers |= {name: _refusing(name) for name in _NO_PARTNER if hasattr(seen, name)}
-        for owner, found in ((seen, answers), (seen_with_gradients, _with_gradients()), (seen.nn, _with_gradients())):
-            for name, answer in found.items():
-                original = getattr(owner, name, None)
-                if original is not None:
-                    _, replacement = replaced.setdefault(id(original), (original, self._for_default_group(original, answer)))
-                    patches.append((owner, name, replacement))
-        patches += _imported_before(replaced)
-        with patched_attributes(*patches):
-            yield
+        answers = {name: functools.partial(self._exchange, name) for name in _COLLECTIVES}
+        own = (name for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
+        answers |= {name.removeprefix("_"): getattr(self, name) for name in own}
+        answers |= {name: functools.partial(_refuse, name) for name in _NO_PARTNER}
+        return _replaced(
+            (owner, name, functools.partial(self._for_default_group, answer))
+            for owner, found in ((seen, answers), (seen_with_gradients, _with_gradients()), (seen.nn, _with_gradients()))
+            for name, answer in found.items()
+        )
 
-    def _for_default_group(self, original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of torch; ``answer`` is called where its group is the default one, with the arguments it takes."""
+    def _for_default_group(self, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of torch; ``answer`` is called where its group is the default one, with all arguments by name."""
         signature = inspect.signature(original)
-        taken = inspect.signature(answer).parameters
         is_everybodys = original.__name__ not in _ONLY_IN_USER_CODE
 
         @functools.wraps(original)
@@ -155,105 +151,75 @@ class Replica:
             asks_for_us = str(sys._getframe(1).f_globals.get("__name__")).startswith(_MACHINERY)
             if not is_own or asks_for_us or not (is_everybodys or self._now.is_acting or self.is_computing):
                 return original(*args, **kwargs)
-            result = answer(**{name: value for name, value in arguments.items() if name in taken})
+            result = answer(**arguments)
             return _Done() if arguments.get("async_op") else result
 
         return call
 
     # ------------------------------------------------------------------ who and how many
 
-    def _get_rank(self) -> int:
-        return real.get_rank() if self._now.is_acting and not self.is_computing else 0
+    @property
+    def _only_acts(self) -> bool:
+        return self._now.is_acting and not self.is_computing
 
-    def _get_world_size(self) -> int:
+    def _get_rank(self, **_: Any) -> int:
+        return real.get_rank() if self._only_acts else 0
+
+    def _get_world_size(self, **_: Any) -> int:
         return 1
 
     def _is_initialized(self) -> bool:
         # Code that asks goes its way of one device; Lightning itself must know.
         return not self.is_computing and real.is_initialized()
 
-    def _new_group(self, ranks: Any = None) -> Any:
+    def _new_group(self, ranks: Any = None, **_: Any) -> Any:
         """The group of the replica itself, which is what the default group stands for."""
         if ranks is not None and list(ranks) != [0]:
             raise _refusal(f"new_group({list(ranks)})", "a group of the only replica: new_group(), or new_group([0])")
         return seen.group.WORLD
 
-    def _destroy_process_group(self) -> None:
+    def _destroy_process_group(self, **_: Any) -> None:
         """Nothing: it is needed until the run has ended."""
 
-    def _get_process_group_ranks(self) -> list[int]:
+    def _get_process_group_ranks(self, **_: Any) -> list[int]:
         return [0]
 
     # ------------------------------------------------------------------ collectives
 
-    def _of_rank_zero(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values in place of the tensor's, where code acts."""
-        if self._now.is_acting and not self.is_computing:
+    def _exchange(self, name: str, /, **arguments: Any) -> None:
+        """A collective of tensors: what a rank gets is what it gives, and rank 0's where code acts."""
+        given, got = (_tensor(arguments.get(argument), name) for argument in _COLLECTIVES[name])
+        if got is None:  # as for gather, elsewhere than where things are gathered
+            got = torch.empty_like(given)
+        elif given is not None and given is not got:  # for scatter, only where things come from
+            got.copy_(given.detach().reshape(got.shape))
+        if self._only_acts:
             with torch.no_grad():
-                tensor.copy_(self._share(tensor.detach().cpu()))
-        return tensor
+                got.copy_(self._share(got.detach().cpu()))
 
     def _shared_object(self, value: Any) -> Any:
-        return self._share(value) if self._now.is_acting and not self.is_computing else value
+        return self._share(value) if self._only_acts else value
 
-    def _barrier(self) -> None:
+    def _barrier(self, **_: Any) -> None:
         self._shared_object(None)
 
-    def _monitored_barrier(self) -> None:
-        self._shared_object(None)
+    _monitored_barrier = _barrier
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        self._of_rank_zero(tensor)
-
-    def _reduce(self, tensor: Tensor) -> None:
-        self._of_rank_zero(tensor)
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        self._of_rank_zero(tensor)
-
-    def _all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> None:
-        _only(tensor_list, "all_gather").copy_(self._of_rank_zero(tensor.detach().clone()))
-
-    def _all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        output_tensor.copy_(self._of_rank_zero(input_tensor.detach().clone()).reshape(output_tensor.shape))
-
-    def _gather(self, tensor: Tensor, gather_list: list[Tensor] | None = None) -> None:
-        shared = self._of_rank_zero(tensor.detach().clone())
-        if gather_list:
-            _only(gather_list, "gather").copy_(shared)
-
-    def _scatter(self, tensor: Tensor, scatter_list: list[Tensor] | None = None) -> None:
-        if scatter_list:
-            tensor.copy_(_only(scatter_list, "scatter").detach())
-        self._of_rank_zero(tensor)
-
-    def _reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> None:
-        self._of_rank_zero(output.copy_(_only(input_list, "reduce_scatter").detach()))
-
-    def _reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        self._of_rank_zero(output.copy_(input.detach().reshape(output.shape)))
-
-    def _all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> None:
-        self._of_rank_zero(_only(output_tensor_list, "all_to_all").copy_(_only(input_tensor_list, "all_to_all").detach()))
-
-    def _all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        self._of_rank_zero(output.copy_(input.detach().reshape(output.shape)))
-
-    def _broadcast_object_list(self, object_list: list[Any]) -> None:
+    def _broadcast_object_list(self, object_list: list[Any], **_: Any) -> None:
         object_list[:] = self._shared_object(list(object_list))
 
-    def _all_gather_object(self, object_list: list[Any], obj: Any) -> None:
+    def _all_gather_object(self, object_list: list[Any], obj: Any, **_: Any) -> None:
         _only(object_list, "all_gather_object")
         object_list[0] = self._shared_object(obj)
 
-    def _gather_object(self, obj: Any, object_gather_list: list[Any] | None = None) -> None:
+    def _gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, **_: Any) -> None:
         shared = self._shared_object(obj)
         if object_gather_list:
             _only(object_gather_list, "gather_object")
             object_gather_list[0] = shared
 
     def _scatter_object_list(
-        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, **_: Any
     ) -> None:
         mine = _only(scatter_object_input_list, "scatter_object_list") if scatter_object_input_list else None
         scatter_object_output_list[0] = self._shared_object(mine)
@@ -280,51 +246,56 @@ def _own(value: Any) -> Any:
     return value
 
 
-def _answered_names() -> list[str]:
-    """The functions of torch.distributed that :class:`Replica` has an answer for."""
-    names = (name.removeprefix("_") for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
-    return [name for name in names if callable(getattr(seen, name, None))]
+def _run_in(block: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with no_end_of_epoch(function.__name__), block():
+            return function(*args, **kwargs)
+
+    return run
 
 
-@contextmanager
-def replaced_everywhere(names: Iterable[str], replacement: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+def replaced_everywhere(
+    names: Iterable[str], replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> AbstractContextManager[None]:
     """During the block functions of torch.distributed are others, under all names by which user code may call them.
 
     Args:
         names: The functions' names.
-        replacement: Makes the one that is called, of a name.
+        replacement: Makes the one that is called, of the function.
     """
-    patches: list[tuple[Any, str, Any]] = []
+    owners = (seen, real, seen_with_gradients, seen.nn)
+    return _replaced((owner, name, replacement) for owner in owners for name in names)
+
+
+@contextmanager
+def _replaced(functions: Iterable[tuple[ModuleType, str, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Replaces functions of modules, if these have them, by what is made of each, also where users have imported them."""
     replaced: dict[int, tuple[Any, Any]] = {}
-    for name in names:
-        for owner in (seen, real, seen_with_gradients, seen.nn):
-            original = getattr(owner, name, None)
-            if original is not None:
-                replaced[id(original)] = original, replacement(name)
-                patches.append((owner, name, replaced[id(original)][1]))
-    with patched_attributes(*patches, *_imported_before(replaced)):
-        yield
-
-
-def _imported_before(replaced: dict[int, tuple[Any, Any]]) -> list[tuple[Any, str, Any]]:
-    """``from torch.distributed import all_gather`` in modules of users."""
-    patches = []
+    patches: list[tuple[Any, str, Any]] = []
+    for owner, name, replacement in functions:
+        original = getattr(owner, name, None)
+        if original is not None:
+            if id(original) not in replaced:
+                replaced[id(original)] = original, replacement(original)
+            patches.append((owner, name, replaced[id(original)][1]))
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.split(".")[0] not in _NOT_USERS:
             for attribute, value in list(vars(module).items()):
-                original, replacement = replaced.get(id(value), (None, None))
+                original, new = replaced.get(id(value), (None, None))
                 if original is value and original is not None:
-                    patches.append((module, attribute, replacement))
-    return patches
+                    patches.append((module, attribute, new))
+    with patched_attributes(*patches):
+        yield
 
 
 def _with_gradients() -> dict[str, Callable[..., Any]]:
     """The functions of torch.distributed.nn, which return their results, and pass gradients on."""
 
-    def same(tensor: Tensor) -> Tensor:
+    def same(tensor: Tensor, **_: Any) -> Tensor:
         return tensor.clone()
 
-    def gathered(tensor: Tensor) -> tuple[Tensor]:
+    def gathered(tensor: Tensor, **_: Any) -> tuple[Tensor]:
         return (tensor.clone(),)
 
     return {
@@ -333,12 +304,19 @@ def _with_gradients() -> dict[str, Callable[..., Any]]:
         "all_reduce": same,
         "gather": gathered,
         "all_gather": gathered,
-        "_all_gather_base": lambda output_tensor, input_tensor: input_tensor.reshape(output_tensor.shape).clone(),
-        "scatter": lambda tensors: _only(tensors, "scatter").clone(),
-        "reduce_scatter": lambda input_list: _only(input_list, "reduce_scatter").clone(),
-        "all_to_all": lambda input_tensor_list: (_only(input_tensor_list, "all_to_all").clone(),),
-        "all_to_all_single": lambda input: input.clone(),
+        "_all_gather_base": lambda output_tensor, input_tensor, **_: input_tensor.reshape(output_tensor.shape).clone(),
+        "scatter": lambda tensors, **_: _only(tensors, "scatter").clone(),
+        "reduce_scatter": lambda input_list, **_: _only(input_list, "reduce_scatter").clone(),
+        "all_to_all": lambda input_tensor_list, **_: (_only(input_tensor_list, "all_to_all").clone(),),
+        "all_to_all_single": lambda input, **_: input.clone(),
     }
+
+
+def _tensor(given: Any, function: str) -> Any:
+    """The tensor of a list with one, or the argument itself; None for a list that this rank has not."""
+    if not isinstance(given, (list, tuple)):
+        return given
+    return _only(given, function) if given or function not in ("gather", "scatter") else None
 
 
 def _only(entries: Any, function: str) -> Any:
@@ -348,11 +326,8 @@ def _only(entries: Any, function: str) -> Any:
     return entries[0]
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse() -> None:
-        raise _refusal(name, "what a single replica can do: it has nobody to talk to")
-
-    return refuse
+def _refuse(name: str, /, **_: Any) -> None:
+    raise _refusal(name, "what a single replica can do: it has nobody to talk to")
 
 
 def _refusal(observed: str, expected: str) -> UnsupportedError:

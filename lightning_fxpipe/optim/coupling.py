@@ -12,7 +12,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def couples_parameters(optimizer: Optimizer) -> bool:
     failure: Exception | None = None
     for dtype in (torch.float64, torch.float32):  # some kernels have no float64
         try:
-            with torch.random.fork_rng(devices=[]), torch.enable_grad(), _without_collectives():
+            with torch.random.fork_rng(devices=[]), torch.enable_grad(), replaced_everywhere(_COLLECTIVES, _refused):
                 return _Trial(optimizer, dtype).differs()
         except CannotTryError:
             raise
@@ -142,7 +142,7 @@ class _Trial:
         for step in range(self._num_steps):
             closure = gradients.of_step(step)
             closure()
-            with _without_hooks(twin):
+            with wrapped_step_hooks(twin, lambda hook: _do_nothing):  # the user's, and not for a trial
                 twin.step(closure=closure)
             yield _values(parameters)
 
@@ -250,26 +250,14 @@ def _values(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
     return [None if parameter.is_meta else parameter.detach().clone() for parameter in parameters]
 
 
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Those of all optimizers are the user's, and not for a trial."""
-    with wrapped_step_hooks(optimizer, lambda hook: _do_nothing):
-        yield
-
-
 def _do_nothing(*args: Any) -> None:
     pass
 
 
-@contextmanager
-def _without_collectives() -> Iterator[None]:
-    """During the block, communication ends the trial: in a pipeline each rank would send another stage's tensors."""
+def _refused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In place of a collective, ends the trial: in a pipeline each rank would send another stage's tensors."""
 
-    def refused(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            raise CannotTryError(f"it calls torch.distributed.{name}, and the ranks have different parameters")
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise CannotTryError(f"it calls torch.distributed.{function.__name__}, and the ranks have different parameters")
 
-        return call
-
-    with replaced_everywhere(_COLLECTIVES, refused):
-        yield
+    return call
