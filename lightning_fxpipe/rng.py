@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,17 @@ def isolated_rng() -> Iterator[None]:
         yield
     finally:
         set_rng_state(state)
+
+
+@contextmanager
+def kept_generators(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Restores other generators of torch after the block."""
+    states = [(generator, generator.get_state()) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def rng_state() -> dict[str, Any]:

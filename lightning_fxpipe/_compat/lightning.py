@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
 from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves, tree_map
-from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.rng import isolated_rng, kept_generators
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -169,7 +169,9 @@ def _first_of_loader(loader: Any) -> Any:
 
     if not isinstance(loader, DataLoader):
         return _first_of_iterable(loader)
-    with _kept_generators(loader):
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
+    with kept_generators(generators.values()):
         return _first_collated(loader)
 
 
@@ -182,19 +184,6 @@ def _first_of_iterable(loader: Any) -> Any:
         finally:
             loader.load_state_dict(state)
     return next(iter(copy.deepcopy(loader) if hasattr(loader, "__next__") else loader))
-
-
-@contextmanager
-def _kept_generators(loader: Any) -> Iterator[None]:
-    """Restores the states of the generators that a dataloader and its samplers have of their own."""
-    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
-    states = [(generator, generator.get_state()) for generator in generators.values()]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 def _first_collated(loader: Any) -> Any:

@@ -383,10 +383,9 @@ def is_saved_buffer(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def arguments_of(operator: Any) -> list[tuple[str, bool]]:
-    """Names of an operator's arguments, and whether it changes them in place; no public name tells. torch 2.11-2.15."""
-    found = operator._schema.arguments
-    return [(argument.name, argument.alias_info is not None and argument.alias_info.is_write) for argument in found]
+def takes_device(operator: Any) -> bool:
+    """Whether an operator has an argument for the device of its result; no public name tells. torch 2.11-2.15."""
+    return any(argument.name == "device" for argument in operator._schema.arguments)
 
 
 def num_results_of(operator: Any) -> int:

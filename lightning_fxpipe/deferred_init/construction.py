@@ -21,7 +21,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat.torch import TorchDispatchMode, arguments_of, num_results_of, storage_key, tree_map, version_of
+from lightning_fxpipe._compat.torch import (
+    TorchDispatchMode,
+    num_results_of,
+    storage_key,
+    takes_device,
+    tree_map,
+    version_of,
+    written_arguments,
+)
 from lightning_fxpipe.deferred_init.remake import Recording, is_empty_memory, is_random, on_device, tensors_in
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -31,7 +39,7 @@ _SMALL = 64 * 1024
 _META = torch.device("meta")
 
 
-class Construction:
+class Construction(Recording):
     """Records how tensors without data get their values, and makes them.
 
     Args:
@@ -41,9 +49,8 @@ class Construction:
     """
 
     def __init__(self, device: torch.device, *, draws: bool = True) -> None:
-        self.device = device
+        super().__init__(device)
         self._draws = draws
-        self._recording = Recording(device)
         self._pretending: set[int] = set()  # storages whose tensors say that they are not on the meta device
         self._registered: dict[int, tuple[Tensor, int]] = {}  # with their versions
         self._changed: set[int] = set()  # tensors that somebody has changed between two recordings
@@ -65,40 +72,27 @@ class Construction:
         finally:
             for handle in handles:
                 handle.remove()
-            self._recording.forget_values()
+            self.forget_values()
             for tensor in [*found, *(tensor for tensor, _ in self._registered.values())]:
                 self._registered[id(tensor)] = tensor, version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor was made, or first registered, while this was recording."""
-        return id(tensor) in self._registered or self._recording.knows(tensor)
+        return id(tensor) in self._registered or self.knows(tensor)
 
     def is_unchanged(self, tensor: Tensor) -> bool:
         """Whether nobody has changed a tensor while this was not recording."""
         _, version = self._registered.get(id(tensor), (tensor, version_of(tensor)))
-        return self._recording.knows(tensor) and version == version_of(tensor) and id(tensor) not in self._changed
-
-    def is_written(self, tensor: Tensor) -> bool:
-        """Whether the tensor has got values."""
-        return self._recording.is_written(tensor)
+        return self.knows(tensor) and version == version_of(tensor) and id(tensor) not in self._changed
 
     def pretends(self, tensor: Tensor) -> bool:
         """Whether a tensor on the meta device is one that the block takes for a real one."""
         return storage_key(tensor) in self._pretending
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been recorded."""
-        return self._recording.is_empty
-
-    def needs_draws(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether tensors depend on random numbers that have not been drawn yet."""
-        return self._recording.needs_draws(tensors)
-
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Treats tensors without data from elsewhere as if this had made them."""
         for tensor in tensors:
-            self._recording.know(tensor)
+            self.know(tensor)
             self._pretending.add(storage_key(tensor))
 
     def set_data(self, tensor: Tensor, data: Tensor) -> None:
@@ -109,10 +103,10 @@ class Construction:
         """An operator of the block."""
         tensors = tensors_in((args, kwargs))
         if not any(tensor.is_meta for tensor in tensors):
-            if tensors or not _takes_device(function):
+            if tensors or not takes_device(function):
                 return function(*args, **kwargs)
             return self._make_new(function, args, kwargs)
-        changed = _find_changed(function, args, kwargs)
+        changed = written_arguments(function, args, kwargs)
         moves = _moves(kwargs)
         if not any(tensor.is_meta and self.pretends(tensor) for tensor in tensors) and (not moves or _copies(function)):
             return self._note(function, args, kwargs, function(*args, **kwargs), changed, pretends=False)
@@ -143,7 +137,7 @@ class Construction:
         self, function: Any, args: Any, kwargs: Any, result: Any, changed: Sequence[Tensor], *, pretends: bool = True
     ) -> Any:
         """Writes a call down; returns its result."""
-        draws = self._recording.add(function, args, kwargs, result, changed)
+        draws = self.add(function, args, kwargs, result, changed)
         if pretends:
             self._pretending.update(map(storage_key, tensors_in(result)))
             if draws and self._draws:
@@ -159,7 +153,7 @@ class Construction:
         values = dict(zip(map(id, given), self.data_of(given), strict=True))
         if changed:
             self._note(function, args, kwargs, None, changed)
-            self._recording.forget_values()
+            self.forget_values()
         real_args, real_kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, on_device(kwargs, self.device)))
         return function(*real_args, **real_kwargs)
 
@@ -167,8 +161,8 @@ class Construction:
         """The values of tensors at this moment of the recording."""
         self.catch_up()
         for tensor in tensors:
-            self._recording.know(tensor)
-        return self._recording.values(tensors)
+            self.know(tensor)
+        return self.values(tensors)
 
     def catch_up(self, wanted: Iterable[Tensor] = ()) -> None:
         """Draws the random numbers that the construction has drawn, in its order, if that has not been done.
@@ -176,11 +170,7 @@ class Construction:
         Args:
             wanted: Tensors that may lie on the meta device because the block asked for that, and are to have data all the same.
         """
-        self._recording.draw(None if self.needs_draws(wanted) else self._pretending)
-
-    def make(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors with their data; those that share memory still do. Generators stay as they are."""
-        return self._recording.make(tensors)
+        self.draw(None if self.needs_draws(wanted) else self._pretending)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -257,10 +247,6 @@ def _is_plain(kind: type) -> bool:
     return kind in (Tensor, nn.Parameter, nn.Buffer)
 
 
-def _takes_device(function: Any) -> bool:
-    return any(name == "device" for name, _ in arguments_of(function))
-
-
 def _moves(kwargs: Mapping[str, Any]) -> bool:
     """Whether the result is asked to be elsewhere than on the meta device."""
     device = kwargs.get("device")
@@ -280,16 +266,7 @@ def _without_data(function: Any, args: Any, kwargs: Any) -> Any:
         return None if isinstance(leaf, torch.Generator) else leaf
 
     options = on_device(kwargs, _META)
-    if _takes_device(function) and not tensors_in((args, kwargs)):
+    if takes_device(function) and not tensors_in((args, kwargs)):
         options["device"] = _META
     blank_args, blank_kwargs = tree_map(blank, (args, options))
     return function(*blank_args, **blank_kwargs)
-
-
-def _find_changed(function: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a call changes in place."""
-    found: list[Tensor] = []
-    for index, (name, is_written) in enumerate(arguments_of(function)):
-        if is_written:
-            found += tensors_in(args[index] if index < len(args) else kwargs.get(name))
-    return found

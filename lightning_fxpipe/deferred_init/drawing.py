@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,17 +23,6 @@ def generator_of(kwargs: Mapping[str, Any], device: torch.device) -> torch.Gener
         generators: Sequence[torch.Generator] = torch.cuda.default_generators
         return generators[index]
     return torch.default_generator
-
-
-@contextmanager
-def kept_generators(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Restores the generators after the block."""
-    states = [(generator, generator.get_state()) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
 
 
 def spend(function: Any, scalars: Sequence[Any], kwargs: Mapping[str, Any], blank: Tensor, device: torch.device) -> None:

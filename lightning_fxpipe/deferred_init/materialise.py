@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -39,15 +39,10 @@ class Constructions:
             yield
         self._all.append(construction)
 
-    @contextmanager
-    def changing(self, module: nn.Module) -> Iterator[None]:
+    def changing(self, module: nn.Module) -> AbstractContextManager[None]:
         """What the block does to a module is part of its construction."""
         construction = self._of(module)
-        if construction is None:
-            yield
-            return
-        with construction.recording():
-            yield
+        return nullcontext() if construction is None else construction.recording()
 
     def take(self, module: nn.Module, device: torch.device, *, draws: bool) -> Materials:
         """What a module's values come from. Its construction is then over.

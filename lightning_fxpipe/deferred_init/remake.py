@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import storage_key, tree_leaves, tree_map, version_of
-from lightning_fxpipe.deferred_init.drawing import generator_of, kept_generators, spend
+from lightning_fxpipe.deferred_init.drawing import generator_of, spend
+from lightning_fxpipe.rng import kept_generators
 
 # Larger tensors with data that a step takes are not copied.
 _LARGE = 1024 * 1024
