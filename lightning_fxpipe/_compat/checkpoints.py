@@ -8,49 +8,38 @@ from typing import Any
 
 
 def folder_reader(path: Any, url: str, options: Mapping[str, Any]) -> Any:
-    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None.
-
-    The reader and writer for the file systems of fsspec have public names since torch 2.15 only. torch 2.11-2.15.
-    """
-    if path is not None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-        return FileSystemReader(path)
-    return _of_fsspec("FsspecReader")(url, **options)
+    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None."""
+    return _for_folder("Reader", path, url, options)
 
 
 def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
-    """Writes a folder that :func:`folder_reader` reads. torch 2.11-2.15."""
-    if path is not None:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-        return FileSystemWriter(path)
-    return _of_fsspec("FsspecWriter")(url, **options)
+    """Writes a folder that :func:`folder_reader` reads."""
+    return _for_folder("Writer", path, url, options)
 
 
-def _of_fsspec(name: str) -> Any:
+def _for_folder(kind: str, path: Any, url: str, options: Mapping[str, Any]) -> Any:
+    """Those for the file systems of fsspec have public names since torch 2.15 only. torch 2.11-2.15."""
     import torch.distributed.checkpoint as public
 
-    if hasattr(public, name):
-        return getattr(public, name)
+    if path is not None:
+        return getattr(public, f"FileSystem{kind}")(path)
+    if hasattr(public, f"Fsspec{kind}"):
+        return getattr(public, f"Fsspec{kind}")(url, **options)
     from torch.distributed.checkpoint import _fsspec_filesystem as private
 
-    return getattr(private, name)
+    return getattr(private, f"Fsspec{kind}")(url, **options)
 
 
-def names_only() -> Any:
+class NamesOnly:
     """A ``pickle_module`` for ``torch.load`` that runs no code of the file: objects of unknown classes become stand-ins.
 
     Which classes and functions do no harm torch knows for ``weights_only``, privately. torch 2.11-2.15.
     """
-    return _NamesOnly
 
-
-class _NamesOnly:
     @staticmethod
     def load(file: Any, **options: Any) -> Any:
         """As ``pickle.load``."""
-        return _NamesOnly.Unpickler(file, **options).load()
+        return NamesOnly.Unpickler(file, **options).load()
 
     class Unpickler(pickle.Unpickler):
         """Knows harmless names."""
@@ -59,10 +48,8 @@ class _NamesOnly:
             """The class or function; a stand-in for one that is not known to be harmless."""
             from torch._weights_only_unpickler import _get_allowed_globals
 
-            known = _get_allowed_globals()
-            if f"{module}.{name}" in known:
-                return known[f"{module}.{name}"]
-            return type(name, (_StandIn,), {"__module__": module})
+            stand_in = type(name, (_StandIn,), {"__module__": module})
+            return _get_allowed_globals().get(f"{module}.{name}", stand_in)
 
 
 class _StandIn:

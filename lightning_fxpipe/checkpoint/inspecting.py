@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.checkpoints import names_only
+from lightning_fxpipe._compat.checkpoints import NamesOnly
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.checkpoint.folders import Folder, open_folder
@@ -56,7 +56,7 @@ def look_into(location: Location) -> Contents:
     """
     if not is_folder(location):
         with location.local_copy() as path:
-            stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=names_only())
+            stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=NamesOnly)
         notes = {"metadata": dict(stored.metadata)} if stored.metadata else {}
         return Contents(location, stored.format, stored.checkpoint | notes)
     lacking = ""
@@ -66,7 +66,7 @@ def look_into(location: Location) -> Contents:
         if not location.inside(".metadata").exists():
             raise
         folder, lacking = Folder(location), error.observed or error.what
-    rest = {} if metadata_filename() in lacking else folder.read_rest(weights_only=False, pickle_module=names_only())
+    rest = {} if metadata_filename() in lacking else folder.read_rest(weights_only=False, pickle_module=NamesOnly)
     # Of an optimizer the options are read, which are numbers; everything else by its metadata.
     checkpoint = checkpoint_of_folder(
         folder, rest, lambda path: re.fullmatch(OPTIMIZER, str(path[0])) is not None and path[1] == GROUPS

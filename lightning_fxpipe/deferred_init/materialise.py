@@ -44,18 +44,17 @@ class Constructions:
         construction = self._of(module)
         return nullcontext() if construction is None else construction.recording()
 
-    def take(self, module: nn.Module, device: torch.device, *, draws: bool) -> Materials:
+    def take(self, module: nn.Module, *, draws: bool) -> Materials:
         """What a module's values come from. Its construction is then over.
 
         Args:
-            module: The module; with all of its tensors, whether they have data or not.
-            device: Where tensors are made.
+            module: With all of its tensors, whether they have data or not.
             draws: False where a checkpoint comes, so that initial values may not be needed.
         """
         construction = self._of(module)
         if construction is not None:
             self._all.remove(construction)
-        return Materials(module, construction or Construction(device, draws=draws), draws=draws)
+        return Materials(module, construction or Construction(torch.device("cpu"), draws=draws), draws=draws)
 
     def _of(self, module: nn.Module) -> Construction | None:
         blank = [tensor for *_, tensor in named_tensors(module) if tensor.is_meta]

@@ -7,7 +7,7 @@ dropped afterwards, and the FQNs of the complete groups are kept for checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.containers import leaves_with_path
 
 STATE, GROUPS = "state", "param_groups"
+_CPU = torch.device("cpu")
 
 
 class StageOptimizer:
@@ -86,16 +87,15 @@ class StageOptimizer:
         There the stages may have been others. Called by every rank of the pipeline.
         """
         mine = self._mine()
-        there = {fqn: self.optimizer.state[parameter] for fqn, parameter in mine.items() if parameter in self.optimizer.state}
+        there = self._states_here()
         held = {**self._elsewhere, **there}
         self._elsewhere = {}
         told = gather_values(group, (list(held), [fqn for fqn in mine if fqn not in there]))
         missing = {fqn for _, lacks in told for fqn in lacks} & {fqn for has, _ in told for fqn in has}
         if missing:
-            sent = {fqn: _move_tensors(state, torch.device("cpu")) for fqn, state in held.items() if fqn in missing}
-            found = {fqn: state for part in reversed(gather_values(group, sent)) for fqn, state in part.items()}
+            found = _gather_states({fqn: state for fqn, state in held.items() if fqn in missing}, group)
             self.optimizer.state.update({mine[fqn]: state for fqn, state in found.items() if fqn in mine and fqn not in there})
-        self._move(lambda parameter: parameter.device, kept=("step",))
+        self._move_states()
 
     def show_others(self) -> None:
         """Puts the placeholders into the groups, which then list what they list on one device."""
@@ -118,14 +118,13 @@ class StageOptimizer:
                 group["param_names"] = [group["param_names"][index] for index in mine]
             self._left.append(list(group["params"]))
         self._shows_others = False
-        others = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
+        keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
+        states = {key: self.optimizer.state.pop(key) for key in keys}
         if self._others is not None:
-            self._others = {key: self.optimizer.state.pop(key) for key in others}
+            self._others = states
             return {}
-        if not others:
-            return {}
-        fqns = self._fqns()
-        return {fqns[id(key)]: self.optimizer.state.pop(key) for key in others}
+        fqns = self._fqns() if states else {}
+        return {fqns[id(key)]: state for key, state in states.items()}
 
     def _follow_groups(self) -> None:
         """Takes note of groups that have changed, or been added, wherever that was."""
@@ -144,11 +143,9 @@ class StageOptimizer:
         if self._others is not None:
             return
         placeholders = {fqn: p for fqn, p in self._module.named_parameters() if p.is_meta}
-        there = {fqn: self.optimizer.state[p] for fqn, p in self._mine().items() if p in self.optimizer.state}
-        sent = {fqn: _move_tensors(state, torch.device("cpu")) for fqn, state in there.items()}
-        found = {fqn: state for part in gather_values(group, sent) for fqn, state in part.items() if fqn in placeholders}
-        device = next((p.device for p in self._mine().values()), torch.device("cpu"))
-        self._others = {placeholders[fqn]: _move_tensors(state, device) for fqn, state in found.items()}
+        found = _gather_states(self._states_here(), group)
+        device = next((p.device for p in self._mine().values()), _CPU)
+        self._others = {placeholders[fqn]: _moved(state, device) for fqn, state in found.items() if fqn in placeholders}
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
@@ -191,7 +188,7 @@ class StageOptimizer:
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
         self._others = None  # each rank has its own
         self.show_others()
-        self._move(lambda parameter: torch.device("cpu"), kept=("step",))
+        self._move_states(_CPU)
 
     def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
         """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
@@ -248,18 +245,15 @@ class StageOptimizer:
         self._others = None
         names = [group.get("param_names") for group in saved[GROUPS]]
         self._names = [list(new) if new is not None else old for new, old in zip(names, self._names, strict=True)]
-        self._move(lambda parameter: parameter.device, kept=("step",))
+        self._move_states()
 
-    def _move(self, device_of: Callable[[Tensor], torch.device], *, kept: Sequence[str]) -> None:
-        """Moves the parameters' states, but for the entries ``kept``: torch decides where a counter of steps has to be."""
+    def _move_states(self, device: torch.device | None = None) -> None:
+        """Moves the parameters' states to a device, or to each one's own; where a counter of steps has to be torch decides."""
         for parameter, state in self.optimizer.state.items():
-            if not isinstance(parameter, Tensor):
-                continue
-            device = device_of(parameter)
-            if isinstance(state, dict):
-                state.update({key: _move_tensors(value, device) for key, value in state.items() if key not in kept})
-            else:
-                self.optimizer.state[parameter] = _move_tensors(state, device)
+            if isinstance(parameter, Tensor) and isinstance(state, dict):
+                state.update({key: _moved(entry, device or parameter.device) for key, entry in state.items() if key != "step"})
+            elif isinstance(parameter, Tensor):
+                self.optimizer.state[parameter] = _moved(state, device or parameter.device)
 
     def _fqns(self) -> dict[int, str]:
         return {id(parameter): fqn for fqn, parameter in self._module.named_parameters()}
@@ -282,6 +276,10 @@ class StageOptimizer:
         """The parameters that the groups hold here, in their order."""
         fqns = self._fqns()
         return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+
+    def _states_here(self) -> dict[str, Any]:
+        """The states of these parameters, as far as there are any."""
+        return {fqn: self.optimizer.state[p] for fqn, p in self._mine().items() if p in self.optimizer.state}
 
     def check_savable(self) -> None:
         """Raises :class:`UnsupportedError` where :meth:`state_dict` would."""
@@ -334,7 +332,13 @@ def _names(group: Mapping[str, Any]) -> list[str] | None:
     return list(names) if names is not None and len(names) == len(group["params"]) else None
 
 
-def _move_tensors(value: Any, device: torch.device) -> Any:
+def _gather_states(states: Mapping[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """The states that the ranks give, on the CPU, of each the first rank's. Called by every rank."""
+    sent = {fqn: _moved(state, _CPU) for fqn, state in states.items()}
+    return {fqn: state for part in reversed(gather_values(group, sent)) for fqn, state in part.items()}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
@@ -349,7 +353,5 @@ def _laid_out(parameter: nn.Parameter, copies: bool, value: Any) -> Any:
 
 def text_of(value: Any) -> str:
     """Equal for equal values; short."""
-    parts = [
-        f"{path}={digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)[:200]}" for path, leaf in leaves_with_path(value)
-    ]
-    return ", ".join(parts)[:1000]
+    leaves = leaves_with_path(value)
+    return ", ".join(f"{path}={digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)[:200]}" for path, leaf in leaves)[:1000]

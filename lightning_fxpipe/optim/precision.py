@@ -75,11 +75,10 @@ def scaler_of(plugin: Any) -> Any:
 
 def step_context(plugin: Any, kind: StepKind) -> AbstractContextManager[Any]:
     """The plugin's context for a step."""
-    contexts = {
+    contexts: dict[StepKind, Callable[[], AbstractContextManager[Any]]] = {
         StepKind.TRAIN: plugin.train_step_context,
         StepKind.VALIDATE: plugin.val_step_context,
         StepKind.TEST: plugin.test_step_context,
         StepKind.PREDICT: plugin.predict_step_context,
     }
-    context: AbstractContextManager[Any] = contexts[kind]()
-    return context
+    return contexts[kind]()

@@ -413,7 +413,7 @@ def init_context(
 
 def materials_of(constructions: Constructions, module: Any) -> Materials:
     """Where the tensors of a module that is about to be split get their data from."""
-    return constructions.take(module, torch.device("cpu"), draws=not _awaits_checkpoint(module))
+    return constructions.take(module, draws=not _awaits_checkpoint(module))
 
 
 def _awaits_checkpoint(module: Any) -> bool:

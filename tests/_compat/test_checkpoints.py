@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fxpipe._compat.checkpoints import folder_reader, folder_writer, names_only
+from lightning_fxpipe._compat.checkpoints import NamesOnly, folder_reader, folder_writer
 
 
 @pytest.mark.filterwarnings("error:torch.distributed.checkpoint._fsspec_filesystem:DeprecationWarning")
@@ -28,7 +28,7 @@ def test_folders_are_written_and_read_behind_urls() -> None:
 def test_names_only_knows_what_is_harmless_and_nothing_else(tmp_path: Path) -> None:
     value = {"tensor": torch.ones(2), "dtype": torch.float16, "size": torch.Size([3]), "other": Path("a"), "code": os.getcwd}
     torch.save(value, tmp_path / "x.pt")
-    found = torch.load(tmp_path / "x.pt", weights_only=False, pickle_module=names_only())
+    found = torch.load(tmp_path / "x.pt", weights_only=False, pickle_module=NamesOnly)
     assert torch.equal(found["tensor"], torch.ones(2))
     assert (found["dtype"], found["size"]) == (torch.float16, torch.Size([3]))
     assert type(found["other"]) is not type(Path("a"))

@@ -73,7 +73,7 @@ def test_a_module_on_the_meta_device_initialises_itself_as_its_constructor_does(
     torch.manual_seed(3)
     with torch.device("meta"):
         module = kind()
-    found = values(module, Constructions().take(module, CPU, draws=True))
+    found = values(module, Constructions().take(module, draws=True))
     for *_, fqn, tensor in named_tensors(expected):
         torch.testing.assert_close(found[fqn], tensor, rtol=0, atol=0, msg=fqn)
 
@@ -92,7 +92,7 @@ def test_attributes_get_their_data_in_place() -> None:
     with constructions.recording(CPU, draws=True):
         module = Attributes()
     tables = module.tables
-    constructions.take(module, CPU, draws=True)
+    constructions.take(module, draws=True)
     assert module.tables is tables
     for found, value in (
         (module.table, expected.table),
@@ -114,13 +114,13 @@ def test_what_nobody_initialises_is_named(module: Any, named: str) -> None:
     with torch.device("meta"):
         blank = module()
     with pytest.raises(UnsupportedError, match=re.escape(named)):
-        Constructions().take(blank, CPU, draws=True)
+        Constructions().take(blank, draws=True)
 
 
 def test_a_checkpoint_may_bring_what_nobody_initialises() -> None:
     with torch.device("meta"):
         blank = nn.Sequential(nn.Linear(2, 2), nn.ParameterList([nn.Parameter(torch.randn(3))]))
-    materials = Constructions().take(blank, CPU, draws=False)
+    materials = Constructions().take(blank, draws=False)
     before = torch.get_rng_state()
     found = values(blank, materials)
     assert all(not value.any() for value in found.values())
@@ -128,7 +128,7 @@ def test_a_checkpoint_may_bring_what_nobody_initialises() -> None:
         materials.note_placed(fqn, value)
     found["1.0"].fill_(5)
     with pytest.raises(UnsupportedError, match=r"1\.0 \(no method"):
-        Constructions().take(blank, CPU, draws=False).finish(["0.weight"], draws=False)
+        Constructions().take(blank, draws=False).finish(["0.weight"], draws=False)
     materials.finish(["1.0", "0.bias"], draws=False)
     assert found["0.weight"].abs().min() > 0
     assert not found["0.bias"].any()
@@ -150,4 +150,4 @@ def test_a_module_that_another_run_has_split_is_refused() -> None:
     module = nn.Linear(2, 2)
     module.weight = placeholder_for(module.weight)  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match="does not have all of its parameters"):
-        Constructions().take(module, CPU, draws=True)
+        Constructions().take(module, draws=True)
