@@ -243,16 +243,17 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[set[str]]:
         is_fit = trainer.state.fn is None or trainer.state.fn.value == "fit"
         return loader("val", trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop)
 
-    def length(of: Callable[[], Any]) -> Any:
+    def num_batches() -> Any:
+        limit = trainer.limit_train_batches
         try:
-            return min(len(of()), trainer.limit_train_batches if isinstance(trainer.limit_train_batches, int) else 2**62)
+            return min(len(train_loader()), limit if isinstance(limit, int) else 2**62)
         except TypeError:
             return float("inf")
 
     def steps() -> Any:
         epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else float("inf")
         limit = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
-        return min(limit, epochs * -(-length(train_loader) // trainer.accumulate_grad_batches))
+        return min(limit, epochs * -(-num_batches() // trainer.accumulate_grad_batches))
 
     def unless(name: str, other: Callable[[], Any], is_known: Callable[[Any], bool]) -> property:
         getter: Any = vars(own)[name].fget
@@ -280,7 +281,7 @@ def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[set[str]]:
         (own, "lr_scheduler_configs", unless("lr_scheduler_configs", lambda: [stand_in], bool)),
         (own, "train_dataloader", unless("train_dataloader", train_loader, is_there)),
         (own, "val_dataloaders", unless("val_dataloaders", val_loader, is_there)),
-        (own, "num_training_batches", unless("num_training_batches", lambda: length(train_loader), lambda n: n < 2**62)),
+        (own, "num_training_batches", unless("num_training_batches", num_batches, lambda n: n < 2**62)),
         (own, "estimated_stepping_batches", unless("estimated_stepping_batches", steps, is_there)),
         (kind, "optimizers", optimizers),
     ]

@@ -231,13 +231,11 @@ def version_of(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
-def watch_unscaling(scaler: Any, after: Callable[[dict[torch.device, Tensor]], None]) -> Callable[[], None]:
-    """Has ``after`` see, and change, what a ``GradScaler`` found when it looked for infinite gradients: a flag for each device.
+def unscaling_watched(scaler: Any, after: Callable[[dict[torch.device, Tensor]], None]) -> tuple[Any, str, Any]:
+    """What to patch so that ``after`` sees, and changes, what a ``GradScaler`` finds when it looks for infinite gradients.
 
-    Whether a step is skipped and how the scale goes on follow from these flags; no public method has them. torch 2.11-2.15.
-
-    Returns:
-        Ends it.
+    That is a flag for each device. Whether a step is skipped and how the scale goes on follow from these flags; no public
+    method has them. torch 2.11-2.15.
     """
     unscale = scaler._unscale_grads_
 
@@ -248,11 +246,7 @@ def watch_unscaling(scaler: Any, after: Callable[[dict[torch.device, Tensor]], N
         after(found)
         return found
 
-    def end() -> None:
-        del scaler._unscale_grads_
-
-    scaler._unscale_grads_ = watched
-    return end
+    return scaler, "_unscale_grads_", watched
 
 
 @contextmanager
@@ -268,15 +262,14 @@ def tracing_friendly_torch() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
-    detect = transformer._detect_is_causal_mask
     fastpath = torch.backends.mha.get_fastpath_enabled()
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
     torch.backends.mha.set_fastpath_enabled(False)
+    patch = (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: bool(is_causal))
     try:
-        yield
+        with patched_attributes(patch):
+            yield
     finally:
         log.setLevel(level)
-        transformer._detect_is_causal_mask = detect
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 

@@ -38,12 +38,7 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
 
 
 def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
-    """The values of all ranks of the group, by stage. Called by every rank of the group.
-
-    Args:
-        group: The pipeline's ranks; None without a process group.
-        value: Something small that can be pickled.
-    """
+    """The small, picklable values of all ranks, by stage; this one's without a group. Called by every rank of the group."""
     if group is None:
         return [value]
     values = [value] * dist.get_world_size(group)
@@ -52,12 +47,7 @@ def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
 
 
 def of_last_stage(value: Value, topology: Topology) -> Value:
-    """The value of the rank with the last stage; what the others give does not count. Called by every rank of the pipeline.
-
-    Args:
-        value: Something that can be pickled.
-        topology: This rank's place.
-    """
+    """The picklable value of the last stage's rank; the others' do not count. Called by every rank of the pipeline."""
     if topology.num_stages == 1:
         return value
     box = [value if topology.is_last else None]
@@ -71,11 +61,7 @@ def any_rank(vote: bool, topology: Topology) -> bool:
 
 
 class LateVote:
-    """A vote whose outcome is told one call later, so that no rank waits for another. Made by every rank of the pipeline.
-
-    Args:
-        group: The pipeline's ranks; None without a process group.
-    """
+    """A vote whose outcome is told one call later, so that no rank waits for another. Made by every rank of the pipeline."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group

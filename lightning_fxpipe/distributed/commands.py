@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_fxpipe._compat.torch import unprofiled
 
-# Of numbers that travel with a command.
+# Numbers that travel with a command.
 MAX_NUMBERS = 63
 # Messages are told apart by it from those of the stages, which have 0.
 _TAG = 1
@@ -48,16 +48,11 @@ class Commands:
         return self.group is None or dist.get_rank() == self.source
 
     def tell(self, command: Command, *numbers: float) -> None:
-        """Called on the last stage; every other rank calls :meth:`hear`.
-
-        Args:
-            command: The command.
-            *numbers: What belongs to it; at most ``MAX_NUMBERS``.
-        """
+        """Called on the last stage, with at most ``MAX_NUMBERS``; every other rank calls :meth:`hear`."""
         if self.group is None:
             return
         self._wait()
-        message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
+        message = _blank()
         message[: 2 + len(numbers)] = torch.tensor([command, len(numbers), *numbers], dtype=torch.float64)
         others = [rank for rank in dist.get_process_group_ranks(self.group) if rank != self.source]
         with unprofiled():  # it ends with the next command
@@ -66,7 +61,7 @@ class Commands:
     def expect(self) -> None:
         """Called before other work by a rank that will hear: the next command arrives meanwhile."""
         if self.group is not None and not self.is_source and not self._under_way and self._next is None:
-            message = torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
+            message = _blank()
             with unprofiled():  # it ends when the last stage has something to tell
                 self._under_way = [(message, dist.irecv(message, self.source, self.group, _TAG))]
 
@@ -100,6 +95,10 @@ class Commands:
             if work is not None:
                 work.wait()
         return [message for message, _ in under_way]
+
+
+def _blank() -> Tensor:
+    return torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
 
 
 _Message = tuple[Tensor, dist.Work | None]

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from types import FrameType, TracebackType
@@ -81,7 +81,7 @@ def begin_run(start: Callable[[], None], share: Callable[[Any], Any], address: s
     watch = current_watch()
     if watch is not None:
         watch.connections.add(connections)
-        watch.begin_run([address], share)
+        watch.begin_run(address, share)
 
 
 def end_run() -> None:
@@ -128,11 +128,7 @@ def _watch_of(world: dist.ProcessGroup) -> FailureWatch:
 
 
 class FailureWatch:
-    """What a rank knows of failures, its own and those of others.
-
-    Args:
-        rank: This rank.
-    """
+    """What a rank knows of failures, its own and those of others."""
 
     def __init__(self, rank: int) -> None:
         self.connections = Connections()
@@ -162,13 +158,8 @@ class FailureWatch:
         """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
         return self._in_run and self._ended.is_set()
 
-    def begin_run(self, addresses: Sequence[str], share: Callable[[Any], Any]) -> None:
-        """A new run begins. Called by every rank.
-
-        Args:
-            addresses: Under which rank 0's machine may be reached.
-            share: Gives every rank the argument of rank 0.
-        """
+    def begin_run(self, address: str, share: Callable[[Any], Any]) -> None:
+        """A new run begins; the arguments are those of the function. Called by every rank."""
         if self.connections.are_shut:
             raise FxPipeError(
                 "The ranks of the pipeline have lost each other in a run that failed.",
@@ -180,7 +171,7 @@ class FailureWatch:
         self._in_run = True
         if not self._is_connected:
             self._is_connected = True
-            self._lifeline = connect(self._rank, dist.get_world_size(), addresses, share, self._hear)
+            self._lifeline = connect(self._rank, dist.get_world_size(), address, share, self._hear)
             self._take_over_process()
 
     def end_run(self) -> None:

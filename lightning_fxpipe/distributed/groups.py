@@ -13,11 +13,9 @@ import torch.distributed.distributed_c10d as dist
 
 
 def closed_with(owner: object, groups: list[dist.ProcessGroup]) -> None:
-    """Ends groups when nobody has their owner any more, but those of NCCL, whose end would wait for the other ranks.
+    """Ends the groups that are in a list when nobody has their owner any more.
 
-    Args:
-        owner: Whoever has it may use the groups.
-        groups: Those that are then in the list.
+    But not those of NCCL, whose end would wait for the other ranks.
     """
     # At the end of the process torch ends what is left.
     weakref.finalize(owner, _close, groups).atexit = False

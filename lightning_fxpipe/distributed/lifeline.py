@@ -159,14 +159,14 @@ def _write(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def connect(
-    rank: int, world_size: int, addresses: Sequence[str], share: Callable[[Any], Any], on_failure: Callable[[Failure], None]
+    rank: int, world_size: int, address: str, share: Callable[[Any], Any], on_failure: Callable[[Failure], None]
 ) -> Lifeline | None:
     """Connects all ranks. Called by every rank.
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        addresses: Under which rank 0's machine may be reached.
+        address: Of rank 0's machine.
         share: Gives every rank the argument of rank 0.
         on_failure: See :class:`Lifeline`.
 
@@ -175,7 +175,7 @@ def connect(
     """
     listener = socket.create_server(("", 0), backlog=world_size) if rank == 0 else None
     token = secrets.token_hex(16)  # not every process that can reach the port is a rank
-    offer = (listener.getsockname()[1], [*addresses, socket.gethostname()], token) if listener is not None else None
+    offer = (listener.getsockname()[1], [address, socket.gethostname()], token) if listener is not None else None
     port, hosts, token = share(offer)
     if listener is not None:
         with listener:
@@ -194,32 +194,30 @@ def _accept(listener: socket.socket, world_size: int, token: str) -> dict[int, s
     deadline = time.monotonic() + _ACCEPT_SECONDS
     while len(found) < world_size - 1 and time.monotonic() < deadline:
         listener.settimeout(max(0.1, deadline - time.monotonic()))
-        try:
+        with contextlib.suppress(OSError):
             connection, _ = listener.accept()
             connection.settimeout(_CONNECT_SECONDS)
             hello = connection.makefile("rb").readline(200).split()
             if len(hello) == 2 and secrets.compare_digest(hello[0], token.encode()):
                 connection.sendall(b"+")
-                connection.settimeout(None)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone closes nothing
-                found[int(hello[1])] = connection
+                found[int(hello[1])] = _kept_open(connection)
             else:
                 connection.close()
-        except OSError:
-            continue
     return found
 
 
 def _dial(hosts: Sequence[str], port: int, token: str, rank: int) -> dict[int, socket.socket]:
     for host in hosts:
-        try:
+        with contextlib.suppress(OSError):
             connection = socket.create_connection((host, port), _CONNECT_SECONDS)
             connection.sendall(f"{token} {rank}\n".encode())
             if connection.recv(1) == b"+":
-                connection.settimeout(None)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                return {0: connection}
+                return {0: _kept_open(connection)}
             connection.close()
-        except OSError:
-            continue
     return {}
+
+
+def _kept_open(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone closes nothing
+    return connection

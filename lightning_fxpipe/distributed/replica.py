@@ -258,12 +258,7 @@ def _run_in(block: Callable[[], AbstractContextManager[None]], function: Callabl
 def replaced_everywhere(
     names: Iterable[str], replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> AbstractContextManager[None]:
-    """During the block functions of torch.distributed are others, under all names by which user code may call them.
-
-    Args:
-        names: The functions' names.
-        replacement: Makes the one that is called, of the function.
-    """
+    """During the block functions of torch.distributed are what is made of them, under all names that user code may call."""
     owners = (seen, real, seen_with_gradients, seen.nn)
     return _replaced((owner, name, replacement) for owner in owners for name in names)
 

@@ -37,12 +37,9 @@ class _Sent:
 
 
 def send_value(value: Any, target: int, group: dist.ProcessGroup | None) -> None:
-    """Sends tensors in containers, and whatever else can be pickled.
+    """Sends tensors in containers, and whatever else can be pickled, to the rank that calls :func:`receive_value`.
 
-    Args:
-        value: It.
-        target: Rank that calls :func:`receive_value`.
-        group: Of the two, for messages between CPUs.
+    The group is one for messages between CPUs.
     """
     description, tensors = _taken_apart(value)
     dist.send_object_list([description], dst=target, group=group)
@@ -58,13 +55,7 @@ def receive_value(source: int, group: dist.ProcessGroup | None) -> Any:
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
-    """What ``source`` has; what the others give does not count. Called by every rank of the group.
-
-    Args:
-        value: Tensors in containers, and whatever else can be pickled.
-        source: The rank.
-        group: The ranks, for messages between CPUs.
-    """
+    """What ``source`` gives, as for :func:`send_value`; the others' does not count. Called by every rank of the group."""
     is_source = dist.get_rank() == source
     description, tensors = _taken_apart(value) if is_source else (None, ())
     box = [description]

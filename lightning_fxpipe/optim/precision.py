@@ -7,7 +7,7 @@ clipped, are those of the whole model on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fxpipe._compat.torch import watch_unscaling
+from lightning_fxpipe._compat.torch import patched_attributes, unscaling_watched
 from lightning_fxpipe.user_code.step import StepKind
 
 
@@ -23,7 +23,7 @@ class PipelinePrecision:
     """Attaches a precision plugin to a pipeline.
 
     Args:
-        plugin: The plugin.
+        plugin: As Lightning has it.
         group: The pipeline's ranks, for messages between CPUs.
         clip_by_norm: Clips the gradients of an optimizer by the norm of the whole model's.
         outside: Makes a function one that sees this rank's stage only.
@@ -38,19 +38,20 @@ class PipelinePrecision:
     ) -> None:
         self._plugin = plugin
         self._group = group
-        scaler = scaler_of(plugin)
-        self._end_watch = watch_unscaling(scaler, self._share_overflow) if scaler is not None else None
         # Lightning clips by the norm of the parameters that it sees; they are one stage's.
-        plugin.clip_grad_by_norm = clip_by_norm
-        plugin.clip_grad_by_value = outside(type(plugin).clip_grad_by_value.__get__(plugin))
+        patches = [
+            (plugin, "clip_grad_by_norm", clip_by_norm),
+            (plugin, "clip_grad_by_value", outside(type(plugin).clip_grad_by_value.__get__(plugin))),
+        ]
+        scaler = scaler_of(plugin)
+        if scaler is not None:
+            patches.append(unscaling_watched(scaler, self._share_overflow))
+        self._patches = ExitStack()
+        self._patches.enter_context(patched_attributes(*patches))
 
     def detach(self) -> None:
         """Leaves the plugin as it was."""
-        for clip in ("clip_grad_by_norm", "clip_grad_by_value"):
-            vars(self._plugin).pop(clip, None)
-        if self._end_watch is not None:
-            self._end_watch()
-            self._end_watch = None
+        self._patches.close()
 
     @property
     def scale(self) -> float:

@@ -522,21 +522,20 @@ def test_what_a_scaler_found_decides_about_step_and_scale(kind: Any) -> None:
         for flag in found.values():
             flag.fill_(1.0)
 
-    end = _compat.watch_unscaling(scaler, overflow_elsewhere)
-    for gradient in (torch.ones(2), None):  # a rank without gradients is asked, too
-        scaler.scale(weight.sum())
-        weight.grad = gradient
-        if kind is torch.amp.GradScaler:
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-        else:  # whose own unscale_ talks to other ranks
-            scaler._unscale_grads_(optimizer, torch.ones(()), torch.zeros(1))
+    with _compat.patched_attributes(_compat.unscaling_watched(scaler, overflow_elsewhere)):
+        for gradient in (torch.ones(2), None):  # a rank without gradients is asked, too
+            scaler.scale(weight.sum())
+            weight.grad = gradient
+            if kind is torch.amp.GradScaler:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            else:  # whose own unscale_ talks to other ranks
+                scaler._unscale_grads_(optimizer, torch.ones(()), torch.zeros(1))
     assert [list(found) for found in seen] == [[torch.device("cpu")], [torch.device("cpu")]]
     assert torch.equal(weight, torch.ones(2))  # both steps were skipped
     if kind is torch.amp.GradScaler:
         assert scaler.get_scale() == 2.0
-    end()
     assert "_unscale_grads_" not in vars(scaler)
 
 

@@ -35,7 +35,7 @@ class Told:
 
     def connect(self, rank: int) -> None:
         share = lambda value: self.share(rank, value)  # noqa: E731
-        self.lifelines[rank] = connect(rank, WORLD, ["127.0.0.1"], share, self.heard[rank].put)
+        self.lifelines[rank] = connect(rank, WORLD, "127.0.0.1", share, self.heard[rank].put)
 
     def lifeline(self, rank: int) -> Lifeline:
         found = self.lifelines[rank]
