@@ -119,9 +119,7 @@ def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
 def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
     """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
 
-    Args:
-        trainer: The Trainer.
-        of_validation: Whether it is that of the validation within a fit.
+    With ``of_validation`` it is that of the validation within a fit.
 
     The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
     dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
@@ -304,11 +302,9 @@ def has_validation(trainer: Trainer) -> bool:
 
 @contextmanager
 def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """During the block the module's loggers take everything and keep nothing. Public names, but only where a Trainer is.
+    """During the block the module's loggers take everything and keep nothing; ``note`` is called where one is used.
 
-    Args:
-        module: The module.
-        note: Called where a logger is used.
+    Public names, but only where a Trainer is.
     """
     trainer: Any = getattr(module, "_trainer", None)  # `trainer` itself raises without one. Lightning 2.6.
     if not getattr(trainer, "loggers", None):
@@ -406,7 +402,7 @@ def averaged_modules(trainer: Trainer) -> list[nn.Module]:
     """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
     from lightning.pytorch.callbacks import WeightAveraging
 
-    averaging = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(WeightAveraging))]  # type: ignore[attr-defined]
+    averaging = _callbacks(trainer, WeightAveraging)
     return [callback._average_model.module for callback in averaging if callback._average_model is not None]
 
 
@@ -414,8 +410,12 @@ def throughputs(trainer: Trainer) -> list[tuple[Any, Any]]:
     """``ThroughputMonitor`` callbacks and what they count with, which has no public name. Lightning 2.6."""
     from lightning.pytorch.callbacks import ThroughputMonitor
 
-    monitors = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ThroughputMonitor))]  # type: ignore[attr-defined]
+    monitors = _callbacks(trainer, ThroughputMonitor)
     return [(monitor, throughput) for monitor in monitors for throughput in monitor._throughputs.values()]
+
+
+def _callbacks(trainer: Any, kind: Any) -> list[Any]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(kind))]
 
 
 def has_no_optimizer(optimizers: Sequence[Any]) -> bool:
@@ -449,7 +449,7 @@ def checkpoints_in_background(
             link(filepath, linkpath)
         trainer.strategy.barrier()
 
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ModelCheckpoint))]  # type: ignore[attr-defined]
+    callbacks = _callbacks(trainer, ModelCheckpoint)
     patches = [(callback, "file_exists", partial(exists, callback)) for callback in callbacks]
     links = [(callback, "_link_checkpoint", link_once_saved) for callback in callbacks]
     with patched_attributes(*patches, *links):
@@ -460,7 +460,7 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
     """Where the Trainer looks for its last checkpoint, as far as that is known before a run."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, in_all_roots(ModelCheckpoint))]  # type: ignore[attr-defined]
     default = os.path.join(trainer.default_root_dir, "checkpoints")
-    folders = {str(callback.dirpath or default) for callback in callbacks} | {str(trainer.default_root_dir)}
+    folders = {str(callback.dirpath or default) for callback in _callbacks(trainer, ModelCheckpoint)}
+    folders.add(str(trainer.default_root_dir))
     return sorted(folder for folder in folders if "://" not in folder)

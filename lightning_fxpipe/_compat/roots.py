@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -60,23 +61,11 @@ class _Waiting(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Acting(spec.loader, self._act)
+            loader: Any = spec.loader
+            loader.exec_module = partial(self._execute, loader)
         return spec
 
-
-class _Acting(Loader):
-    """A loader that does something after the module has been executed."""
-
-    def __init__(self, inner: Loader, act: Callable[[ModuleType], None]) -> None:
-        self._inner = inner
-        self._act = act
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
-        module.__loader__ = self._inner
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._inner
+    def _execute(self, loader: Any, module: ModuleType) -> None:
+        del loader.exec_module  # that of its class is there again
+        loader.exec_module(module)
         self._act(module)

@@ -107,7 +107,8 @@ class Construction(Recording):
                 return function(*args, **kwargs)
             return self._make_new(function, args, kwargs)
         changed = written_arguments(function, args, kwargs)
-        moves = _moves(kwargs)
+        device = kwargs.get("device")
+        moves = device is not None and device.type != "meta"  # the result is asked to be elsewhere
         if not any(tensor.is_meta and self.pretends(tensor) for tensor in tensors) and (not moves or _copies(function)):
             return self._note(function, args, kwargs, function(*args, **kwargs), changed, pretends=False)
         # What is changed with data, or moved elsewhere, needs values; so does what torch cannot do without.
@@ -182,7 +183,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(not _is_plain(kind) for kind in types):
+        if any(kind not in (Tensor, nn.Parameter, nn.Buffer) for kind in types):
             return func(*args, **kwargs)
         return self._construction.operate(func, args, kwargs)
 
@@ -194,11 +195,7 @@ _GIVE_DATA = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
 
 class Calls(TorchFunctionMode):
-    """Tensors without data say that they are where they will be; code would leave out their initialisation otherwise.
-
-    Args:
-        construction: What records.
-    """
+    """Tensors without data say that they are where they will be; code would leave out their initialisation otherwise."""
 
     def __init__(self, construction: Construction) -> None:
         super().__init__()
@@ -241,16 +238,6 @@ def _staying(arguments: Any, device: torch.device) -> Any:
         return torch.empty(0, dtype=argument.dtype, device=_META) if isinstance(argument, Tensor) else argument
 
     return {key: stay(value) for key, value in arguments.items()} if isinstance(arguments, Mapping) else map(stay, arguments)
-
-
-def _is_plain(kind: type) -> bool:
-    return kind in (Tensor, nn.Parameter, nn.Buffer)
-
-
-def _moves(kwargs: Mapping[str, Any]) -> bool:
-    """Whether the result is asked to be elsewhere than on the meta device."""
-    device = kwargs.get("device")
-    return device is not None and device.type != "meta"
 
 
 def _copies(function: Any) -> bool:

@@ -26,10 +26,10 @@ def generator_of(kwargs: Mapping[str, Any], device: torch.device) -> torch.Gener
 
 
 def spend(function: Any, scalars: Sequence[Any], kwargs: Mapping[str, Any], blank: Tensor, device: torch.device) -> None:
-    """Draws what an operator that fills a tensor would draw, and throws it away.
+    """Draws what an operator that fills a tensor, such as ``aten.normal_``, would draw on a device, and throws it away.
 
     Args:
-        function: An operator such as ``aten.normal_``.
+        function: The operator.
         scalars: Its arguments after the tensor.
         kwargs: Its keyword arguments.
         blank: A tensor of the right shape, dtype and layout on the meta device.

@@ -134,14 +134,7 @@ class Materials:
     # ------------------------------------------------------------------ where they come from
 
     def _initialise(self, blank: Sequence[Tensor]) -> dict[str, str]:
-        """Runs the modules' own initialisation where none was recorded.
-
-        Args:
-            blank: The module's tensors without data.
-
-        Returns:
-            What is wrong, by FQN.
-        """
+        """Runs the modules' own initialisation of ``blank`` where none was recorded; returns what is wrong, by FQN."""
         known = self._construction
         faults = {
             fqn: "changed after it was made, outside of configure_model and init_module"

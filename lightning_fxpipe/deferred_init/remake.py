@@ -106,11 +106,7 @@ class Step:
 
 
 class Recording:
-    """Torch calls in their order.
-
-    Args:
-        device: Device that tensors are made on.
-    """
+    """Torch calls in their order; made again, they make tensors on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -143,9 +139,7 @@ class Recording:
         """Writes a call down, unless it does nothing but give another view of a tensor, or memory.
 
         Args:
-            function: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
+            function: An operator, called with ``args`` and ``kwargs``.
             result: What it returns, without data.
             changed: The tensors without data that it changes.
 
@@ -187,11 +181,7 @@ class Recording:
         return not set(self._undrawn).isdisjoint(needed)
 
     def draw(self, wanted: Collection[int] | None = None) -> None:
-        """Draws the random numbers of steps for which they have not been drawn, and throws them away.
-
-        Args:
-            wanted: Storages to whose steps this is limited.
-        """
+        """Draws random numbers that have not been drawn, and throws them away: of steps that write ``wanted``, or of all."""
         undrawn, self._undrawn = self._undrawn, []
         for index in undrawn:
             step = self._steps[index]

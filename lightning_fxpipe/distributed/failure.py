@@ -236,7 +236,7 @@ class FailureWatch:
         main = threading.main_thread().ident
         self._let_it_fail(failure, heard)
         self._pending = failure
-        while time.monotonic() < heard + _LAST_SECONDS and not self._is_stopped(failure):
+        while time.monotonic() < heard + _LAST_SECONDS and not self._ended.is_set() and self._run <= failure.run:
             if _WAKE is not None and main is not None:
                 signal.pthread_kill(main, _WAKE)
             if not self._ended.wait(0.2) and not self.connections.are_shut:
@@ -246,10 +246,9 @@ class FailureWatch:
             if self._own is not None or not self._in_run or self._run > failure.run:
                 return
             time.sleep(0.1)
-        self._end_process(failure)
-
-    def _is_stopped(self, failure: Failure) -> bool:
-        return self._ended.is_set() or self._run > failure.run
+        self._print_consequence(failure)
+        _end_workers()
+        os._exit(1)
 
     def _let_it_fail(self, failure: Failure, heard: float) -> None:
         """Waits while the main thread may be about to fail by itself, from the same cause."""
@@ -269,11 +268,6 @@ class FailureWatch:
         in_finalizer = frame is not None and (frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__)
         if self._pending is not None and not self._ended.is_set() and not in_finalizer:
             raise _raised_for(self._pending)
-
-    def _end_process(self, failure: Failure) -> None:
-        self._print_consequence(failure)
-        _end_workers()
-        os._exit(1)
 
     def _leave(self) -> None:
         """At the end of the process."""

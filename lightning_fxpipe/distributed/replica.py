@@ -133,9 +133,10 @@ class Replica:
         own = (name for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
         answers |= {name.removeprefix("_"): getattr(self, name) for name in own}
         answers |= {name: functools.partial(_refuse, name) for name in _NO_PARTNER}
+        with_gradients = {name: functools.partial(_with_gradients, name) for name in _COLLECTIVES}
         return _replaced(
             (owner, name, functools.partial(self._for_default_group, answer))
-            for owner, found in ((seen, answers), (seen_with_gradients, _with_gradients()), (seen.nn, _with_gradients()))
+            for owner, found in ((seen, answers), (seen_with_gradients, with_gradients), (seen.nn, with_gradients))
             for name, answer in found.items()
         )
 
@@ -284,27 +285,13 @@ def _replaced(functions: Iterable[tuple[ModuleType, str, Callable[[Any], Any]]])
         yield
 
 
-def _with_gradients() -> dict[str, Callable[..., Any]]:
-    """The functions of torch.distributed.nn, which return their results, and pass gradients on."""
-
-    def same(tensor: Tensor, **_: Any) -> Tensor:
-        return tensor.clone()
-
-    def gathered(tensor: Tensor, **_: Any) -> tuple[Tensor]:
-        return (tensor.clone(),)
-
-    return {
-        "broadcast": same,
-        "reduce": same,
-        "all_reduce": same,
-        "gather": gathered,
-        "all_gather": gathered,
-        "_all_gather_base": lambda output_tensor, input_tensor, **_: input_tensor.reshape(output_tensor.shape).clone(),
-        "scatter": lambda tensors, **_: _only(tensors, "scatter").clone(),
-        "reduce_scatter": lambda input_list, **_: _only(input_list, "reduce_scatter").clone(),
-        "all_to_all": lambda input_tensor_list, **_: (_only(input_tensor_list, "all_to_all").clone(),),
-        "all_to_all_single": lambda input, **_: input.clone(),
-    }
+def _with_gradients(name: str, /, **arguments: Any) -> Any:
+    """A function of torch.distributed.nn, which returns its result, and passes gradients on."""
+    given = arguments["tensors" if name == "scatter" else _COLLECTIVES[name][0]]
+    result = (given if isinstance(given, Tensor) else _only(given, name)).clone()
+    if name == "_all_gather_base":
+        return result.reshape(arguments["output_tensor"].shape)
+    return (result,) if name in ("gather", "all_gather", "all_to_all") else result
 
 
 def _tensor(given: Any, function: str) -> Any:

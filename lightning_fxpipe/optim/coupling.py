@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -81,12 +83,7 @@ def couples_parameters(optimizer: Optimizer) -> bool:
 
 
 class _Trial:
-    """Trains copies of an optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        dtype: Of the parameters.
-    """
+    """Trains copies of an optimizer, over parameters of a dtype."""
 
     def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
         self._optimizer = optimizer
@@ -137,10 +134,8 @@ class _Trial:
         train: Any = getattr(twin, "train", None)  # schedule-free optimizers have two modes
         if callable(train):
             train()
-        gradients = _Gradients(parameters, self._num_steps)
         yield _values(parameters)
-        for step in range(self._num_steps):
-            closure = gradients.of_step(step)
+        for closure in _closures(parameters, self._num_steps):
             closure()
             with wrapped_step_hooks(twin, lambda hook: _do_nothing):  # the user's, and not for a trial
                 twin.step(closure=closure)
@@ -166,35 +161,26 @@ class _Trial:
         return False
 
 
-class _Gradients:
-    """Gradients of a loss for each parameter: they depend on its value, and on nothing of the others.
+def _closures(parameters: Sequence[nn.Parameter], num_steps: int) -> list[Callable[[], Any]]:
+    """For each step a closure as Lightning gives to it, of a loss that is that of all stages, whatever this optimizer holds.
 
-    They have a direction, as those of a loss that is far from its minimum: estimates of step sizes grow with it only.
+    It sets the parameters' gradients: each depends on its parameter's value, and on nothing of the others. They have a
+    direction, as those of a loss that is far from its minimum: estimates of step sizes grow with it only.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], num_steps: int) -> None:
-        self._parameters = parameters
+    def drawn() -> list[Tensor]:
+        devices = ["cpu" if parameter.is_meta else parameter.device for parameter in parameters]
+        return [torch.randn(p.shape, dtype=p.dtype).to(device) for p, device in zip(parameters, devices, strict=True)]
 
-        def drawn(parameter: nn.Parameter) -> Tensor:
-            return torch.randn(parameter.shape, dtype=parameter.dtype).to("cpu" if parameter.is_meta else parameter.device)
+    def closure(step: int, noises: Sequence[Tensor], calls: Iterator[int]) -> Tensor:
+        for parameter, direction, noise in zip(parameters, directions, noises, strict=True):
+            if parameter.requires_grad and not parameter.is_meta:
+                slope = 0.3 * torch.sin(parameter.detach() + direction) + direction + 0.1 * noise
+                parameter.grad = (slope * _SCALES[step % len(_SCALES)]).to(parameter.dtype)
+        return torch.tensor(1.0 + 1.0 / (step + next(calls)))
 
-        self._direction = [drawn(parameter) for parameter in parameters]
-        self._noise = [[drawn(parameter) for parameter in parameters] for _ in range(num_steps)]
-
-    def of_step(self, step: int) -> Callable[[], Any]:
-        """A closure as Lightning gives to a step; its loss is that of all stages, whatever this optimizer holds."""
-        calls = 0
-
-        def closure() -> Tensor:
-            nonlocal calls
-            calls += 1
-            for parameter, direction, noise in zip(self._parameters, self._direction, self._noise[step], strict=True):
-                if parameter.requires_grad and not parameter.is_meta:
-                    slope = 0.3 * torch.sin(parameter.detach() + direction) + direction + 0.1 * noise
-                    parameter.grad = (slope * _SCALES[step % len(_SCALES)]).to(parameter.dtype)
-            return torch.tensor(1.0 + 1.0 / (step + calls))
-
-        return closure
+    directions = drawn()
+    return [partial(closure, step, drawn(), count(1)) for step in range(num_steps)]
 
 
 def _choose(optimizer: Optimizer) -> Iterator[Tensor]:

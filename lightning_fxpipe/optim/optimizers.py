@@ -302,11 +302,7 @@ def kept_through(
 ) -> list[StageOptimizer]:
     """The optimizers of an earlier run in one that does not train: checkpoints have their states. Called by every rank.
 
-    Args:
-        optimizers: The optimizers of the last run.
-        module: The module of this run, split.
-        dropped: What stands for parameters that were dropped, by their identity.
-        group: The pipeline's ranks.
+    The module has been split; ``dropped`` is what stands for parameters that were dropped then, by their identity.
     """
     kept = [optimizer for optimizer in optimizers if optimizer.belongs_to(module, dropped)]
     for optimizer in kept:
