@@ -41,10 +41,7 @@ def lightning_class(module: Any) -> Any:
 def log_replaced(module: Any, log: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
     """What to patch so that ``log`` runs in place of Lightning's own methods with these names, called for this module.
 
-    What a LightningModule overrides them with runs on, and ends there.
-
-    Returns:
-        Arguments for ``patched_attributes`` of ``_compat.torch``; none for a module that is not Lightning's.
+    What a LightningModule overrides them with runs on, and ends there. For a module that is not Lightning's it is nothing.
     """
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:

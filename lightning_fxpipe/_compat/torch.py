@@ -302,9 +302,6 @@ def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContext
     Args:
         replacement: Gets what ``checkpoint`` was called with, but for the function and its arguments. Returns the block, None
             where the call is to do what it does without us.
-
-    Returns:
-        Arguments for :func:`patched_attributes`.
     """
     module = torch.utils.checkpoint
     ordered = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")

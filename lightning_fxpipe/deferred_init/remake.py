@@ -6,8 +6,7 @@ each with memory for what is needed of it only. A step that draws random numbers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,8 +278,12 @@ class Recording:
             return leaf.value() if isinstance(leaf, Constant) else leaf
 
         args, kwargs = tree_map(real, (step.args, on_device(step.kwargs, self.device)))
-        with _default_dtype(step.default_dtype):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(step.default_dtype)
+        try:
             made = tensors_in(step.function(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(before)
         for place, tensor in zip(step.results, made, strict=False):
             if place.storage in found:
                 continue
@@ -288,16 +291,6 @@ class Recording:
                 found[place.storage] = tensor.untyped_storage()
             else:
                 place.view(self._allocate(place.storage, found)).copy_(tensor)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

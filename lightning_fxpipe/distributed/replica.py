@@ -93,25 +93,17 @@ class Replica:
         finally:
             now.is_computing, now.is_acting = before
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[None]:
         """The block is user code that computes: a step, or what makes its data."""
-        with self._being(computing=True, acting=self._now.is_acting):
-            yield
+        return self._being(computing=True, acting=self._now.is_acting)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """The block is no user code, in a block that is."""
-        with self._being(computing=False, acting=False):
-            yield
+        return self._being(computing=False, acting=False)
 
     @contextmanager
     def acting(self, share: Share | None = None) -> Iterator[None]:
-        """The block is user code that acts, such as a hook.
-
-        Args:
-            share: In place of the one that every rank must call.
-        """
+        """The block is user code that acts, such as a hook; with a ``share`` in place of the one that every rank must call."""
         before, self._share = self._share, share or self._share_together
         try:
             with self._being(computing=False, acting=True):

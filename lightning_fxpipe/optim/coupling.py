@@ -137,7 +137,7 @@ class _Trial:
         yield _values(parameters)
         for closure in _closures(parameters, self._num_steps):
             closure()
-            with wrapped_step_hooks(twin, lambda hook: _do_nothing):  # the user's, and not for a trial
+            with wrapped_step_hooks(twin, lambda hook: lambda *args: None):  # the user's, and not for a trial
                 twin.step(closure=closure)
             yield _values(parameters)
 
@@ -234,10 +234,6 @@ def _common(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> dict[st
 
 def _values(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
     return [None if parameter.is_meta else parameter.detach().clone() for parameter in parameters]
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
 
 
 def _refused(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -162,10 +162,9 @@ class StageOptimizer:
             for saved, group in zip(packed[GROUPS], self.optimizer.param_groups, strict=True)
             for number, parameter in zip(saved["params"], group["params"], strict=True)
         }
-        groups = [{**group, "params": list(whole)} for group, whole in zip(packed[GROUPS], self.group_fqns, strict=True)]
-        for group, names in zip(groups, self._names, strict=True):
-            if names is not None:
-                group["param_names"] = list(names)
+        groups = []
+        for group, whole, names in zip(packed[GROUPS], self.group_fqns, self._names, strict=True):
+            groups.append({**group, "params": list(whole)} | ({} if names is None else {"param_names": list(names)}))
         state = {fqn_of.get(key, key): value for key, value in packed[STATE].items()}
         return {**packed, STATE: state, GROUPS: groups}
 

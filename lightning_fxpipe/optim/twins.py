@@ -103,7 +103,7 @@ class _Copier:
         if isinstance(value, nn.Parameter) and id(value) not in self._known:
             raise CannotTryError(f"{path} is a parameter that is in none of its groups")
         if id(value) in self._known:
-            return _blank(value)  # that the copy lacks
+            return nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=value.requires_grad)  # the copy lacks it
         total = {sum(math.prod(shape) for shape in shapes) for shapes in self._shapes}
         if value.numel() > 1 and (
             value.is_meta or value.numel() > _MAX_ELEMENTS or (value.dim() == 1 and value.numel() in total)
@@ -243,10 +243,6 @@ def _kind_of(value: Tensor, parameter: Tensor) -> str:
         return "copy"
     first = value.reshape(-1)[0]
     return str(float(first)) if bool((value == first).all()) and not value.is_complex() else "other"
-
-
-def _blank(parameter: Tensor) -> Tensor:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def own_step(optimizer: Optimizer) -> Any:

@@ -40,7 +40,7 @@ def test_every_function_here_has_a_canary() -> None:
     nodes = [node for tree in trees for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     names = [node.name for node in nodes if node.name[0] != "_"]
     tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
-    called = ("_compat.{}(", "_compat_lightning.{}(", " {}(", "={}(")
+    called = ("_compat.{}(", "_compat_lightning.{}(", " {}(", "={}(", "={})")
     assert [name for name in names if not any(form.format(name) in tests for form in called)] == []
 
 
