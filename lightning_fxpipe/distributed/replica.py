@@ -183,7 +183,7 @@ class Replica:
         """A collective of tensors: what a rank gets is what it gives, and rank 0's where code acts."""
         given, got = (_tensor(arguments.get(argument), name) for argument in _COLLECTIVES[name])
         if got is None:  # as for gather, elsewhere than where things are gathered
-            got = torch.empty_like(given)
+            got = given.detach().clone()
         elif given is not None and given is not got:  # for scatter, only where things come from
             got.copy_(given.detach().reshape(got.shape))
         if self._only_acts:
@@ -288,7 +288,7 @@ def _with_gradients(name: str, /, **arguments: Any) -> Any:
 
 def _tensor(given: Any, function: str) -> Any:
     """The tensor of a list with one, or the argument itself; None for a list that this rank has not."""
-    if not isinstance(given, (list, tuple)):
+    if given is None or isinstance(given, Tensor):
         return given
     return _only(given, function) if given or function not in ("gather", "scatter") else None
 

@@ -107,6 +107,14 @@ def test_a_collective_gives_the_ranks_own_value_where_code_computes_and_rank_zer
         assert COLLECTIVES[name](of(1, 2)).tolist() == [1, 2]
 
 
+def test_what_is_gathered_is_rank_zeros_also_where_another_rank_gathers(replica: Replica) -> None:
+    shared: list[torch.Tensor] = []
+    with replica.acting(lambda value: shared.append(value) or value):  # type: ignore[func-returns-value]
+        dist.gather(of(1, 2), dst=0)
+        dist.gather(of(3, 4), [])
+    assert [value.tolist() for value in shared] == [[1, 2], [3, 4]]
+
+
 def test_objects_are_gathered_from_one_replica(replica: Replica) -> None:
     for context, expected in ((replica.computing(), "a"), (replica.acting(), 7)):
         with context:
