@@ -9,7 +9,7 @@ of the whole module, so that random numbers are the same for any number of stage
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.exchange import named_tensors
 
 _PLACEHOLDER = "_stands_for_another_stage"
+_NOT_INITIALISED = "no method of a module initialises it"
 _CONTAINERS = (list, dict, tuple)
 
 
@@ -90,7 +91,7 @@ class Materials:
             return
         self._faults = self._initialise(list(blank.values()))
         if draws:
-            self._raise_faults(())
+            _raise_faults(self._faults)
             self._construction.catch_up(list(twins.values()))
         self._fill_attributes(set(blank))
 
@@ -121,7 +122,7 @@ class Materials:
         if not self._waits:
             return
         self._waits = False
-        self._raise_faults(loaded)
+        _raise_faults({fqn: fault for fqn, fault in self._faults.items() if fqn not in loaded})
         there = {id(twin) for fqn, twin in self._twins.items() if fqn in loaded}
         missing = [twin for twin in self._twins.values() if id(twin) not in there]
         if draws or self._construction.needs_draws(missing):
@@ -153,24 +154,10 @@ class Materials:
             if id(tensor) not in strange:
                 continue
             if not known.is_written(tensor):
-                faults[fqn] = "no method of a module initialises it"
+                faults[fqn] = _NOT_INITIALISED
             elif version_of(tensor) - before[id(tensor)] < before[id(tensor)]:
                 faults[fqn] = "its module's constructor did more to it than the module's methods for initialisation do"
         return faults
-
-    def _raise_faults(self, loaded: Collection[str]) -> None:
-        faults = {fqn: fault for fqn, fault in self._faults.items() if fqn not in loaded}
-        if not faults:
-            return
-        shown = [f"{fqn} ({fault})" for fqn, fault in list(faults.items())[:6]]
-        raise UnsupportedError(
-            "Nobody knows the initial values of tensors that lie on the meta device.",
-            observed=", ".join(shown) + (f" and {len(faults) - 6} others" if len(faults) > 6 else ""),
-            expected="modules made in configure_model or trainer.init_module, which are initialised as on one device; or"
-            " modules whose reset_parameters gives all of their parameters and buffers values",
-            todo="Make the model in LightningModule.configure_model, without torch.device('meta'); or give the module, or the"
-            " LightningModule, a method reset_parameters; or start from a checkpoint that has these tensors.",
-        )
 
     def _fill_attributes(self, registered: Collection[int]) -> None:
         """Gives the tensors that are plain attributes of modules, or lie in lists and dicts there, their data."""
@@ -180,10 +167,7 @@ class Materials:
                 for tensor in _tensors_in(value):
                     if tensor.is_meta and id(tensor) not in registered:
                         found.setdefault(id(tensor), (f"{path}.{name}" if path else name, tensor))
-        unknown = {name: "no method of a module initialises it" for name, tensor in found.values() if not self._knows(tensor)}
-        if unknown:
-            self._faults = unknown
-            self._raise_faults(())
+        _raise_faults({name: _NOT_INITIALISED for name, tensor in found.values() if not self._knows(tensor)})
         if not found:
             return
         tensors = [tensor for _, tensor in found.values()]
@@ -198,6 +182,20 @@ class Materials:
     def _knows(self, tensor: Tensor) -> bool:
         known = self._construction
         return known.has(tensor) and known.is_unchanged(tensor) and (known.pretends(tensor) or known.is_written(tensor))
+
+
+def _raise_faults(faults: Mapping[str, str]) -> None:
+    if not faults:
+        return
+    shown = [f"{name} ({fault})" for name, fault in list(faults.items())[:6]]
+    raise UnsupportedError(
+        "Nobody knows the initial values of tensors that lie on the meta device.",
+        observed=", ".join(shown) + (f" and {len(faults) - 6} others" if len(faults) > 6 else ""),
+        expected="modules made in configure_model or trainer.init_module, which are initialised as on one device; or"
+        " modules whose reset_parameters gives all of their parameters and buffers values",
+        todo="Make the model in LightningModule.configure_model, without torch.device('meta'); or give the module, or the"
+        " LightningModule, a method reset_parameters; or start from a checkpoint that has these tensors.",
+    )
 
 
 def placeholder_for(tensor: Tensor) -> Tensor:

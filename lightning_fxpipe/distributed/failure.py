@@ -289,11 +289,10 @@ class FailureWatch:
         """In place of ``sys.excepthook``: an error that ends the program."""
         if not isinstance(error, PeerError) and self._own is None:
             error = self.conclude(error)  # outside a run
-        if isinstance(error, PeerError):
-            first = self._first()
-            if first is not None:
-                self._print_consequence(first)
-                return
+        first = self._first()
+        if isinstance(error, PeerError) and first is not None:
+            self._print_consequence(first)
+            return
         other = self._failure_of_others(_ORDER_SECONDS)
         if other is not None and self._own is not None and other.summary == self._own.summary:
             self._print_consequence(other, "the same error")

@@ -121,10 +121,9 @@ class Lifeline:
         while selector.get_map():
             for key, _ in selector.select():
                 rank, connection = key.data, self._sockets[key.data]
-                try:
+                data = b""  # also of one that the system has closed
+                with contextlib.suppress(OSError):
                     data = connection.recv(65536)
-                except OSError:
-                    data = b""
                 *lines, unread[rank] = (unread[rank] + data).split(b"\n")
                 for line in lines:
                     self._take(json.loads(line))
