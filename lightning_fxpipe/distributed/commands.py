@@ -39,7 +39,7 @@ class Commands:
     def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.source = source
-        self._under_way: list[_Message] = []  # memory must stay until it has arrived
+        self._under_way: list[tuple[Tensor, dist.Work | None]] = []  # memory must stay until it has arrived
         self._next: tuple[Command, list[float]] | None = None  # heard, and not yet taken
 
     @property
@@ -99,6 +99,3 @@ class Commands:
 
 def _blank() -> Tensor:
     return torch.zeros(2 + MAX_NUMBERS, dtype=torch.float64)
-
-
-_Message = tuple[Tensor, dist.Work | None]
