@@ -39,6 +39,14 @@ def by_hand() -> nn.Module:
     return module
 
 
+def called() -> nn.Module:
+    """Runs layers that change buffers, which their operators' schemas do not say."""
+    module = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(20_000)])
+    for norm in module:
+        norm(torch.randn(4, norm.num_features) + 2)
+    return module
+
+
 def seeded() -> nn.Module:
     """Sets generators, and has one of its own."""
     module = nn.ModuleList([nn.Linear(5, 6)])
@@ -101,6 +109,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32, batch_first=True),
     "cut off": cut_off,
     "by hand": by_hand,
+    "called": called,
     "seeded": seeded,
     "loaded": loaded,
     "emptied": emptied,
