@@ -1,10 +1,11 @@
 """What Lightning sees: the strategy, which hands each hook over to the rooms above.
 
-- ``strategy``: ``FxPipeStrategy``; with ``replica_strategy`` (processes) and ``checkpoint_strategy`` (saving and restoring).
+- ``strategy``: ``FxPipeStrategy``; with ``replica_strategy`` (processes).
 - ``options``: types of its options on a command line.
 - ``support``: what cannot be honoured is refused here.
 - ``run_plan``: the plan of a run.
 - ``session``: a module in its pipeline, from setup to the end of its runs.
 - ``stop_request``: SIGTERM ends a run at the same batch on every rank.
+- ``checkpoint_hooks``: saving and restoring a run.
 - ``example_run``: Lightning's own calls on ``self.example_input_array``.
 """

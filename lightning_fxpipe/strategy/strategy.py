@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -42,8 +42,9 @@ from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.pipelining import ScheduleName
-from lightning_fxpipe.strategy.checkpoint_strategy import CheckpointStrategy
+from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
+from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, step_of_run
 from lightning_fxpipe.strategy.session import Session, init_context, materials_of
 from lightning_fxpipe.strategy.stop_request import stopping_together
@@ -54,11 +55,12 @@ from lightning_fxpipe.strategy.support import (
     check_torch,
     check_trainer,
     report_plan,
+    report_unsaved,
 )
 from lightning_fxpipe.user_code.step import Step, StepKind
 
 
-class PipelineStrategy(CheckpointStrategy):
+class PipelineStrategy(ReplicaStrategy):
     """Pipeline parallelism for an unmodified LightningModule.
 
     The call of the model inside the step is traced, cut into stages with equally many parameters, and each stage lives on a
@@ -112,13 +114,8 @@ class PipelineStrategy(CheckpointStrategy):
         save_distributed_checkpoint: bool = True,
         async_save: bool = False,
     ) -> None:
+        super().__init__()
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
-        super().__init__(
-            Saver(partial(_saving_group, timedelta(seconds=timeout_seconds))),
-            options={"schedule": schedule, "num_microbatches": self._num_microbatches},
-            as_folder=save_distributed_checkpoint,
-            in_background=async_save,
-        )
         check_options(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
@@ -146,6 +143,14 @@ class PipelineStrategy(CheckpointStrategy):
         self._timeout = timedelta(seconds=timeout_seconds)
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
+        self._session: Session | None = None
+        self._stage_optimizers: list[StageOptimizer] = []
+        self._checkpoints = CheckpointHooks(
+            Saver(partial(_saving_group, self._timeout)),
+            options={"schedule": schedule, "num_microbatches": self._num_microbatches},
+            as_folder=save_distributed_checkpoint,
+            in_background=async_save,
+        )
         self._stop_if_asked: Callable[[], None] | None = None
         self._precision: PipelinePrecision | None = None
         self._patches = ExitStack()
@@ -156,9 +161,9 @@ class PipelineStrategy(CheckpointStrategy):
         copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
         fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_stop_if_asked"))
-        fresh |= {"_topology": self._topology, "_loss": self._loss, "_is_in_stages": False, "_stage_optimizers": []}
+        fresh |= {"_topology": self._topology, "_loss": self._loss, "_stage_optimizers": []}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
-        fresh["_saver"] = Saver(partial(_saving_group, self._timeout))
+        fresh["_checkpoints"] = self._checkpoints.copy(Saver(partial(_saving_group, self._timeout)))
         if self._topology is not None:
             fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
             fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast)
@@ -172,6 +177,13 @@ class PipelineStrategy(CheckpointStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # a rank loads only what its stage holds, which setup decides
+
+    @property
+    def session(self) -> Session:
+        """The module in its pipeline, after setup."""
+        if self._session is None:
+            raise RuntimeError("The module is split in the strategy's setup; nothing is there before.")
+        return self._session
 
     @property
     def plan(self) -> PartitionPlan:
@@ -212,7 +224,7 @@ class PipelineStrategy(CheckpointStrategy):
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
-        self._seed, state = self.broadcast((torch.initial_seed(), rng_state()))
+        self._checkpoints.seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
             set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
 
@@ -235,7 +247,7 @@ class PipelineStrategy(CheckpointStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._is_in_stages = False
+        self._checkpoints.forget_run()
         self._stop_if_asked = stopping_together(trainer, self.topology.control_group)
         self._patches.enter_context(one_replica())
         check_trainer(trainer, self.module)
@@ -251,7 +263,7 @@ class PipelineStrategy(CheckpointStrategy):
         else:
             group = self.topology.control_group
             self._stage_optimizers = kept_through(self._stage_optimizers, self.module, self.session.dropped, group)
-        self._patches.enter_context(self._begin_saving(trainer))
+        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._stage_optimizers))
         # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
         local_rank = self.local_rank if self.topology.num_stages > 1 else None
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
@@ -328,7 +340,7 @@ class PipelineStrategy(CheckpointStrategy):
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
-        self._end_saving()
+        self._checkpoints.end_run()
         self._detach_precision()
         self._patches.close()
         if self._session is not None:
@@ -338,11 +350,53 @@ class PipelineStrategy(CheckpointStrategy):
         self.accelerator.teardown()
         end_run()
 
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def on_train_start(self) -> None:
+        self._checkpoints.begin_training()
+
+    @override
+    def on_train_end(self) -> None:
+        self._checkpoints.end_training()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._checkpoints.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._checkpoints.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+        if self._checkpoints.saves_nothing:  # not every rank may come here
+            report_unsaved(filepath, self.global_rank)
+        else:
+            self._checkpoints.save(checkpoint, self.broadcast(filepath), storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            self._checkpoints.remove(filepath, otherwise=partial(super().remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        return self._checkpoints.load(self.broadcast(checkpoint_path), weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._checkpoints.load_model(checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._checkpoints.load_optimizers(checkpoint)
+
     # ------------------------------------------------------------------ steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._has_trained = True
+        self._checkpoints.has_trained = True
         return self._run_step(StepKind.TRAIN, self.session.train, args, kwargs)
 
     @override
@@ -393,7 +447,12 @@ class PipelineStrategy(CheckpointStrategy):
             function=partial(function, **kwargs) if kwargs else function,
             rest=rest,
             context=partial(step_context, self.precision_plugin, kind),
-            random_key=(self._seed, kind.value, batch_counter(trainer, kind.value), *(r for r in rest if isinstance(r, int))),
+            random_key=(
+                self._checkpoints.seed,
+                kind.value,
+                batch_counter(trainer, kind.value),
+                *(r for r in rest if isinstance(r, int)),
+            ),
             scale=self._precision.scale / trainer.accumulate_grad_batches
             if kind is StepKind.TRAIN and self._precision
             else 1.0,

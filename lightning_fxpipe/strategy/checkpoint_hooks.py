@@ -1,11 +1,11 @@
-"""The strategy's hooks about checkpoints: what Lightning asks for when it saves or restores a run, for a module in stages."""
+"""What Lightning asks a strategy for when it saves or restores a run, for a module in stages."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background, weights_only_of_run
 from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
@@ -35,123 +34,129 @@ from lightning_fxpipe.checkpoint.stage_state import (
 )
 from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
 from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at
+from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
 from lightning_fxpipe.rng import rng_state, set_rng_state
-from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.support import report_unsaved
 
 _LAST_SECONDS = 2.0  # that a checkpoint in the background still has when the run has failed
 
 
-class CheckpointStrategy(ReplicaStrategy):
-    """What ``FxPipeStrategy`` does with checkpoints.
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """What is saved: a module in its pipeline, on this rank, and the run's optimizers."""
+
+    session: Session
+    topology: Topology
+    optimizers: list[StageOptimizer]
+
+
+class CheckpointHooks:
+    """The checkpoint hooks of a strategy's runs, and what they tell each other. Made by every rank.
 
     Args:
         saver: Saves.
         options: Options of the run that a checkpoint tells of, beside the plan.
         as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
         in_background: Whether training goes on while a checkpoint is written.
+
+    Attributes:
+        seed: From which the stages' random numbers derive; once a run is restored, that of the run that goes on.
+        has_trained: Whether the run has; what is restored then is no resumed run, but a trial that is over.
     """
 
     def __init__(self, saver: Saver, *, options: Mapping[str, Any], as_folder: bool, in_background: bool) -> None:
-        super().__init__()
         self._saver = saver
-        self._told_options = options
+        self._options = options
         self._as_folder = as_folder
         self._in_background = in_background
-        self._session: Session | None = None
-        self._stage_optimizers: list[StageOptimizer] = []
-        self._seed = 0
-        # Of this run:
-        self._is_in_stages = False
-        self._has_trained = False  # what is restored then is no resumed run, but a trial that is over
+        self.seed = 0
+        self.forget_run()
+
+    def copy(self, saver: Saver) -> CheckpointHooks:
+        """Those of another strategy with the same options, which has not run."""
+        return CheckpointHooks(saver, options=self._options, as_folder=self._as_folder, in_background=self._in_background)
+
+    def forget_run(self) -> None:
+        """Called before each run, whose module is not in stages yet."""
+        self._run: _Run | None = None
+        self.has_trained = False
         self._restored_from: Location | None = None
         self._restored_rng: dict[str, Any] | None = None  # until the first batch
         self._linked: list[Path] = []  # to be removed
 
-    @property
-    def session(self) -> Session:
-        """The module in its pipeline, after setup."""
-        if self._session is None:
-            raise RuntimeError("The module is split in the strategy's setup; nothing is there before.")
-        return self._session
-
-    @property
-    def _saved_session(self) -> Session:
-        if not self._is_in_stages:
-            raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
-        return self.session
-
-    @property
-    def _saves_nothing(self) -> bool:
-        """Whether a run ends with an exception before the module is in stages, and a hook on exceptions wants a checkpoint."""
-        return not self._is_in_stages and sys.exc_info()[0] is not None
-
-    def _begin_saving(self, trainer: Trainer) -> Any:
-        """For a new run, once the module is in stages; returns what holds while it is on, a context."""
-        self._is_in_stages = True
-        self._has_trained = False
-        self._restored_from, self._restored_rng, self._linked = None, None, []
+    def begin_run(self, trainer: Trainer, session: Session, topology: Topology, optimizers: list[StageOptimizer]) -> Any:
+        """Called once the module is in stages; returns what holds while the run is on, a context."""
+        self._run = _Run(session=session, topology=topology, optimizers=optimizers)
         return checkpoints_in_background(trainer, lambda path: self._saver.is_started(Path(path)), self._link)
 
-    def _end_saving(self) -> None:
-        if has_failed():
-            self._saver.abandon(_LAST_SECONDS)
-        elif self._is_in_stages:
-            self._finish_saving()
-
-    def _finish_saving(self) -> None:
-        """Waits for what is being written. Called by every rank."""
-        self._saver.wait()
-        self._remove_linked()
-
-    @override
-    def on_train_start(self) -> None:
-        loop = self._saved_session.module.trainer.fit_loop
+    def begin_training(self) -> None:
+        """Called once a run's dataloaders have been made, before its first batch."""
+        loop = self._now.session.module.trainer.fit_loop
         if self._restored_rng is not None and loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch:
             # The iterator over the rest of the epoch has drawn numbers, and that of the whole epoch had done so before.
             set_rng_state(self._restored_rng)
         self._restored_rng = None
 
-    @override
-    def on_train_end(self) -> None:
-        self._finish_saving()
+    def end_training(self) -> None:
+        """Waits for what is being written. Called by every rank."""
+        self._saver.wait()
+        self._remove_linked()
+
+    def end_run(self) -> None:
+        """Called by every rank that comes to the end of the run; after a failure not every one does."""
+        if has_failed():
+            self._saver.abandon(_LAST_SECONDS)
+        elif self._run is not None:
+            self.end_training()
+
+    @property
+    def _now(self) -> _Run:
+        if self._run is None:
+            raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
+        return self._run
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether a run ends with an exception before the module is in stages, and a hook on exceptions wants a checkpoint."""
+        return self._run is None and sys.exc_info()[0] is not None
 
     # ------------------------------------------------------------------ saving
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def module_state(self) -> dict[str, Any]:
         """This rank's part of the module's state."""
-        if self._saves_nothing:
+        if self.saves_nothing:
             return {}
-        with self._saved_session.hooks.suspend():
-            return drop_placeholders(self.session.module.state_dict())
+        with self._now.session.hooks.suspend():
+            return drop_placeholders(self._now.session.module.state_dict())
 
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state."""
-        if self._saves_nothing:
+        if self.saves_nothing:
             return {}
         inner = getattr(optimizer, "optimizer", optimizer)  # Lightning may pass its wrapper
-        with self._saved_session.hooks.suspend():
-            return next((mine.state_dict() for mine in self._stage_optimizers if mine.optimizer is inner), {})
+        with self._now.session.hooks.suspend():
+            return next((mine.state_dict() for mine in self._now.optimizers if mine.optimizer is inner), {})
 
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
-        if self._saves_nothing:
-            report_unsaved(filepath, self.global_rank)
-            return
-        session, path = self._saved_session, self.broadcast(filepath)
-        module, group = session.module, self.topology.control_group
-        if has_failed() and not have_all_stopped_at(module.trainer.global_step, group):
+    def save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        """Writes a checkpoint. Called by every rank with the same path.
+
+        Args:
+            checkpoint: Lightning's checkpoint, with this rank's part of the states of model and optimizers.
+            path: A path or URL.
+            storage_options: For the file system of a URL.
+        """
+        session, topology = self._now.session, self._now.topology
+        module = session.module
+        if has_failed() and not have_all_stopped_at(module.trainer.global_step, topology.control_group):
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
         self._remove_linked()
         location = Location.of(path, storage_options)
-        check_seen_by_all(location, self.topology.num_stages)
+        check_seen_by_all(location, topology.num_stages)
         with session.hooks.suspend():
             names = list(module.state_dict())
             checkpoint = without_foreign_extras(checkpoint, module)
@@ -162,35 +167,35 @@ class CheckpointStrategy(ReplicaStrategy):
             if location.path is None:
                 self._saver.wait()
                 save = save_folder_at if self._as_folder else save_file_at
-                save(location, checkpoint, names, self.topology)
+                save(location, checkpoint, names, topology)
                 return
             in_background = self._in_background and not has_failed() and module.trainer.state.status == TrainerStatus.RUNNING
             if self._as_folder:
                 parts = taken_parts(checkpoint, names)
                 write = folder_writer(parts, checkpoint, copied=in_background)
             else:
-                write = file_writer(whole_checkpoint(checkpoint, names, self.topology), copied=in_background)
+                write = file_writer(whole_checkpoint(checkpoint, names, topology), copied=in_background)
         if in_background:
             self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
-            self._saver.save(location.path, write, group)
+            self._saver.save(location.path, write, topology.control_group)
 
     def _entry(self) -> dict[str, Any]:
         """What a checkpoint says of the run that has written it, and what the stages' random numbers derive from."""
         versions = {name: _version_of_package(name) for name in ("lightning-fxpipe", "torch", "lightning")}
-        plan = dataclasses.asdict(self.session.plan)
-        return {"versions": versions, **self._told_options, "plan": plan, "rng": portable_rng(rng_state()), "seed": self._seed}
+        plan = dataclasses.asdict(self._now.session.plan)
+        return {"versions": versions, **self._options, "plan": plan, "rng": portable_rng(rng_state()), "seed": self.seed}
 
     def _check_common(self, checkpoint: Mapping[str, Any]) -> None:
         """Refuses what an optimizer keeps beside the states of its parameters where it differs between the stages."""
         states = checkpoint.get("optimizer_states", [])
-        common = [mine.common_state(state) for mine, state in zip(self._stage_optimizers, states, strict=False)]
+        common = [mine.common_state(state) for mine, state in zip(self._now.optimizers, states, strict=False)]
         check_agreement(
-            self.topology.control_group,
+            self._now.topology.control_group,
             [{key: text_of(value) for key, value in entries.items()} for entries in common],
             UnsupportedError(
                 "The optimizer's state cannot be saved: what belongs to no parameter is not the same on all stages.",
-                where=", ".join(type(mine.optimizer).__name__ for mine in self._stage_optimizers),
+                where=", ".join(type(mine.optimizer).__name__ for mine in self._now.optimizers),
                 expected="counters and the like, which are the same whatever parameters an optimizer has",
                 todo="Keep it in the state of the parameters (optimizer.state[parameter]).",
             ),
@@ -198,7 +203,7 @@ class CheckpointStrategy(ReplicaStrategy):
 
     def _folder_like(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as a folder can have it."""
-        if any_rank(any(mine.get("state") for mine in checkpoint.get("optimizer_states", [])), self.topology):
+        if any_rank(any(mine.get("state") for mine in checkpoint.get("optimizer_states", [])), self._now.topology):
             return checkpoint
         # A folder has no empty dicts, and torch wants one: such states lie beside the tensors.
         states = checkpoint.pop("optimizer_states", [])
@@ -206,13 +211,12 @@ class CheckpointStrategy(ReplicaStrategy):
 
     # ------------------------------------------------------------------ restoring
 
-    @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint but for the optimizers' states. Called by every rank."""
-        session, path = self._saved_session, self.broadcast(checkpoint_path)
+    def load(self, path: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
+        """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
+        session = self._now.session
         self._saver.wait()
         self._restored_from = location = Location.of(path)
-        check_seen_by_all(location, self.topology.num_stages)
+        check_seen_by_all(location, self._now.topology.num_stages)
         if location.path is not None:
             recover(location.path)
         if weights_only is None:
@@ -220,42 +224,44 @@ class CheckpointStrategy(ReplicaStrategy):
         with session.hooks.suspend():
             return read_checkpoint(location, session.module, weights_only=weights_only, into=session.overwritable())
 
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        session = self._saved_session
+    def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Restores the module from what was read."""
+        session = self._now.session
         with session.hooks.suspend():
             load_model(session.module, checkpoint["state_dict"], strict=strict)
             session.materialise_rest(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restores the optimizers and, where a run goes on, the random generators and :attr:`seed`."""
         assert self._restored_from is not None
-        self.session.restore_groups(self.session.module.trainer)
-        load_optimizers(self._restored_from, checkpoint, self._stage_optimizers)
+        session = self._now.session
+        session.restore_groups(session.module.trainer)
+        load_optimizers(self._restored_from, checkpoint, self._now.optimizers)
         entry = entry_of(checkpoint)
-        if "rng" not in entry or self._has_trained:  # a converted checkpoint may have our entry, but not this
+        if "rng" not in entry or self.has_trained:  # a converted checkpoint may have our entry, but not this
             return
         # A resumed run shuffles and draws as the uninterrupted one would have.
         self._restored_rng = usable_rng(entry["rng"])
         set_rng_state(self._restored_rng)
-        self._seed = entry.get("seed", self._seed)
+        self.seed = entry.get("seed", self.seed)
 
     # ------------------------------------------------------------------ what becomes of checkpoints
 
-    @override
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint, once those that were started before are written.
+    def remove(self, path: str | Path, otherwise: Callable[[], None]) -> None:
+        """Removes a checkpoint, once those that were started before are written. Called by rank 0.
 
         One that a link leads to stays until the link leads elsewhere or the next checkpoint: the link may be the last one.
+
+        Args:
+            path: A path or URL.
+            otherwise: Removes one that is no folder or file of this machine, or of no module in stages.
         """
-        if not self.is_global_zero:
-            return
-        if not self._is_in_stages or "://" in os.fspath(filepath):
-            self._saver.when_saved(partial(super().remove_checkpoint, filepath))
-        elif is_linked(Path(filepath)):
-            self._linked.append(Path(filepath))
+        if self._run is None or "://" in str(path):
+            self._saver.when_saved(otherwise)
+        elif is_linked(Path(path)):
+            self._linked.append(Path(path))
         else:
-            self._saver.when_saved(partial(remove, Path(filepath)))
+            self._saver.when_saved(partial(remove, Path(path)))
 
     def _link(self, target: str | Path, path: str | Path) -> None:
         """Makes a link to a checkpoint, once it is written. Called by rank 0."""
