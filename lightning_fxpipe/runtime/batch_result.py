@@ -1,4 +1,4 @@
-"""What a run of a step on a batch gave."""
+"""What a run of a step on a batch gave, and what of it the other ranks must know."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.metrics.step_log import LogEntry
 from lightning_fxpipe.rng import rng_state, same_rng
+from lightning_fxpipe.runtime.attributes import Change
+from lightning_fxpipe.user_code.snapshot import Difference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,29 @@ class BatchResult:
     loss: float | None = None
     entries: list[LogEntry] = field(default_factory=list)
     rng: dict[str, Any] | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    failure: FxPipeError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNews:
+    """What the other ranks must know of the last stage's step, but for what it logged: one message.
+
+    Attributes:
+        rng: State of the generators, where the step drew numbers that the other ranks did not.
+        attributes: What it changed of what its code reaches.
+        metric_states: What it changed of metrics.
+        output: What hooks are to see of its output, in a tuple; empty where no hook looks.
+        should_stop: Whether the run is to end.
+        buffers: What a step without stages has made of buffers of other stages, by FQN.
+        failure: Why the step cannot run in stages.
+    """
+
+    rng: dict[str, Any] | None = None
+    attributes: tuple[Change, ...] = ()
+    metric_states: tuple[Difference, ...] = ()
+    output: tuple[Any, ...] = ()
+    should_stop: bool = False
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     failure: FxPipeError | None = None
 

@@ -36,7 +36,7 @@ from lightning_fxpipe.planner.step_plan import must_run_jointly
 from lightning_fxpipe.reporting.messages import inform, telling, warn
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttributes, take_over
-from lightning_fxpipe.runtime.batch_result import BatchResult
+from lightning_fxpipe.runtime.batch_result import BatchResult, StepNews
 from lightning_fxpipe.runtime.batch_run import PipelineRuntime
 from lightning_fxpipe.runtime.joint_step import JointSteps
 from lightning_fxpipe.runtime.whole_step import WholeSteps
@@ -318,36 +318,47 @@ class Session:
         self._is_tried = is_tried and is_last
         before = self._attributes(step) if is_last else None
         states = MetricStates(metrics) if is_last else None
-        trainer = self.module.trainer
         try:
             result = self._run_once(step, batch, metrics, before)
         except CannotFollow as error:
             return self._run_whole(step, batch, error.reason, start)
-        if result.failure is not None:  # on the last stage; what the step has done so far will be undone
-            before = states = None
         output = result.output
-        changed: tuple[Any, ...] = ([], [])
-        if before is not None and states is not None:
-            changed = (before.changes(self._runtime.stage_traces.iterators), states.changes())
-        sent = self.hooks.sendable_output(step.kind.value, output)
-        told = (result.rng, *changed, sent, trainer.should_stop, result.buffers, result.failure)
-        news = told if is_last and (result.rng is not None or any(told[1:])) else None
+        news = None if before is None or states is None else self._news(step, result, before, states)
         loss, entries, news = self._channel.share(result.loss, result.entries, news)
         if loss is not None:
             self._commands.expect()  # of the backward pass
-        if news is not None and news[-1] is not None:
-            return self._run_whole(step, batch, news[-1], start)
+        if news is not None and news.failure is not None:
+            return self._run_whole(step, batch, news.failure, start)
         self._ran.add(step.kind)
         if news is not None and not is_last:
-            rng, attributes, counted, sent, trainer.should_stop, buffers, _ = news
-            self._whole_steps.change_buffers(buffers)
-            if rng is not None:
-                set_rng_state(rng)
-            take_over(self.module, attributes, self._topology.device, step.function, made=self._runtime.stage_traces.iterators)
-            take_over_states(metrics, counted, self._topology.device)
-            output = sent[0] if sent else None
+            output = self._take_over(step, metrics, news)
         replay(self.module, entries, metrics, self._topology.device)
         return loss, output
+
+    def _news(self, step: Step, result: BatchResult, before: StepAttributes, states: MetricStates) -> StepNews | None:
+        """On the last stage what the others must know of the step; None where there is nothing, which is usual."""
+        if result.failure is not None:  # what the step has done so far will be undone
+            return StepNews(failure=result.failure)
+        news = StepNews(
+            rng=result.rng,
+            attributes=tuple(before.changes(self._runtime.stage_traces.iterators)),
+            metric_states=tuple(states.changes()),
+            output=self.hooks.sendable_output(step.kind.value, result.output),
+            should_stop=self.module.trainer.should_stop,
+            buffers=result.buffers,
+        )
+        return None if news == StepNews() else news
+
+    def _take_over(self, step: Step, metrics: Mapping[str, nn.Module], news: StepNews) -> Any:
+        """Makes of this rank what the last stage's has become; returns what hooks are to see of the step's output."""
+        self.module.trainer.should_stop = news.should_stop
+        self._whole_steps.change_buffers(news.buffers)
+        if news.rng is not None:
+            set_rng_state(news.rng)
+        made = self._runtime.stage_traces.iterators
+        take_over(self.module, news.attributes, self._topology.device, step.function, made=made)
+        take_over_states(metrics, news.metric_states, self._topology.device)
+        return news.output[0] if news.output else None
 
     def _take_materials(self) -> None:
         if self._materials is not None:  # the checkpoint that was to come has come
