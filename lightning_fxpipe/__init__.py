@@ -1,4 +1,8 @@
-"""Pipeline parallelism for unmodified LightningModules: ``Trainer(strategy="fxpipe")``."""
+"""Pipeline parallelism for unmodified LightningModules: ``Trainer(strategy="fxpipe")``.
+
+Each folder is a room with a map of its modules; docs/design.md has them in the order of the data flow. Beside them lie
+``errors``, what users can get; ``rng``, states of the random generators; ``pl``, the strategy for ``pytorch_lightning``.
+"""
 
 import importlib
 import sys

@@ -2,12 +2,12 @@
 
 - ``plan``: the plan, as frozen data that can be printed, saved and used again.
 - ``cost``: what nodes weigh, and what a cut would send.
-- ``granularity``: how far a region is opened.
+- ``granularity``: which modules are opened for a balanced partition.
 - ``partition``: the solver.
 - ``recompute``: which values each stage computes for itself.
 - ``reorder``: other orders of calls that compute the same.
 - ``planning``: from a module and a batch to a plan.
 - ``units``: the calls of a step that all ranks run, and a plan for them.
-- ``step_plan``: one of the two.
+- ``step_plan``: the entry: a step as one region (``planning``), or jointly (``units``).
 - ``follow_plan``: from a plan to the cuts of any other graph of the same module.
 """

@@ -8,13 +8,15 @@ The step around the region
 
 Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
-    - ``pass_setup``: stages, microbatches and schedules, kept for batches of the same shapes (``lru``).
+    - ``pass_setup``: what a batch goes through the stages with (stage, number of microbatches, schedule objects), kept for
+      batches of the same shapes (``lru``).
     - ``batch_passes``: the passes of the running batch.
     - ``stage_changes``: what a stage's forward changes by itself.
     - ``joined_results``: what the last stage gives for the microbatches, put together as it comes.
-    - ``region_pass``: forward, then backward, as one operation of autograd; checks what a stage sends.
+    - ``region_pass``: forward, then backward, as one operation of autograd (GPipe). Both schedules check
+      here what a stage is about to send: the next one receives into buffers of fixed shapes.
     - ``one_f_one_b``: forward and backward by turns (1F1B), and that the losses of microbatches make the batch's.
-    - ``schedule_choice``: which of the two.
+    - ``schedule_choice``: which of these two ways training takes. A further schedule begins here.
 
 Steps that are no single region
     - ``joint_step``: manual optimization, calls that build on each other (GANs, rollouts): every rank runs the step.

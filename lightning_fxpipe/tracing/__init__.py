@@ -2,9 +2,9 @@
 
 Finding the region
     - ``prelude``: what the step does before it calls the model, in a dry run.
-    - ``region``, ``span``: a region of one call, and of several.
+    - ``region``, ``span``: what a region of one call is, and one of several.
     - ``calls_aside``: what stands between those, and is no part of it.
-    - ``discovery``: finds it by one run of the step on fake tensors.
+    - ``discovery``: decides where it begins and ends, by one run of the step on fake tensors.
     - ``input_gradient``, ``parameter_use``: steps that do more with the model than to call it.
     - ``recordable``: what can be traced, and when two of them are alike.
 
@@ -19,8 +19,9 @@ Recording it
     - ``signals``: what ends a recording before its time.
 
 What a trace depends on
-    - ``guards``, ``code_guards``, ``held_tensors``: plain values and tensors that it has from elsewhere.
-    - ``structure_guards``: the modules that it calls, and their hooks.
+    - ``guards``: plain attributes that it has read, compared before each batch (``runtime.batch_traces`` asks).
+    - ``code_guards``, ``structure_guards``: global variables and classes; the modules that it calls, and their hooks.
+    - ``held_tensors``: tensors that it has from elsewhere.
     - ``trace_log``: tells when a step is traced again, and why.
     - ``repeat``: single calls of a graph once more, to see what is inside.
 """
