@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 _CONNECT_SECONDS = 5.0
 _ACCEPT_SECONDS = 30.0
@@ -120,7 +120,7 @@ class Lifeline:
             selector.register(connection, selectors.EVENT_READ, rank)
         while selector.get_map():
             for key, _ in selector.select():
-                rank, connection = key.data, self._sockets[key.data]
+                rank, connection = key.data, cast(socket.socket, key.fileobj)
                 data = b""  # also of one that the system has closed
                 with contextlib.suppress(OSError):
                     data = connection.recv(65536)
@@ -133,7 +133,9 @@ class Lifeline:
 
     def _note_loss(self, rank: int) -> None:
         with self._lock:
-            self._sockets.pop(rank).close()
+            connection = self._sockets.pop(rank, None)
+        if connection is not None:
+            connection.close()
         if rank not in self.left:
             died = Failure(rank=rank, run=sys.maxsize, summary="the process died (killed by a signal, or out of memory)")
             self._take({"failure": dataclasses.asdict(died)})

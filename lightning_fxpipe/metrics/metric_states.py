@@ -110,41 +110,43 @@ class _Remembered:
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        self._content = _content_of(value)
+        self._content: Any = value.copy() if isinstance(value, (list, dict, set)) else None
+        self._versions = _versions(value)
 
     def is_same(self, now: Any) -> bool:
         """Whether the attribute still has it."""
         if now is not self._value:
             return type(now) is type(self._value) and isinstance(now, (int, float, str)) and bool(now == self._value)
-        if isinstance(now, dict):
-            return same_mapping(now, self._content)
         if isinstance(now, list):
-            return len(now) == len(self._content) and _same_entries(now, self._content)
-        return bool(_content_of(now) == self._content)
+            return len(now) == len(self._versions) and self._begins_so(now)
+        if isinstance(now, dict) and not same_mapping(now, self._content):
+            return False
+        return (not isinstance(now, set) or now == self._content) and _versions(now) == self._versions
 
     def num_kept(self, now: Any) -> int | None:
         """How many entries a list has had before; None unless it is a list that has only grown."""
         if not isinstance(now, list) or not isinstance(self._content, list) or len(now) < len(self._content):
             return None
-        return len(self._content) if self._content and _same_entries(now, self._content) else None
+        return len(self._content) if self._content and self._begins_so(now) else None
+
+    def _begins_so(self, now: list[Any]) -> bool:
+        """Whether a list begins with the same entries. torchmetrics copies those of a state with each ``forward``."""
+        before = self._content
+        if all(a is b for a, b in zip(now, before, strict=False)):
+            return _versions(now[: len(before)]) == self._versions
+        pairs = list(zip(now, before, strict=False))
+        if not all(isinstance(a, Tensor) and isinstance(b, Tensor) for a, b in pairs):
+            return False
+        if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+            return False
+        # Comparing the ends tells a list that was copied from one that was emptied and filled anew.
+        return torch.equal(now[0], before[0]) and torch.equal(now[len(before) - 1], before[-1])
 
 
-def _content_of(value: Any) -> Any:
-    """What shows that a value has been changed in place: a tensor's version, the entries of a container."""
-    if isinstance(value, Tensor):
-        return None if value.is_inference() else version_of(value)
-    return value.copy() if isinstance(value, (list, dict, set)) else None
-
-
-def _same_entries(now: list[Any], before: list[Any]) -> bool:
-    """Whether a list begins with the same entries. torchmetrics copies those of a state with each ``forward``."""
-    if all(a is b for a, b in zip(now, before, strict=False)):
-        return True
-    pairs = zip(now, before, strict=False)
-    if not all(isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs):
-        return False
-    # Comparing the ends tells a list that was copied from one that was emptied and filled anew.
-    return torch.equal(now[0], before[0]) and torch.equal(now[len(before) - 1], before[-1])
+def _versions(value: Any) -> list[int | None]:
+    """What shows that tensors have been changed in place: of a tensor, or of each entry of a list or dict."""
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return [version_of(entry) if isinstance(entry, Tensor) and not entry.is_inference() else None for entry in entries]
 
 
 def _state(metric: nn.Module) -> dict[str, Any]:

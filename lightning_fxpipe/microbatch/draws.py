@@ -262,8 +262,12 @@ def _write(part: Tensor, args: Args, kwargs: Arguments) -> Any:
         return args[0].copy_(part)
 
 
+def _mean_and_std(args: Args, kwargs: Arguments) -> tuple[Any, Any]:
+    return args[0] if args else kwargs.get("mean", 0.0), args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+
+
 def _normal_shape(args: Args, kwargs: Arguments) -> Shape:
-    shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+    shapes = [value.shape for value in _mean_and_std(args, kwargs) if isinstance(value, Tensor)]
     if shapes:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     return _last_shape(args, kwargs)
@@ -271,17 +275,17 @@ def _normal_shape(args: Args, kwargs: Arguments) -> Shape:
 
 def _normal_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:
     """As torch does it: standard normal numbers first, then the tensors that scale and shift them."""
-    tensor = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    tensor = next((value for value in _mean_and_std(args, kwargs) if isinstance(value, Tensor)), None)
     if tensor is None:
         return _other_size(function, shape, args, kwargs)
     return tensor.new_empty(shape).normal_(generator=kwargs.get("generator"))
 
 
 def _normal_finish(part: Tensor, args: Args, kwargs: Arguments) -> Any:
-    if not any(isinstance(arg, Tensor) for arg in args):
+    mean, std = _mean_and_std(args, kwargs)
+    if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
         return part
-    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    return part * std + args[0]  # not in place: a part may be used again
+    return part * std + mean  # not in place: a part may be used again
 
 
 def _bernoulli_whole(function: Function, shape: Shape, args: Args, kwargs: Arguments) -> Any:

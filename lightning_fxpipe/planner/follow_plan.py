@@ -144,6 +144,8 @@ def _follow(plan: PartitionPlan, chain: Chain, tail: Collection[fx.Node]) -> Ass
     final = chain.site(len(units) - 1)
     totals = [cost[stage] + _price(final, num_stages - 1 - stage) for stage in range(num_stages)]
     stage = min(range(num_stages), key=totals.__getitem__)
+    if totals[stage] == inf:
+        raise _unplaceable(plan, chain, len(units) - 1)
     stages = []
     for origin in reversed(came_from):
         stages.append(stage)

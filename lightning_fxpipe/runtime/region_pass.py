@@ -366,7 +366,7 @@ class RegionPass:
             received: On another stage, the gradients of what it had sent.
         """
         number = leg.number(index)
-        kept = self._kept[number] if self.retains else self._kept.pop(number, None)
+        kept = self._kept.get(number) if self.retains else self._kept.pop(number, None)
         if kept is None:
             raise RuntimeError(
                 "Trying to backward through the pipelined calls a second time: what they saved has been freed. "

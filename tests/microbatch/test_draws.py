@@ -141,6 +141,8 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: torch.normal(2.0, 0.5, (len(x), 3)),
     "normal of tensors": lambda x: torch.normal(x, x.abs() + 1),
     "normal of a tensor": lambda x: torch.normal(x, 0.5),
+    "normal by keywords": lambda x: torch.normal(mean=x, std=x.abs() + 1),
+    "normal of a deviation": lambda x: torch.normal(0.0, x.abs() + 1),
     "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
     "uniform_": lambda x: x.new_empty(len(x), 7).uniform_(-1, 1),
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
