@@ -98,16 +98,16 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
 
 def count_traces(name: str, folder: str) -> int:
     """Runs on every rank: how often the training step was recorded once the run had begun."""
-    original = StageTraces._trace
+    original = StageTraces._cut
     kinds: list[str] = []
 
     def noting(self: Any, kind: Any, *args: Any) -> Any:
         kinds.append(kind.value)
         return original(self, kind, *args)
 
-    StageTraces._trace = noting  # type: ignore[method-assign]
+    StageTraces._cut = noting  # type: ignore[method-assign]
     try:
         do(name, folder, 2)
     finally:
-        StageTraces._trace = original  # type: ignore[method-assign]
+        StageTraces._cut = original  # type: ignore[method-assign]
     return kinds.count("training_step")
