@@ -208,3 +208,24 @@ def test_parameters_that_every_rank_keeps_may_be_used_anywhere() -> None:
     assert "student.0.weight" in used[0]
     assert "student.1.weight" in used[1]
     assert "student.1.weight" not in used[0]
+
+
+class Chosen(nn.Module):
+    """In evaluation it ends in its first half, with a result whose size nobody knows beforehand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h) if self.training else self.a(h[h[:, 0] > 0])
+
+
+def test_a_result_that_cannot_get_to_the_last_stage_is_an_error() -> None:
+    """No cut may fall after the last call, which belongs to the first stage: there is no way, not one that costs nothing."""
+    model, call = Chosen(), call_of(torch.randn(BATCH, 6))
+    plan = plan_region(model, call, num_stages=2)
+    model.eval()
+    with pytest.raises(PartitionError, match="cannot follow"):
+        follow_plan(plan, trace_for_plan(model, call, plan))
