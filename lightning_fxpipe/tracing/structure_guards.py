@@ -6,9 +6,10 @@ lies inside a module that stays whole runs as it is then; what was recorded woul
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from array import array
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,7 +19,7 @@ from torch import fx, nn
 from lightning_fxpipe._compat.torch import has_hooks
 
 _numbers = count()
-_numbered: dict[int, tuple[weakref.ref[Any], int]] = {}
+_numbered: dict[int, tuple[Callable[[], Any], int]] = {}
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,27 @@ def submodule_at(root: nn.Module, path: str) -> Any:
 
 
 def _forward_of(module: Any) -> Any:
-    """The function that is a module's forward: that of its class, or one that was set on the module."""
-    forward: Any = getattr(module, "forward", None)
-    is_own = module is not None and getattr(forward, "__self__", None) is module  # a method, which is made anew by each look
-    return forward.__func__ if is_own else forward
+    """What a module's forward is: what was set on the module, or what its class has, which may make a new one for each look."""
+    if module is None:
+        return None
+    own = vars(module).get("forward")
+    if own is None:
+        return inspect.getattr_static(module, "forward", None)
+    return own.__func__ if getattr(own, "__self__", None) is module else own  # a method is that of the class
 
 
 def _number_of(thing: Any) -> int:
-    """A number that no other object has or will have, as an ``id`` may be that of another one later."""
+    """A number that no other object has or will have, as an ``id`` may be that of another one later; -1 for nothing."""
+    if thing is None:
+        return -1
     known = _numbered.get(id(thing))
     if known is None or known[0]() is not thing:
-        known = _numbered[id(thing)] = (weakref.ref(thing), next(_numbers))
+        known = _numbered[id(thing)] = (_reference_to(thing), next(_numbers))
     return known[1]
+
+
+def _reference_to(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return lambda: thing  # kept, so that nothing else gets its id

@@ -24,7 +24,8 @@ class Block(nn.Module):
         self.first, self.act, self.second = nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 12)
 
     def forward(self, x: Any) -> Any:
-        return x + self.second(self.act(self.first(x)))
+        h = self.first(x)
+        return x + self.second(h if self.act is None else self.act(h))
 
 
 class Cut(Net):
@@ -51,6 +52,10 @@ def another_activation(module: Any) -> None:
     module.backbone.act = nn.Tanh()
 
 
+def no_activation(module: Any) -> None:
+    module.backbone.act = None
+
+
 def halve(module: Any, args: Any, result: Any) -> Any:
     return result / 2
 
@@ -73,6 +78,7 @@ EPOCH, START = "on_train_epoch_start", "on_train_start"
 RUNS: dict[str, Run] = {
     "another activation in the second epoch": change_of(EPOCH, another_activation),
     "another activation at the start": change_of(START, another_activation, 1),
+    "no activation in the second epoch": change_of(EPOCH, no_activation),
     "hooks in the second epoch": change_of(EPOCH, hook),
     "hooks at the start": change_of(START, hook, 1),
     "hooks around the cut in the second epoch": change_of(EPOCH, hook_around_cut),
