@@ -131,7 +131,8 @@ class StageTraces:
                 if alike and known.traced.signature == signature and known.traced.covers(region):
                     if is_span and not self._takes(known, kind, call, shapes):
                         continue
-                    self._of_plan = None
+                    if known is self._of_plan:
+                        self._of_plan = None
                     self._note_looks(kind, known.traced)
                     if not has_values and self.looks_at_values(kind):
                         raise ValuesNeeded
