@@ -1,4 +1,4 @@
-"""torch's stack of function modes: its names are not public. torch 2.11-2.15; tests/_compat/test_torch.py calls each."""
+"""torch's stack of function modes: its names are not public. torch 2.11-2.15; tests/_compat/test_modes.py calls each."""
 
 from __future__ import annotations
 

@@ -27,7 +27,6 @@ from torchmetrics import MeanMetric
 
 from lightning_fxpipe._compat import checkpoints as _compat_checkpoints
 from lightning_fxpipe._compat import lightning as _compat_lightning
-from lightning_fxpipe._compat import modes as _compat_modes
 from lightning_fxpipe._compat import torch as _compat
 from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld
 
@@ -425,50 +424,6 @@ def test_apply_of_autograd_functions_is_bound_by_its_descriptor() -> None:
 
 
 # ------------------------------------------------------------------ watching a step
-
-
-class Watching(TorchFunctionMode):
-    """Lists the torch functions that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_can_be_taken_off_for_a_while_wherever_it_lies() -> None:
-    x = torch.ones(2)
-    with Watching() as mode:
-        torch.sin(x)
-        with _compat_modes.function_mode_removed(mode):
-            torch.cos(x)
-        torch.tan(x)
-        with Watching() as above, _compat_modes.function_mode_removed(mode):
-            torch.exp(x)
-        torch.tan(x)
-    assert mode.seen == [torch.sin, torch.tan, torch.tan]
-    assert above.seen == [torch.exp]
-
-
-def test_it_is_known_whether_somebody_watches() -> None:
-    assert not _compat_modes.has_function_mode()
-    with Watching():
-        assert _compat_modes.has_function_mode()
-        with _compat_modes.unwatched_torch(), Watching():
-            pass
-    assert not _compat_modes.has_function_mode()
-
-
-def test_no_mode_sees_what_is_unwatched() -> None:
-    x = torch.ones(2)
-    with Watching() as mode:
-        with _compat_modes.unwatched_torch():
-            torch.sin(x)
-        torch.cos(x)
-    assert mode.seen == [torch.cos]
 
 
 def test_a_stand_in_has_a_shape_and_no_data() -> None:
