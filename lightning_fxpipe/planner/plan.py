@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ class PartitionPlan:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PartitionError("Cannot read the partition plan.", where=str(path), observed=str(error)) from error
         return cls.from_dict(data, where=str(path))
 
@@ -197,7 +197,7 @@ class PartitionPlan:
                 todo="Make the plan again with `python -m lightning_fxpipe plan`.",
             )
         try:
-            return cls(
+            plan = cls(
                 region=data["region"],
                 stages=tuple(_stage_from_dict(stage) for stage in data["stages"]),
                 microbatch_size=data["microbatch_size"],
@@ -212,8 +212,12 @@ class PartitionPlan:
                 outside_reason=data.get("outside_reason", ""),
                 joint_reason=data.get("joint_reason", ""),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise PartitionError("The partition plan is damaged.", where=where, observed=repr(error)) from error
+            complaint = next(_complaints(plan), None)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise _damaged(where, repr(error)) from error
+        if complaint is not None:
+            raise _damaged(where, complaint)
+        return plan
 
     def check_fits(self, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises :class:`PartitionError` unless the plan was made for a model with these parameters."""
@@ -232,6 +236,52 @@ class PartitionPlan:
 
     def __str__(self) -> str:
         return _plan_table(self)
+
+
+def _complaints(plan: PartitionPlan) -> Iterator[str]:
+    """What no planner writes: a file may have been changed, by hand or by chance."""
+    outputs = [tensor for stage in plan.stages for tensor in stage.outputs]
+    parts: list[PartitionPlan | StageSpec | BoundaryTensor | RecomputedTensor] = [
+        plan,
+        *plan.recomputed,
+        *plan.stages,
+        *outputs,
+    ]
+    for part in parts:
+        for field_ in fields(part):
+            value = getattr(part, field_.name)
+            kind, is_several = _KINDS.get(str(field_.type), (None, False))
+            for entry in value if is_several else (value,):
+                if kind is not None and (type(entry) is not kind or (isinstance(entry, int) and entry < 0)):
+                    yield f"{field_.name}: {value}"
+    for name, shape in plan.parameter_shapes.items():
+        if any(type(size) is not int or size < 0 for size in shape):
+            yield f"parameter_shapes: {name} {shape}"
+    if not plan.stages or [stage.index for stage in plan.stages] != [*range(plan.num_stages)]:
+        yield f"stages: {[stage.index for stage in plan.stages]}"
+    uses = [(tensor.name, (tensor.producer_stage, *tensor.consumer_stages)) for tensor in outputs]
+    for name, stages in (*uses, *((tensor.name, tensor.stages) for tensor in plan.recomputed)):
+        if any(stage >= plan.num_stages for stage in stages):
+            yield f"stages of {name}: {stages}"
+
+
+# By its annotation: the type of a field's value, or of its entries.
+_KINDS: dict[str, tuple[type | None, bool]] = {
+    "str": (str, False),
+    "int": (int, False),
+    "bool": (bool, False),
+    "tuple[int, ...]": (int, True),
+    "tuple[str, ...]": (str, True),
+}
+
+
+def _damaged(where: str, observed: str) -> PartitionError:
+    return PartitionError(
+        "The partition plan is damaged.",
+        where=where,
+        observed=observed,
+        todo="Make the plan again with `python -m lightning_fxpipe plan`.",
+    )
 
 
 def _stage_from_dict(data: Mapping[str, Any]) -> StageSpec:

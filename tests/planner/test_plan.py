@@ -137,7 +137,9 @@ some_stages = st.builds(
 some_plans = st.builds(
     PartitionPlan,
     region=names,
-    stages=st.lists(some_stages, max_size=3).map(tuple),
+    stages=st.tuples(
+        *(some_stages.map(lambda stage, index=index: dataclasses.replace(stage, index=index)) for index in range(4))
+    ),
     microbatch_size=st.integers(1, 99),
     parameter_shapes=st.dictionaries(names, shapes, max_size=3),
     outside_fqns=st.lists(names, max_size=2).map(tuple),
@@ -201,11 +203,39 @@ def test_plan_without_one_of_its_parts_is_damaged(key: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("stages", 3), ("stages", [{}]), ("stages", [None]), ("parameter_shapes", []), ("opened", None), ("recomputed", [3])],
+    [
+        *(("stages", 3), ("stages", [{}]), ("stages", [None]), ("stages", []), ("parameter_shapes", []), ("opened", None)),
+        *(("recomputed", [3]), ("microbatch_size", -2), ("microbatch_size", "2"), ("microbatch_size", True), ("region", 3)),
+        *(("parameter_shapes", {"a": [-1]}), ("parameter_shapes", {"a": ["1"]}), ("without_batch", [1]), ("batch_dim", 0.5)),
+    ],
 )
 def test_plan_with_a_part_of_another_kind_is_damaged(key: str, value: object) -> None:
     with pytest.raises(PartitionError, match="damaged"):
         PartitionPlan.from_dict(dataclasses.asdict(PLAN) | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("index", 1), ("num_parameters", -1), ("num_parameters", 1.5), ("fqns", [None])),
+        *(
+            ("outputs.num_bytes", -8),
+            ("outputs.shape", [-1]),
+            ("outputs.producer_stage", 99),
+            ("outputs.consumer_stages", [99]),
+        ),
+        *(("outputs.requires_grad", "yes"), ("outputs.dtype", 3)),
+    ],
+)
+def test_plan_with_an_impossible_stage_is_damaged(key: str, value: object) -> None:
+    data = dataclasses.asdict(PLAN)
+    owner, _, name = key.rpartition(".")
+    changed = data["stages"][0]["outputs"][0] if owner else data["stages"][0]
+    assert name in changed
+    changed[name] = value
+    with pytest.raises(PartitionError, match="damaged") as caught:
+        PartitionPlan.from_dict(data)
+    assert str(value).strip("[]") in str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------------------- check_fits
