@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import pathlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint import metadata as public_metadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-def folder_reader(path: Any, url: str, options: Mapping[str, Any]) -> Any:
-    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None."""
-    return _for_folder("Reader", path, url, options)
+
+def folder_reader(path: Any, url: str, options: Mapping[str, Any], metadata: Metadata) -> Any:
+    """Reads a folder of ``torch.distributed.checkpoint``: of this machine, or behind a URL where ``path`` is None.
+
+    It takes the metadata that it is given: its own way to read them unpickles whatever there is.
+    """
+    reader = _for_folder("Reader", path, url, options)
+    reader.read_metadata = lambda *args, **kwargs: metadata
+    return reader
 
 
 def folder_writer(path: Any, url: str, options: Mapping[str, Any]) -> Any:
@@ -28,6 +40,71 @@ def _for_folder(kind: str, path: Any, url: str, options: Mapping[str, Any]) -> A
     from torch.distributed.checkpoint import _fsspec_filesystem as private
 
     return getattr(private, f"Fsspec{kind}")(url, **options)
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """Where a folder has a tensor, a part of one, or another value.
+
+    Attributes:
+        key: Of the value.
+        file: Name of a file of the folder.
+        offset: First byte.
+        num_bytes: How many.
+    """
+
+    key: str
+    file: str
+    offset: int
+    num_bytes: int
+
+
+def stored_items(metadata: Metadata) -> Iterator[StoredItem]:
+    """What a folder's files have, which torch keeps in records of a private class. torch 2.11-2.15."""
+    for index, info in (metadata.storage_data or {}).items():
+        yield StoredItem(index.fqn, info.relative_path, info.offset, info.length)
+
+
+def unpickled_metadata(content: bytes) -> Metadata:
+    """What the file ``.metadata`` of a folder says; torch's own reader would run what code it names. torch 2.2-2.15.
+
+    Raises:
+        pickle.UnpicklingError: It names what no regular one does.
+    """
+    found = _MetadataUnpickler(io.BytesIO(content)).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"a {type(found).__name__} in place of metadata")
+    return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the names that torch writes into a folder's metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or function."""
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return pathlib.PurePosixPath  # where it was saved, perhaps on another system
+        if module.startswith("torch.distributed.") and name in _METADATA_CLASSES:
+            return _METADATA_CLASSES[name]
+        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+            return _StorageInfo
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            from torch.serialization import _get_layout
+
+            return _get_layout
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+# In torch 2.2 two of them were in another module, and one had no underscore.
+_METADATA_CLASSES = {
+    name.lstrip("_") if is_old else name: getattr(public_metadata, name)
+    for name in (*public_metadata.__all__, "_MEM_FORMAT_ENCODING")
+    for is_old in (False, True)
+}
 
 
 class NamesOnly:

@@ -1,70 +1,72 @@
 """Files and folders that get their name when they are complete, and lose it all at once.
 
-What is written lies in a hidden folder beside its place until then, under a name that nobody takes for a checkpoint: Lightning
-finds the last one by patterns (``last*.ckpt``, ``*hpc_ckpt_*``). A process may be killed between any two calls of the system:
-under the name is then the old one or the new one, whole.
+What is written lies in a hidden folder beside its place until then, where nobody takes it for a checkpoint: Lightning finds
+the last one by patterns (``last*.ckpt``, ``*hpc_ckpt_*``). A process may be killed between any two calls of the system: under
+the name is then the old one or the new one, whole. Two runs may save one name at the same time: each writes in a room of its
+own, and one of them is the last to give it the name.
+
+    .unfinished/<token>/<name>   being written or removed, in the room of one process, which holds a lock on it while it lives
+    .unfinished/old/<name>       set aside, where a file system cannot swap two names
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import secrets
 import shutil
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-_HIDDEN = ".unfinished"
-_NEW, _OLD, _REMOVED, _LINK = ".new", ".old", ".removed", ".link"
+_HIDDEN, _OLD = ".unfinished", "old"
+# After which a room is nobody's where the file system has no locks.
+_ROOM_SECONDS = 24 * 60 * 60.0
+_ATTEMPTS = 100
 
 
-def begin(path: Path) -> Path:
-    """Makes room for what is to become ``path``, and removes what a process that was killed has left there.
+class Replacement:
+    """What is being written, and is to become ``path``. One process makes it; others may write into it, too.
 
-    Returns:
-        Where to write it: a place where nothing is yet, in a folder that exists.
+    Attributes:
+        new: Where to write it: a place where nothing is yet, in a folder that exists.
     """
-    recover(path)
-    new = _beside(path, _NEW)
-    for left in (new, _beside(path, _OLD), _beside(path, _REMOVED)):
-        _delete(left)
-    new.parent.mkdir(parents=True, exist_ok=True)
-    return new
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        recover(path)
+        _delete(_set_aside(path))
+        self._room = _Room(path.parent)
+        self.new = self._room.folder / path.name
 
-def finish(path: Path) -> None:
-    """Gives what was written after :func:`begin` its name, in place of what had it. It is on the disk when this returns."""
-    new, old = _beside(path, _NEW), _beside(path, _OLD)
-    if new.is_dir():
-        sync_folder(new)
-    if not os.path.lexists(path):
-        new.rename(path)
-    elif not _exchange(new, path):
-        path.rename(old)  # `recover` puts it back after a death right here
-        new.rename(path)
-    sync_folder(path.parent)
-    cancel(path)
+    def finish(self) -> None:
+        """Gives what was written its name, in place of what had it. It is on the disk when this returns."""
+        if self.new.is_dir():
+            sync_folder(self.new)
+        _give_name(self.new, self._path)
+        sync_folder(self._path.parent)
+        self._room.leave()
 
-
-def cancel(path: Path) -> None:
-    """Removes what was written after :func:`begin`, as far as possible: a full disk needs the room."""
-    recover(path)
-    for left in (_beside(path, _NEW), _beside(path, _OLD)):
-        with contextlib.suppress(OSError):
-            _delete(left)
-    _tidy(path)
+    def cancel(self) -> None:
+        """Removes what was written, as far as possible: a full disk needs the room."""
+        recover(self._path)
+        self._room.leave()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Where to write what gets the name after the block, if that ends well."""
+    replacement = Replacement(path)
     try:
-        yield begin(path)
-        finish(path)
+        yield replacement.new
+        replacement.finish()
     except BaseException:
-        cancel(path)
+        replacement.cancel()
         raise
 
 
@@ -80,24 +82,21 @@ def synced_file(path: Path) -> Iterator[IO[bytes]]:
 def remove(path: Path) -> None:
     """Removes a file or folder, if there is one. Half of a folder never has the name."""
     if os.path.lexists(path):
-        removed = _beside(path, _REMOVED)
-        _delete(removed)
-        removed.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(removed)
-        _delete(removed)
-        _tidy(path)
+        room = _Room(path.parent)
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            path.rename(room.folder / path.name)
+        room.leave()
 
 
 def link(target: Path, path: Path) -> None:
     """Makes ``path`` a symbolic link to ``target``, relative to it, in place of what was there."""
-    temporary = _beside(path, _LINK)
-    _delete(temporary)
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    temporary.symlink_to(os.path.relpath(target, path.parent))  # right where it goes to, not where it is
+    room = _Room(path.parent)
+    new = room.folder / path.name
+    new.symlink_to(os.path.relpath(target, path.parent))  # right where it goes to, not where it is
     if path.is_dir() and not path.is_symlink():
         remove(path)
-    temporary.replace(path)
-    _tidy(path)
+    new.replace(path)
+    room.leave()
 
 
 def is_linked(path: Path) -> bool:
@@ -111,13 +110,14 @@ def recover(path: Path) -> None:
     """Puts back what a process that was killed had set aside to replace it. May be called by several processes at once."""
     if not os.path.lexists(path):
         with contextlib.suppress(OSError):
-            _beside(path, _OLD).rename(path)
+            _set_aside(path).rename(path)
+            _tidy(path.parent)
 
 
 def recover_all(folder: Path) -> None:
     """:func:`recover` for all that was in a folder."""
-    for old in (folder / _HIDDEN).glob(f"*{_OLD}"):
-        recover(folder / old.name.removesuffix(_OLD))
+    for old in (folder / _HIDDEN / _OLD).glob("*"):
+        recover(folder / old.name)
 
 
 def sync_folder(folder: Path) -> None:
@@ -130,8 +130,98 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    return path.parent / _HIDDEN / f"{path.name}{suffix}"
+# ---------------------------------------------------------------------------------------------------- rooms
+
+
+class _Room:
+    """A folder that one process has for itself while it lives. Making one removes those of processes that were killed.
+
+    Attributes:
+        folder: It.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        _remove_abandoned(parent)
+        for _ in range(_ATTEMPTS):
+            self.folder = parent / _HIDDEN / secrets.token_hex(8)
+            # Another process may remove the hidden folder, as empty, or this one before it is locked, as nobody's.
+            with contextlib.suppress(FileNotFoundError):
+                self.folder.mkdir(parents=True)
+                descriptor = os.open(self.folder, os.O_RDONLY)
+                self._unlock = weakref.finalize(self, os.close, descriptor)
+                if _lock(descriptor) is not False and _is_at(descriptor, self.folder):
+                    return
+                self._unlock()
+        raise FileNotFoundError(f"{self.folder} is removed by others again and again")
+
+    def leave(self) -> None:
+        """Removes the room and what is in it, as far as possible. Further calls do nothing."""
+        if self._unlock.alive:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._unlock()
+            _tidy(self._parent)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Takes the lock of an open file until it is closed; False where another process has it, None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one with this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the rooms of processes that are no more."""
+    for folder in (parent / _HIDDEN).glob("*"):
+        if folder.name == _OLD:
+            continue
+        with contextlib.suppress(OSError):  # its owner was faster
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                is_free = _lock(descriptor)
+                if is_free or (is_free is None and time.time() - folder.stat().st_mtime > _ROOM_SECONDS):
+                    _delete(folder)
+            finally:
+                os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------------- names
+
+
+def _give_name(new: Path, path: Path) -> None:
+    """Renames ``new``; what had the name is gone, or under the name of ``new``."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            if not os.path.lexists(path):
+                new.rename(path)
+            elif not _exchange(new, path):
+                old = _set_aside(path)
+                _delete(old)
+                old.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(old)  # `recover` puts it back after a death right here
+                new.rename(path)
+                _delete(old)
+            return
+        except OSError:
+            # Another process may have given or taken the name between the look at it and the call.
+            if attempt == _ATTEMPTS - 1 or not os.path.lexists(new):
+                raise
+
+
+def _set_aside(path: Path) -> Path:
+    return path.parent / _HIDDEN / _OLD / path.name
 
 
 def _delete(path: Path) -> None:
@@ -141,10 +231,11 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _tidy(path: Path) -> None:
+def _tidy(parent: Path) -> None:
     """Removes the hidden folder once it is empty."""
-    with contextlib.suppress(OSError):
-        (path.parent / _HIDDEN).rmdir()
+    for folder in (parent / _HIDDEN / _OLD, parent / _HIDDEN):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _exchange(one: Path, other: Path) -> bool:

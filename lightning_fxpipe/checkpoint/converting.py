@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -10,21 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_fxpipe._compat.checkpoints import folder_writer
-from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe.checkpoint.atomic import replacing
-from lightning_fxpipe.checkpoint.folders import open_folder, original_errors
+from lightning_fxpipe.checkpoint.damage import damage_told
+from lightning_fxpipe.checkpoint.folders import open_folder
 from lightning_fxpipe.checkpoint.formats import VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.checkpoint.pickles import Reading
 from lightning_fxpipe.checkpoint.safetensors_files import write_safetensors
+from lightning_fxpipe.checkpoint.saving import write_beside, write_parts
 from lightning_fxpipe.checkpoint.single_file import GROUP_FQNS, is_by_fqn, with_numbers
 from lightning_fxpipe.checkpoint.stage_state import (
     as_first_step,
     checkpoint_of_folder,
     entry_of,
     is_folder,
+    rest_of,
     states_beside,
     taken_states,
     without_notes,
@@ -83,7 +86,7 @@ def convert(
         raise FxPipeError("There is something already.", where=str(path), todo="Pass --force to replace it.")
     if source.path is not None and path.exists() and source.path.resolve() == path.resolve():
         raise FxPipeError("A checkpoint cannot be converted in its own place.", where=str(path), todo="Choose another target.")
-    form, checkpoint = read_whole(source, weights_only=not pickle_is_trusted)
+    form, checkpoint = read_whole(source, Reading(weights_only=not pickle_is_trusted))
     if only_weights:
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _FOR_TRAINING}
     left_out: list[str] = []
@@ -107,16 +110,17 @@ def convert(
 _FOR_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks", "MixedPrecision", "current_model_state", "averaging_state")
 
 
-def read_whole(source: Location, *, weights_only: bool) -> tuple[Format, dict[str, Any]]:
+def read_whole(source: Location, reading: Reading) -> tuple[Format, dict[str, Any]]:
     """A checkpoint of any format as a Trainer has it, optimizers by FQN where their names are known. Not for ranks."""
     if not is_folder(source):
         with source.local_copy() as path:
-            stored = read_stored(path, is_wanted=lambda fqn: True, weights_only=weights_only)
+            stored = read_stored(path, reading, is_wanted=lambda fqn: True)
         if stored.format.has_weights_only:
             return stored.format, as_first_step(stored.checkpoint["state_dict"])
-        return stored.format, _by_fqn(stored.checkpoint)
-    folder = open_folder(source)
-    return Format.FOLDER, checkpoint_of_folder(folder, folder.read_rest(weights_only=weights_only), lambda path: True)
+        with damage_told(source.text):
+            return stored.format, _by_fqn(stored.checkpoint)
+    folder = open_folder(source, reading)
+    return Format.FOLDER, checkpoint_of_folder(folder, rest_of(folder), lambda path: True)
 
 
 def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +170,8 @@ def _write_folder(path: Path, checkpoint: dict[str, Any]) -> None:
     if is_by_fqn(rest):
         for index, optimizer in enumerate(rest.pop("optimizer_states")):
             (state if optimizer["state"] else rest)[f"optimizer_{index}"] = optimizer
+    serialized = io.BytesIO()
+    torch.save(rest, serialized)
     with replacing(path) as new:
         new.mkdir()
-        with original_errors():
-            dcp_save(state, storage_writer=folder_writer(new, str(new), {}), no_dist=True)
-        torch.save(rest, new / metadata_filename())
+        write_beside(Location.of(new), serialized.getbuffer(), write_parts(state, FileSystemWriter(new), None))

@@ -8,12 +8,10 @@ file: what nobody looks at is never read.
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,10 @@ import torch
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import tree_map
-from lightning_fxpipe.checkpoint.safetensors_files import read_safetensors
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.checkpoint.checksums import has_checksums
+from lightning_fxpipe.checkpoint.damage import damage_error, damage_told, unknown_error
+from lightning_fxpipe.checkpoint.pickles import Reading, unpickled
+from lightning_fxpipe.checkpoint.safetensors_files import CHECKSUMS, read_safetensors
 
 # Lightning's entry by which it knows its checkpoints, and refuses others.
 VERSION_KEY = "pytorch-lightning_version"
@@ -31,7 +31,6 @@ VERSION_KEY = "pytorch-lightning_version"
 OPTIMIZER = r"optimizer_\d+"
 # Under what other programs keep the weights in a file of theirs.
 _WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model")
-_PICKLE_START = b"\x80"
 _SHARDED_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
@@ -59,11 +58,13 @@ class StoredCheckpoint:
         format: What it was read from.
         checkpoint: As a Trainer writes it; of weights only, ``state_dict`` alone.
         metadata: What a safetensors file says about itself.
+        has_checksums: Whether all that was read has been compared with checksums.
     """
 
     format: Format
     checkpoint: dict[str, Any]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    has_checksums: bool = False
 
 
 def is_distributed_folder(path: Path) -> bool:
@@ -71,17 +72,14 @@ def is_distributed_folder(path: Path) -> bool:
     return (path / ".metadata").is_file() or (path.is_dir() and any(path.glob("*.distcp")))
 
 
-def read_stored(
-    path: Path, *, is_wanted: Callable[[str], bool], weights_only: bool | None = None, pickle_module: Any = None
-) -> StoredCheckpoint:
+def read_stored(path: Path, reading: Reading, is_wanted: Callable[[str], bool]) -> StoredCheckpoint:
     """Reads a checkpoint that is not a folder of torch.distributed.checkpoint.
 
     Args:
         path: A file of a Trainer, of ``torch.save(module.state_dict())``, a safetensors file, or a folder or index of these
             as Hugging Face writes it.
+        reading: How.
         is_wanted: Says by its name whether a tensor of the model is wanted. The others are on the meta device.
-        weights_only: For ``torch.load``.
-        pickle_module: For ``torch.load``.
 
     Raises:
         FileNotFoundError: There is nothing.
@@ -90,16 +88,21 @@ def read_stored(
     if not path.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if path.is_dir() or path.name.endswith(".index.json"):
-        return _read_sharded(path, is_wanted)
+        return _read_sharded(path, reading, is_wanted)
     if _is_safetensors(path):
         state, metadata = read_safetensors(path, is_wanted)
-        return StoredCheckpoint(format=Format.SAFETENSORS, checkpoint={"state_dict": state}, metadata=metadata)
-    content = load_file(path, weights_only=weights_only, pickle_module=pickle_module)
-    known = _as_trainer_checkpoint(content)
-    if known is None:
-        raise _unknown(path, f"a {type(content).__name__}" + _some_keys(content))
-    kind, checkpoint = known
-    return StoredCheckpoint(format=kind, checkpoint=_without_unwanted(checkpoint, is_wanted))
+        weights = {"state_dict": state}
+        return StoredCheckpoint(
+            format=Format.SAFETENSORS, checkpoint=weights, metadata=metadata, has_checksums=CHECKSUMS in metadata
+        )
+    content = unpickled(path, str(path), reading)
+    with damage_told(str(path)):
+        known = _as_trainer_checkpoint(content)
+        if known is None:
+            raise unknown_error(str(path), f"a {type(content).__name__}" + _some_keys(content))
+        kind, checkpoint = known
+        checkpoint = _without_unwanted(checkpoint, is_wanted)
+        return StoredCheckpoint(format=kind, checkpoint=checkpoint, has_checksums=has_checksums(path))
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -107,28 +110,6 @@ def _is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(9)
     return path.suffix == ".safetensors" or (len(start) == 9 and start[8:] == b"{" and start[:2] != b"PK")
-
-
-def load_file(path: Path, *, weights_only: bool | None, pickle_module: Any = None) -> Any:
-    """What ``torch.save`` has written, with tensors mapped from the file; raises :class:`FxPipeError` where it is damaged."""
-    with path.open("rb") as file:
-        start = file.read(2)
-    is_archive = start == b"PK"
-    if not start:
-        raise _damage_error(path, "it is empty")
-    if is_archive and not zipfile.is_zipfile(path):
-        raise _damage_error(path, "its end is missing")
-    if not is_archive and start[:1] != _PICKLE_START:
-        raise _unknown(path, f"a file that begins with {start!r}")
-    try:
-        # torch's format from before 1.6 cannot be mapped.
-        return torch.load(path, "cpu", pickle_module, weights_only=weights_only, mmap=is_archive)
-    except pickle.UnpicklingError as error:
-        if "weights_only" in str(error):
-            raise  # torch says which class it was, and what to do about it
-        raise _damage_error(path, error) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, ImportError, OSError) as error:
-        raise _damage_error(path, error) from error
 
 
 def _as_trainer_checkpoint(content: Any) -> tuple[Format, dict[str, Any]] | None:
@@ -204,47 +185,29 @@ def _on_meta(value: Any) -> Any:
     return tree_map(stand_in, value)
 
 
-def _read_sharded(path: Path, is_wanted: Callable[[str], bool]) -> StoredCheckpoint:
+def _read_sharded(path: Path, reading: Reading, is_wanted: Callable[[str], bool]) -> StoredCheckpoint:
     """Weights in a folder, in one file or several with an index, as Hugging Face's ``save_pretrained`` writes them."""
+    weights = reading if reading.names_only else replace(reading, weights_only=True)
     folder = path if path.is_dir() else path.parent
     candidates = _SHARDED_INDICES if path.is_dir() else (path.name,)
     index = next((folder / name for name in candidates if (folder / name).is_file()), None)
     if index is None:
         whole = next((folder / name for name in _WHOLE_FILES if (folder / name).is_file()), None)
         if whole is None:
-            raise _unknown(path, _some_files(folder))
-        return read_stored(whole, is_wanted=is_wanted, weights_only=True)
-    try:
+            raise unknown_error(str(path), _some_files(folder))
+        return read_stored(whole, weights, is_wanted)
+    with damage_told(str(index)):
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise _damage_error(index, error) from error
-    state: dict[str, Tensor] = {}
-    for name in dict.fromkeys(weight_map.values()):
-        shard = folder / Path(name).name  # an index names files beside it, nothing elsewhere
-        if not shard.is_file():
-            raise _damage_error(index, f"{name} is missing")
-        state |= read_stored(shard, is_wanted=is_wanted, weights_only=True).checkpoint["state_dict"]
+        # An index names files beside it, nothing elsewhere.
+        shards = [folder / Path(name).name for name in dict.fromkeys(weight_map.values())]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise damage_error(str(index), f"{', '.join(missing[:8])} is missing")
+    parts = [read_stored(shard, weights, is_wanted) for shard in shards]
+    state: dict[str, Tensor] = {name: tensor for part in parts for name, tensor in part.checkpoint["state_dict"].items()}
     if missing := sorted(weight_map.keys() - state.keys()):
-        raise _damage_error(index, f"no file has {', '.join(missing[:8])}")
-    return StoredCheckpoint(format=Format.SHARDED_WEIGHTS, checkpoint={"state_dict": state})
-
-
-def _damage_error(path: Path, observed: object) -> FxPipeError:
-    return FxPipeError(
-        "The checkpoint cannot be read: it is damaged, or none.",
-        where=str(path),
-        observed=str(observed).splitlines()[0] if str(observed) else type(observed).__name__,
-        expected="a checkpoint of a Trainer, a state dict, or a safetensors file",
-    )
-
-
-def _unknown(path: Path, observed: str) -> FxPipeError:
-    return FxPipeError(
-        "This is no checkpoint of a kind that is known.",
-        where=str(path),
-        observed=observed,
-        expected="a folder of torch.distributed.checkpoint, a checkpoint of a Trainer, a state dict, or safetensors",
-    )
+        raise damage_error(str(index), f"no file has {', '.join(missing[:8])}")
+    is_checked = all(part.has_checksums for part in parts)
+    return StoredCheckpoint(format=Format.SHARDED_WEIGHTS, checkpoint={"state_dict": state}, has_checksums=is_checked)
 
 
 def _some_keys(content: Any) -> str:

@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.checkpoints import NamesOnly
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.checkpoint.folders import Folder, open_folder
 from lightning_fxpipe.checkpoint.formats import OPTIMIZER, VERSION_KEY, Format, read_stored
 from lightning_fxpipe.checkpoint.locations import Location
-from lightning_fxpipe.checkpoint.stage_state import ENTRY, checkpoint_of_folder, entry_of, is_folder, states_beside
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.checkpoint.pickles import Reading
+from lightning_fxpipe.checkpoint.stage_state import (
+    ENTRY,
+    checkpoint_of_folder,
+    entry_of,
+    is_folder,
+    rest_of,
+    states_beside,
+)
 from lightning_fxpipe.optim.optimizers import GROUPS
 from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
 
@@ -35,12 +41,14 @@ class Contents:
         format: How it is written.
         checkpoint: What is in it, as a Trainer has it, with tensors on the meta device.
         lacking: Why it is not complete; empty for one that is.
+        is_verified: Whether all of it has been compared with checksums; None where that was not asked for.
     """
 
     location: Location
     format: Format
     checkpoint: Mapping[str, Any]
     lacking: str = ""
+    is_verified: bool | None = None
 
     @property
     def states(self) -> dict[str, Mapping[str, Any]]:
@@ -48,30 +56,39 @@ class Contents:
         return {"model": self.checkpoint["state_dict"], **states_beside(self.checkpoint)}
 
 
-def look_into(location: Location) -> Contents:
+def look_into(location: Location, *, verifies: bool = False) -> Contents:
     """Opens a checkpoint of any format.
+
+    Args:
+        location: Where it is.
+        verifies: Whether all of it is read, and compared with its checksums.
 
     Raises:
         FxPipeError: It is damaged, or none.
     """
     if not is_folder(location):
-        with location.local_copy() as path:
-            stored = read_stored(path, is_wanted=lambda fqn: False, weights_only=False, pickle_module=NamesOnly)
-        notes = {"metadata": dict(stored.metadata)} if stored.metadata else {}
-        return Contents(location, stored.format, stored.checkpoint | notes)
-    lacking = ""
-    try:
-        folder = open_folder(location)
-    except FxPipeError as error:
-        if not location.inside(".metadata").exists():
-            raise
-        folder, lacking = Folder(location), error.observed or error.what
-    rest = {} if metadata_filename() in lacking else folder.read_rest(weights_only=False, pickle_module=NamesOnly)
+        return _look_into_stored(location, Reading(names_only=True, is_checked=lambda number: verifies), reads_all=verifies)
+    folder = Folder(location, Reading(names_only=True))
+    lacking = ", ".join(folder.lacks())
+    if not location.inside(".metadata").exists():
+        folder = open_folder(location, folder.reading)  # which says so
+    rest = rest_of(folder) if location.inside(metadata_filename()).exists() else {}
     # Of an optimizer the options are read, which are numbers; everything else by its metadata.
     checkpoint = checkpoint_of_folder(
-        folder, rest, lambda path: re.fullmatch(OPTIMIZER, str(path[0])) is not None and path[1] == GROUPS
+        folder, rest, lambda path: not lacking and re.fullmatch(OPTIMIZER, str(path[0])) is not None and path[1] == GROUPS
     )
-    return Contents(location, Format.FOLDER, checkpoint, lacking)
+    if not verifies or lacking:
+        return Contents(location, Format.FOLDER, checkpoint, lacking)
+    folder.verify()
+    return Contents(location, Format.FOLDER, checkpoint, is_verified=True)
+
+
+def _look_into_stored(location: Location, reading: Reading, *, reads_all: bool) -> Contents:
+    with location.local_copy() as path:
+        stored = read_stored(path, reading, is_wanted=lambda fqn: reads_all)
+    notes = {"metadata": dict(stored.metadata)} if stored.metadata else {}
+    is_verified = stored.has_checksums if reads_all else None
+    return Contents(location, stored.format, stored.checkpoint | notes, is_verified=is_verified)
 
 
 def describe(contents: Contents, *, with_tensors: bool) -> str:
@@ -96,7 +113,7 @@ def describe(contents: Contents, *, with_tensors: bool) -> str:
         )
     )
     for index, optimizer in enumerate(optimizers):
-        parts.append(_groups_table(index, optimizer["param_groups"]))
+        parts.append(_groups_table(index, optimizer.get("param_groups", ())))
     if with_tensors:
         parts += [_tensors_table(name, state) for name, state in contents.states.items()]
     return "\n\n".join(parts)
@@ -107,6 +124,8 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     yield "Checkpoint", contents.location.text
     yield "Format", contents.format.value
     yield "Complete", f"no: {contents.lacking}" if contents.lacking else "yes"
+    if contents.is_verified is not None:
+        yield "Verified", "yes" if contents.is_verified else "no: it has no checksums"
     if "global_step" in checkpoint:
         yield "Step", f"{checkpoint['global_step']}, epoch {checkpoint.get('epoch')}"
     origin = entry_of(checkpoint)

@@ -59,6 +59,20 @@ class Location:
         """Whether there is a file or folder."""
         return self.path.exists() if self.path is not None else bool(self.system.exists(self.text))
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Of a file; None where there is none."""
+        try:
+            return self.path.stat().st_size if self.path is not None else int(self.system.size(self.text))
+        except FileNotFoundError:
+            return None
+
+    @contextmanager
+    def opened(self) -> Iterator[IO[bytes]]:
+        """The file, to be read."""
+        with open(self.path, "rb") if self.path is not None else self.system.open(self.text, "rb") as file:
+            yield file
+
     def inside(self, name: str) -> Location:
         """A file of this folder."""
         path = None if self.path is None else self.path / name

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fxpipe.checkpoint.checksums import Checksums, checksum
+from lightning_fxpipe.checkpoint.damage import damage_told
 from lightning_fxpipe.errors import FxPipeError
 
 DTYPES = {
@@ -19,24 +21,31 @@ DTYPES = {
     **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
-# In a file's metadata: the names that a tensor has beside the one under which it is stored.
-SHARED = "lightning_fxpipe.shared"
+# In a file's metadata: the names that a tensor has beside the one under which it is stored, and checksums.
+SHARED, CHECKSUMS = "lightning_fxpipe.shared", "lightning_fxpipe.checksums"
 
 
 def read_safetensors(path: Path, is_wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file, and its metadata; a tensor that is not wanted is on the meta device, and not read."""
+    """The tensors of a file, and its metadata; a tensor that is not wanted is on the meta device, and not read.
+
+    Raises:
+        FxPipeError: It is damaged: its tensors are compared with their checksums, if it has been written here.
+    """
     tensors: dict[str, Tensor] = {}
-    with _open(path) as file:
+    with damage_told(str(path)), _open(path) as file:
         metadata = dict(file.metadata() or {})
         shared: dict[str, str] = json.loads(metadata.get(SHARED, "{}"))
+        checksums = Checksums(values=json.loads(metadata[CHECKSUMS])) if CHECKSUMS in metadata else None
         wanted = {shared.get(name, name) for name in (*file.keys(), *shared) if is_wanted(name)}
         for name in file.keys():  # noqa: SIM118  (no mapping)
             if name in wanted:
                 tensors[name] = file.get_tensor(name)
+                if checksums is not None:
+                    checksums.check_value(str(path), name, tensors[name])
                 continue
             part = file.get_slice(name)
             tensors[name] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
-    return tensors | {name: tensors[stored] for name, stored in shared.items()}, metadata
+        return tensors | {name: tensors[stored] for name, stored in shared.items()}, metadata
 
 
 def write_safetensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -58,7 +67,8 @@ def write_safetensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping
             # Views of the same memory that are no equals become tensors of their own: the format knows no views.
             is_all = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
             tensors[name] = tensor if is_all else tensor.clone(memory_format=torch.contiguous_format)
-    notes = {**metadata, **({SHARED: json.dumps(shared)} if shared else {})}
+    checksums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    notes = {**metadata, CHECKSUMS: json.dumps(checksums), **({SHARED: json.dumps(shared)} if shared else {})}
     package.torch.save_file(tensors, path, metadata=notes)
     return shared
 

@@ -24,14 +24,16 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map
-from lightning_fxpipe.checkpoint.atomic import begin, cancel, finish, synced_file
+from lightning_fxpipe.checkpoint.atomic import Replacement
+from lightning_fxpipe.checkpoint.checksums import CHECKSUMS_FILE, Checksums, checksum
 from lightning_fxpipe.checkpoint.folders import original_errors
+from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.distributed.values import identity
@@ -152,14 +154,21 @@ def save_together(path: Path, write: Write, group: dist.ProcessGroup | None) -> 
     Raises:
         Exception: What failed on any rank, on every rank; what had the name still has it.
     """
-    is_writer = group is None or dist.get_rank() == 0
+    replacement: Replacement | None = None  # of the rank that gives the name
+
+    def begin() -> Path | None:
+        nonlocal replacement
+        if group is None or dist.get_rank() == 0:
+            replacement = Replacement(path)
+        return None if replacement is None else replacement.new
+
     try:
-        new = on_every_rank(group, lambda: begin(path) if is_writer else None)
+        new = on_every_rank(group, begin)
         on_every_rank(group, lambda: write(new, group))
-        on_every_rank(group, lambda: finish(path) if is_writer else None)
+        on_every_rank(group, lambda: None if replacement is None else replacement.finish())
     except BaseException:
-        if is_writer:
-            cancel(path)
+        if replacement is not None:
+            replacement.cancel()
         raise
 
 
@@ -218,19 +227,38 @@ def folder_writer(parts: Mapping[str, Any], rest: Mapping[str, Any], *, copied: 
         torch.save(dict(rest), serialized)
 
     def write(path: Path, group: dist.ProcessGroup | None) -> None:
-        write_parts(state, FileSystemWriter(path), group)
+        checksums = write_parts(state, FileSystemWriter(path), group)
         if dist.get_rank() == 0:
-            with synced_file(path / metadata_filename()) as file:
-                file.write(serialized.getbuffer())
+            write_beside(Location.of(path), serialized.getbuffer(), checksums)
 
     return write
 
 
-def write_parts(parts: Mapping[str, Any], writer: StorageWriter, group: dist.ProcessGroup | None) -> None:
-    """Writes what each rank has a part of. Called by every rank."""
+def write_parts(parts: Mapping[str, Any], writer: StorageWriter, group: dist.ProcessGroup | None) -> dict[str, int]:
+    """Writes what each rank has a part of. Called by every rank of the group; of none, where this process has all.
+
+    Returns:
+        Checksums of all values, by their keys.
+    """
     planner = _Planner()
     with original_errors(), _sendable_errors((writer, StorageWriter), (planner, SavePlanner)):
-        dcp_save(dict(parts), storage_writer=writer, planner=planner, process_group=group)
+        dcp_save(dict(parts), storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return {key: checksum for some in gather_values(group, planner.checksums) for key, checksum in some.items()}
+
+
+def write_beside(folder: Location, rest: bytes | memoryview, checksums: Mapping[str, int]) -> None:
+    """Writes what a folder has beside its values; last the file by which Lightning knows it, without which it is not complete.
+
+    Args:
+        folder: The folder, with the values and their metadata.
+        rest: What is in Lightning's file.
+        checksums: Of the values.
+    """
+    with folder.inside(".metadata").opened() as file:
+        files = {".metadata": checksum(file.read()), metadata_filename(): checksum(rest)}
+    for name, content in ((CHECKSUMS_FILE, Checksums(checksums, files).to_json()), (metadata_filename(), rest)):
+        with folder.inside(name).writing() as file:
+            file.write(content)
 
 
 @contextmanager
@@ -285,7 +313,23 @@ def on_cpu(state: Any, *, copied: bool) -> Any:
 
 
 class _Planner(DefaultSavePlanner):
-    """Torch's, but that containers which it would not give back as they were are kept in one piece."""
+    """Torch's, but that containers which it would not give back as they were are kept in one piece.
+
+    Attributes:
+        checksums: Of the values that this rank has written, by their keys.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checksums: dict[str, int] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """What is written next."""
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor):
+            data = data.detach().cpu()  # as torch would
+        self.checksums[write_item.index.fqn] = checksum(data if isinstance(data, Tensor) else data.getbuffer())
+        return data
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner({}, storage_meta, is_coordinator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe.checkpoint.atomic import synced_file
 from lightning_fxpipe.checkpoint.formats import with_items
 from lightning_fxpipe.checkpoint.locations import Location
-from lightning_fxpipe.checkpoint.saving import Write, on_cpu, on_every_rank, write_parts
+from lightning_fxpipe.checkpoint.saving import Write, on_cpu, on_every_rank, write_beside, write_parts
 from lightning_fxpipe.checkpoint.stage_state import ENTRY, drop_placeholders, entry_of, in_order, names_in_parts, taken_parts
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.topology import Topology
@@ -148,6 +149,7 @@ def save_folder_at(location: Location, checkpoint: dict[str, Any], fqns: Collect
     last and removed first: without it a folder is not complete, and not read.
     """
     group, is_writer = topology.control_group, dist.get_rank() == 0
+    parts = taken_parts(checkpoint, fqns)
 
     def remove_old() -> None:
         if is_writer:
@@ -156,9 +158,10 @@ def save_folder_at(location: Location, checkpoint: dict[str, Any], fqns: Collect
 
     def write_rest() -> None:
         if is_writer:
-            with location.inside(metadata_filename()).writing() as file:
-                torch.save(checkpoint, file)
+            rest = io.BytesIO()
+            torch.save(checkpoint, rest)
+            write_beside(location, rest.getbuffer(), checksums)
 
     on_every_rank(group, remove_old)
-    write_parts(taken_parts(checkpoint, fqns), folder_writer(location.path, location.text, location.options), group)
+    checksums = write_parts(parts, folder_writer(location.path, location.text, location.options), group)
     on_every_rank(group, write_rest)

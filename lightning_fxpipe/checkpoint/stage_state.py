@@ -18,6 +18,8 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat.lightning import metadata_filename
 from lightning_fxpipe._compat.torch import tree_leaves
+from lightning_fxpipe.checkpoint.checksums import CHECKSUMS_FILE
+from lightning_fxpipe.checkpoint.damage import damage_error
 from lightning_fxpipe.checkpoint.folders import BESIDE, Folder, KeyPath, open_folder
 from lightning_fxpipe.checkpoint.formats import (
     OPTIMIZER,
@@ -28,6 +30,7 @@ from lightning_fxpipe.checkpoint.formats import (
     with_items,
 )
 from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.checkpoint.pickles import Reading
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optim.optimizers import GROUPS, STATE, StageOptimizer
 from lightning_fxpipe.planner.cost import canonical_fqns
@@ -35,8 +38,9 @@ from lightning_fxpipe.reporting.messages import inform
 
 # Our entry of a checkpoint: where it comes from, and the random generators.
 ENTRY = "lightning_fxpipe"
-# In it what a folder has no place for: what states have beside their items, and the order of the model's names.
-_ATTRIBUTES, _NAMES = "attributes", "names"
+# In it what a folder has no place for: what states have beside their items, the order of the model's names, and that it has
+# checksums, or it could lose them unseen.
+_ATTRIBUTES, _NAMES, _CHECKSUMS = "attributes", "names", "has_checksums"
 
 
 def entry_of(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,7 +94,7 @@ def taken_states(checkpoint: dict[str, Any], beside: Collection[str], fqns: Iter
     """
     known = {name: checkpoint[name] for name in ("state_dict", *beside)}
     attributes = {name: dict(vars(state)) for name, state in known.items() if isinstance(state, OrderedDict)}
-    notes = {_NAMES: list(fqns), **({_ATTRIBUTES: attributes} if attributes else {})}
+    notes = {_NAMES: list(fqns), _CHECKSUMS: True, **({_ATTRIBUTES: attributes} if attributes else {})}
     checkpoint[ENTRY] = {**entry_of(checkpoint), **notes}
     return {"model" if name == "state_dict" else BESIDE + name: checkpoint.pop(name) for name in known}
 
@@ -122,7 +126,15 @@ def checkpoint_of_folder(folder: Folder, rest: Mapping[str, Any], is_wanted: Cal
     order = entry_of(rest).get(_NAMES, ())  # the keys of a folder have none
     for name, state in states.items():
         checkpoint[name] = restore_state(rest, name, state, order) if isinstance(state, Mapping) else state
-    return without_notes(checkpoint, _NAMES, _ATTRIBUTES)
+    return without_notes(checkpoint, _NAMES, _ATTRIBUTES, _CHECKSUMS)
+
+
+def rest_of(folder: Folder) -> dict[str, Any]:
+    """What a folder has beside the tensors; raises :class:`FxPipeError` where it has lost its checksums."""
+    rest = folder.read_rest()
+    if folder.checksums is None and entry_of(rest).get(_CHECKSUMS):
+        raise damage_error(folder.location.text, f"no {CHECKSUMS_FILE}")
+    return rest
 
 
 def restore_state(checkpoint: Mapping[str, Any], name: str, items: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
@@ -164,16 +176,14 @@ def _is_partial(value: Any, mine: Mapping[str, Any], fqns: set[str]) -> bool:
     )
 
 
-def read_checkpoint(
-    location: Location, module: nn.Module, *, weights_only: bool | None, into: Collection[str] = ()
-) -> dict[str, Any]:
+def read_checkpoint(location: Location, module: nn.Module, reading: Reading, into: Collection[str] = ()) -> dict[str, Any]:
     """Reads what a rank needs of a checkpoint but for the optimizers' states. Called by every rank.
 
     Args:
         location: A folder, or anything else that ``checkpoint.folders`` or
             ``checkpoint.formats`` reads.
         module: The module, with placeholders for other stages' tensors.
-        weights_only: For ``torch.load``.
+        reading: How.
         into: FQNs of tensors of the module that are read in place, which saves memory.
 
     Returns:
@@ -182,12 +192,12 @@ def read_checkpoint(
     expected = module.state_dict()
     others = {fqn for fqn, value in expected.items() if _is_placeholder(value)}
     if is_folder(location):
-        return _read_folder(open_folder(location), expected, others, weights_only, into)
+        return _read_folder(open_folder(location, reading), expected, others, into)
     with location.local_copy() as path:
-        stored = read_stored(path, is_wanted=lambda fqn: fqn not in others, weights_only=weights_only)
+        stored = read_stored(path, reading, lambda fqn: fqn not in others)
         if stored.format.has_weights_only and (prefix := prefix_of(stored.checkpoint["state_dict"], expected)):
             inform(f"The names in {location.text} are those of {prefix.rstrip('.')}: it is loaded into that.")
-            stored = read_stored(path, is_wanted=lambda fqn: prefix + fqn not in others, weights_only=weights_only)
+            stored = read_stored(path, reading, lambda fqn: prefix + fqn not in others)
             stored.checkpoint["state_dict"] = {prefix + fqn: value for fqn, value in stored.checkpoint["state_dict"].items()}
     if not stored.format.has_weights_only:
         return stored.checkpoint
@@ -208,14 +218,12 @@ def as_first_step(state: dict[str, Any]) -> dict[str, Any]:
     return {VERSION_KEY: lightning.__version__, "state_dict": state, **nothing}
 
 
-def _read_folder(
-    folder: Folder, expected: Mapping[str, Any], others: set[str], weights_only: bool | None, into: Collection[str]
-) -> dict[str, Any]:
+def _read_folder(folder: Folder, expected: Mapping[str, Any], others: set[str], into: Collection[str]) -> dict[str, Any]:
     root = folder.model_root
     beside = folder.entries(rf"{re.escape(BESIDE)}.+")
     places: dict[KeyPath, Tensor] = {(root, fqn): expected[fqn] for fqn in into if fqn in expected}
     state = folder.read({root, *beside}, lambda path: path[1] not in others, places)
-    checkpoint = folder.read_rest(weights_only=weights_only)
+    checkpoint = rest_of(folder)
     for name in (root, *beside):
         known = "state_dict" if name == root else name.removeprefix(BESIDE)
         checkpoint[known] = restore_state(checkpoint, known, state.get(name, {}), expected)
@@ -267,14 +275,16 @@ def load_model(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> 
             metric.to(metric.device)  # a metric takes tensors as they are, from wherever they were read to
 
 
-def load_optimizers(location: Location, checkpoint: Mapping[str, Any], optimizers: Sequence[StageOptimizer]) -> None:
-    """Restores the optimizers from a checkpoint that has been read. Called by every rank."""
+def load_optimizers(
+    location: Location, reading: Reading, checkpoint: Mapping[str, Any], optimizers: Sequence[StageOptimizer]
+) -> None:
+    """Restores the optimizers from a checkpoint that has been read so. Called by every rank."""
     saved = checkpoint.get("optimizer_states") or []
     if saved or not is_folder(location):
         for optimizer, state in zip(optimizers, saved, strict=False):
             optimizer.load(state, copies=True)
         return
-    folder = open_folder(location)
+    folder = open_folder(location, reading)
     roots = folder.entries(OPTIMIZER)
     stored = folder.read(roots, lambda path: path[1] != STATE)
     names = [f"optimizer_{index}" for index in range(len(optimizers))]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fxpipe.checkpoint.converting import Conversion, Target, convert
+from lightning_fxpipe.checkpoint.damage import damage_told
 from lightning_fxpipe.checkpoint.inspecting import describe, look_into
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.errors import FxPipeError
@@ -23,11 +24,12 @@ fsspec does, too.
 
 _INSPECT_EPILOG = f"""\
 {_SOURCES}
-No tensor is read, and no code of the checkpoint is run.
+No tensor is read, unless with --verify, and no code of the checkpoint is run.
 
 examples:
   python -m lightning_fxpipe inspect checkpoints/epoch=3-step=1000.ckpt
   python -m lightning_fxpipe inspect model.safetensors --tensors
+  python -m lightning_fxpipe inspect checkpoints/last.ckpt --verify
 """
 
 _CONVERT_EPILOG = f"""\
@@ -49,6 +51,7 @@ def add_commands(commands: Any) -> None:
     look = _command(commands, "inspect", "print what a checkpoint holds, without loading it", _INSPECT_EPILOG, _inspect)
     look.add_argument("checkpoint", metavar="CHECKPOINT", help="path or URL")
     look.add_argument("--tensors", action="store_true", help="also list every tensor of the model")
+    look.add_argument("--verify", action="store_true", help="also read all of it, and compare it with its checksums")
     change = _command(commands, "convert", "write a checkpoint in another format", _CONVERT_EPILOG, _convert)
     change.add_argument("source", metavar="SOURCE", help="path or URL")
     change.add_argument("target", metavar="TARGET", help="path of what is written")
@@ -95,8 +98,10 @@ def _run_reporting(run: Callable[[argparse.Namespace], int], options: argparse.N
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    contents = look_into(Location.of(options.checkpoint))
-    print(describe(contents, with_tensors=options.tensors))
+    with damage_told(options.checkpoint):
+        contents = look_into(Location.of(options.checkpoint), verifies=options.verify)
+        text = describe(contents, with_tensors=options.tensors)
+    print(text)
     return 1 if contents.lacking else 0
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background, weights_only_of_run
 from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
 from lightning_fxpipe.checkpoint.locations import Location, check_seen_by_all
+from lightning_fxpipe.checkpoint.pickles import Reading
 from lightning_fxpipe.checkpoint.saving import Saver, folder_writer
 from lightning_fxpipe.checkpoint.single_file import file_writer, save_file_at, save_folder_at, whole_checkpoint
 from lightning_fxpipe.checkpoint.stage_state import (
@@ -83,7 +84,7 @@ class CheckpointHooks:
         """Called before each run, whose module is not in stages yet."""
         self._run: _Run | None = None
         self.has_trained = False
-        self._restored_from: Location | None = None
+        self._restored_from: tuple[Location, Reading] | None = None
         self._restored_rng: dict[str, Any] | None = None  # until the first batch
         self._linked: list[Path] = []  # to be removed
 
@@ -215,14 +216,16 @@ class CheckpointHooks:
         """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
         session = self._now.session
         self._saver.wait()
-        self._restored_from = location = Location.of(path)
-        check_seen_by_all(location, self._now.topology.num_stages)
+        location, rank, num_ranks = Location.of(path), self._now.topology.stage_index, self._now.topology.num_stages
+        check_seen_by_all(location, num_ranks)
         if location.path is not None:
             recover(location.path)
         if weights_only is None:
             weights_only = weights_only_of_run()
+        reading = Reading(weights_only=weights_only, is_checked=lambda number: number % num_ranks == rank)
+        self._restored_from = location, reading
         with session.hooks.suspend():
-            return read_checkpoint(location, session.module, weights_only=weights_only, into=session.overwritable())
+            return read_checkpoint(location, session.module, reading, into=session.overwritable())
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Restores the module from what was read."""
@@ -236,7 +239,7 @@ class CheckpointHooks:
         assert self._restored_from is not None
         session = self._now.session
         session.restore_groups(session.module.trainer)
-        load_optimizers(self._restored_from, checkpoint, self._now.optimizers)
+        load_optimizers(*self._restored_from, checkpoint, self._now.optimizers)
         entry = entry_of(checkpoint)
         if "rng" not in entry or self.has_trained:  # a converted checkpoint may have our entry, but not this
             return

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
-from lightning_fxpipe._compat.checkpoints import NamesOnly, folder_reader, folder_writer
+from lightning_fxpipe._compat.checkpoints import NamesOnly, folder_reader, folder_writer, unpickled_metadata
 
 
 @pytest.mark.filterwarnings("error:torch.distributed.checkpoint._fsspec_filesystem:DeprecationWarning")
@@ -18,10 +19,10 @@ def test_folders_are_written_and_read_behind_urls() -> None:
 
     url = "memory://canary/folder"
     save({"a": torch.ones(3)}, storage_writer=folder_writer(None, url, {}), no_dist=True)
-    reader = folder_reader(None, url, {})
-    assert set(reader.read_metadata().state_dict_metadata) == {"a"}
+    metadata = unpickled_metadata(fsspec.open(f"{url}/.metadata").open().read())
+    assert set(metadata.state_dict_metadata) == {"a"}
     target = {"a": torch.zeros(3)}
-    load(target, storage_reader=folder_reader(None, url, {}), no_dist=True)
+    load(target, storage_reader=folder_reader(None, url, {}, metadata), no_dist=True)
     assert torch.equal(target["a"], torch.ones(3))
 
 

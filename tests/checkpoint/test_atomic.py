@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,9 @@ def test_a_name_is_never_without_a_whole_checkpoint(
             path.symlink_to("other.ckpt")
 
         def save(text: str, path: Path = path) -> None:
-            write(atomic.begin(path), text)
-            atomic.finish(path)
+            replacement = atomic.Replacement(path)
+            write(replacement.new, text)
+            replacement.finish()
 
         was_killed = killed_at(call, monkeypatch, lambda save=save: save("new"))  # type: ignore[misc]
         atomic.recover_all(parent)
@@ -126,7 +128,97 @@ def test_a_link_leads_somewhere_at_any_moment(tmp_path: Path, monkeypatch: pytes
 def test_what_was_not_finished_is_removed_and_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
     write(path, "old")
-    write(atomic.begin(path), "half")
-    atomic.cancel(path)
+    replacement = atomic.Replacement(path)
+    write(replacement.new, "half")
+    replacement.cancel()
     assert read(path) == {"old"}
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_two_runs_that_save_one_name_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    """They wrote into one folder, each its own parts, and the name led to some of both."""
+    if not can_exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    path = tmp_path / "last.ckpt"
+    one, other = atomic.Replacement(path), atomic.Replacement(path)
+    write(one.new, "one")
+    write(other.new, "other")
+    assert read(one.new) == {"one"}
+    one.finish()
+    assert read(path) == {"one"}
+    other.finish()
+    assert read(path) == {"other"}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_that_another_run_gives_and_takes_meanwhile_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "last.ckpt"
+    rename = os.rename
+    steps = iter(["give", "take", "give", "go"])
+
+    def disturbed(source: Any, target: Any) -> None:
+        step = next(steps, "go")
+        if step == "give" and not path.exists():
+            write(path, "of another run")
+        elif step == "take" and path.exists():
+            shutil.rmtree(path)
+        rename(source, target)
+
+    replacement = atomic.Replacement(path)
+    write(replacement.new, "new")
+    monkeypatch.setattr(os, "rename", disturbed)
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    replacement.finish()
+    assert read(path) == {"new"}
+
+
+def test_the_room_of_a_process_that_was_killed_is_removed_and_of_no_other(tmp_path: Path) -> None:
+    living, dead = atomic.Replacement(tmp_path / "living.ckpt"), atomic.Replacement(tmp_path / "dead.ckpt")
+    for replacement in (living, dead):
+        write(replacement.new, "half")
+    room = dead.new.parent
+    del replacement, dead  # the system takes the locks of a dead process, as it closes its files
+    with atomic.replacing(tmp_path / "third.ckpt") as new:
+        write(new, "third")
+    assert not room.exists()
+    living.finish()
+    assert {p.name for p in tmp_path.iterdir()} == {"living.ckpt", "third.ckpt"}
+
+
+def test_without_locks_a_room_is_nobodys_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "_lock", lambda descriptor: None)
+    young, old = atomic.Replacement(tmp_path / "young.ckpt"), atomic.Replacement(tmp_path / "old.ckpt")
+    long_ago = time.time() - 25 * 60 * 60
+    os.utime(old.new.parent, (long_ago, long_ago))
+    with atomic.replacing(tmp_path / "third.ckpt") as new:
+        write(new, "third")
+    assert young.new.parent.exists()
+    assert not old.new.parent.exists()
+
+
+def test_names_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 250 + ".ckpt")
+    for text in ("old", "new"):
+        with atomic.replacing(path) as new:
+            write(new, text)
+    assert read(path) == {"new"}
+    atomic.link(path, tmp_path / ("l" * 250 + ".ckpt"))
+    atomic.remove(path)
+    assert not path.exists()
+
+
+def test_a_checkpoint_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    path = tmp_path / "last.ckpt"
+
+    def fsync(descriptor: int) -> None:
+        synced.append(f"{Path(os.readlink(f'/proc/self/fd/{descriptor}')).name} {path.exists()}")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with atomic.replacing(path) as new:
+        new.mkdir()
+        with atomic.synced_file(new / "one") as file:
+            file.write(b"x")
+    # What is in the folder, the folder's own entries, and then the entry of its name.
+    assert synced == ["one False", "last.ckpt False", f"{tmp_path.name} True"]

@@ -250,7 +250,7 @@ def _outcome(case: Case, reference: dict[str, Any]) -> Outcome:
         complaints = [f"the resumed run ended with {codes}: {texts}"] if any(codes) else []
         results = [torch.load(path) for path in sorted(folder.glob("resumed*"))]
         left = sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.endswith(".ckpt"))
-        in_hidden = [p.name for p in (folder / "checkpoints" / ".unfinished").glob("*") if "last" in p.name]
+        in_hidden = [p.name for p in (folder / "checkpoints" / ".unfinished").glob("*/*")]
     if complaints:
         return Outcome(killed_in=killed_in, finished=finished, resumed_at=None, difference=float("inf"), complaints=complaints)
     began = results[0]["began"]

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe.checkpoint.folders import open_folder
 from lightning_fxpipe.checkpoint.locations import Location
+from lightning_fxpipe.checkpoint.pickles import Reading
 from tests.lit import make_trainer
 from tests.ranks.pool import RankPool
 
@@ -105,7 +106,7 @@ def fit(folder: str, stages: int, keep: dict[str, Any], *, slow: float, async_sa
 
 
 def contents(path: Path) -> dict[str, Any]:
-    folder = open_folder(Location.of(path))
+    folder = open_folder(Location.of(path), Reading())
     read = folder.read({folder.model_root, "optimizer_0"}, lambda path: True)
     return {str(key): value for key, value in _flat((), read)}
 
@@ -222,8 +223,9 @@ def interrupted_swap(folder: str) -> tuple[int, list[str]]:
     run(None, 1)
     path = Path(folder, "last.ckpt")
     if int(os.environ["RANK"]) == 0:  # a process that died where the file system cannot swap two names
-        (path.parent / ".unfinished").mkdir()
-        path.rename(path.parent / ".unfinished" / "last.ckpt.old")
+        old = path.parent / ".unfinished" / "old"
+        old.mkdir(parents=True)
+        path.rename(old / path.name)
     torch.distributed.barrier()
     return run("last", 2), sorted(entry.name for entry in Path(folder).iterdir())
 
