@@ -57,11 +57,30 @@ _FAMILIES = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--shard``: `.ci/all_tests.py` runs every test, slow or not, one part after the other."""
+    parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts of all tests, slow ones too; give -m '' with it")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Which tests are today's."""
+    shard, day = config.getoption("--shard"), date.today()
+    if shard:
+        return f"tests: part {shard} of all"
+    slow, family = (f"{day.toordinal() % parts + 1} of {parts}" for parts in (_SLOW_PARTS, _FAMILY_PARTS))
+    return f"tests: those of {day}: part {slow} of the slow ones, {family} of the long tables"
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Today's part of the slow tests is not called slow, and that of the families which is not today's is. With a torch that
     runs one process only, tests that start ranks are skipped."""
-    for item in items:
+    if shard := config.getoption("--shard"):
+        number, num_parts = map(int, shard.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_parts != number - 1]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in {*others}]
+    for item in [] if shard else items:
         is_slow = item.get_closest_marker("slow") is not None
         if is_slow and _is_of_today(item, _SLOW_PARTS):
             item.own_markers = [marker for marker in item.own_markers if marker.name != "slow"]
