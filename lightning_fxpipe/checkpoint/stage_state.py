@@ -212,6 +212,12 @@ def is_folder(location: Location) -> bool:
     return is_distributed_folder(location.path) or location.inside(metadata_filename()).exists()
 
 
+def version_of(location: Location) -> str:
+    """What tells a checkpoint from another that has its name later; empty where there is none."""
+    main = location.inside(metadata_filename()) if is_folder(location) else location
+    return main.version() if main.exists() else ""
+
+
 def as_first_step(state: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint of a run that has these weights and has not begun."""
     nothing: dict[str, Any] = {"callbacks": {}, "optimizer_states": [], "lr_schedulers": []}

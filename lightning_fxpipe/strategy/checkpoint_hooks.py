@@ -31,12 +31,13 @@ from lightning_fxpipe.checkpoint.stage_state import (
     read_checkpoint,
     taken_parts,
     usable_rng,
+    version_of,
     without_foreign_extras,
 )
 from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
 from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.strategy.session import Session
@@ -52,6 +53,21 @@ class _Run:
     session: Session
     topology: Topology
     optimizers: list[StageOptimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """What a run is restored from.
+
+    Attributes:
+        location: Where it is.
+        reading: How it is read.
+        version: Of what was there when it began to be read.
+    """
+
+    location: Location
+    reading: Reading
+    version: str
 
 
 class CheckpointHooks:
@@ -84,7 +100,7 @@ class CheckpointHooks:
         """Called before each run, whose module is not in stages yet."""
         self._run: _Run | None = None
         self.has_trained = False
-        self._restored_from: tuple[Location, Reading] | None = None
+        self._restored_from: _Source | None = None
         self._restored_rng: dict[str, Any] | None = None  # until the first batch
         self._linked: list[Path] = []  # to be removed
 
@@ -223,9 +239,28 @@ class CheckpointHooks:
         if weights_only is None:
             weights_only = weights_only_of_run()
         reading = Reading(weights_only=weights_only, is_checked=lambda number: number % num_ranks == rank)
-        self._restored_from = location, reading
+        self._restored_from = _Source(location=location, reading=reading, version=version_of(location))
         with session.hooks.suspend():
-            return read_checkpoint(location, session.module, reading, into=session.overwritable())
+            checkpoint = read_checkpoint(location, session.module, reading, into=session.overwritable())
+        self._check_version(self._restored_from)
+        return checkpoint
+
+    def _check_version(self, source: _Source) -> None:
+        """Called by every rank that has read from a checkpoint.
+
+        Raises:
+            FxPipeError: It is not the one with which each rank has begun: another run has saved one with its name meanwhile.
+        """
+        replaced = FxPipeError(
+            "The checkpoint has been replaced while it was read: another run saves under its name.",
+            where=source.location.text,
+            observed=version_of(source.location),
+            expected=f"one checkpoint on every rank, with {source.version}",
+            todo="Give each run a folder of its own.",
+        )
+        if version_of(source.location) != source.version:
+            raise replaced
+        check_agreement(self._now.topology.control_group, source.version, replaced)
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Restores the module from what was read."""
@@ -239,7 +274,8 @@ class CheckpointHooks:
         assert self._restored_from is not None
         session = self._now.session
         session.restore_groups(session.module.trainer)
-        load_optimizers(*self._restored_from, checkpoint, self._now.optimizers)
+        load_optimizers(self._restored_from.location, self._restored_from.reading, checkpoint, self._now.optimizers)
+        self._check_version(self._restored_from)
         entry = entry_of(checkpoint)
         if "rng" not in entry or self.has_trained:  # a converted checkpoint may have our entry, but not this
             return

@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeError
 from lightning_fxpipe.__main__ import main
+from lightning_fxpipe.checkpoint.atomic import replacing
 from lightning_fxpipe.checkpoint.converting import read_whole
 from lightning_fxpipe.checkpoint.damage import damage_error, damage_told
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.pickles import Reading
+from lightning_fxpipe.strategy import checkpoint_hooks
 from tests.lit import make_trainer
 
 KINDS = ("ckpt", "folder", "safetensors")
@@ -223,6 +225,28 @@ def test_a_run_does_not_go_on_from_a_damaged_checkpoint(kind: str, whole: Path, 
         trainer.fit(Model(), DataLoader(torch.randn(16, 24), batch_size=8), ckpt_path=str(path))
     assert path.name in str(raised.value)
     assert trainer.global_step == 0
+
+
+@pytest.mark.parametrize("kind", ["ckpt", "folder"])
+@pytest.mark.parametrize("function", ["read_checkpoint", "load_optimizers"])
+def test_a_checkpoint_that_another_run_replaces_meanwhile_is_refused(
+    function: str, kind: str, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two is whole, and what had been read before would be of one, the rest of the other."""
+    path = tmp_path / f"last.{kind}"
+    copy = shutil.copytree if kind == "folder" else shutil.copy
+    copy(whole / f"a.{kind}", path)
+    original = getattr(checkpoint_hooks, function)
+
+    def replaced_before(*args: Any, **kwargs: Any) -> Any:
+        with replacing(path) as new:
+            copy(whole / f"b.{kind}", new)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_hooks, function, replaced_before)
+    trainer = make_trainer(strategy="fxpipe", max_epochs=3)
+    with pytest.raises(FxPipeError, match="replaced while it was read"):
+        trainer.fit(Model(), DataLoader(torch.randn(16, 24), batch_size=8), ckpt_path=str(path))
 
 
 def test_ranks_share_the_checksums_of_a_file(whole: Path, tmp_path: Path) -> None:

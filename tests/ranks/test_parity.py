@@ -24,8 +24,8 @@ CASES = [
 ]
 # Masks and tables are computed by each stage, from buffers that several stages then hold.
 CASES += [("rotary", "1f1b", stages, 5) for stages in (2, 4)]
-# Every model, schedule and number of stages with some numbers of microbatches, four stages for one model; the nightly run has
-# the whole matrix.
+# Every model, schedule and number of stages with some numbers of microbatches, four stages for one model; the rest of the
+# matrix is slow.
 OFTEN = {("gpipe", 2, 1), ("1f1b", 3, 4), ("1f1b", 4, 5)}
 
 

@@ -316,14 +316,14 @@ def num_recomputed(assignment: Assignment) -> int:
     return sum(made_in[node] < stage for stage in range(assignment.num_stages) for node in assignment.uses(stage) & values)
 
 
-NIGHTLY = "FXPIPE_NIGHTLY" in os.environ
+ALL_TESTS = "FXPIPE_ALL_TESTS" in os.environ
 
 
 @given(programs(), st.sampled_from([(), None, ("block", "fork")]), st.booleans(), st.data())
 @settings(
-    max_examples=500 if NIGHTLY else 50,
+    max_examples=500 if ALL_TESTS else 50,
     deadline=None,
-    derandomize=not NIGHTLY,
+    derandomize=not ALL_TESTS,
     database=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
     report_multiple_bugs=False,

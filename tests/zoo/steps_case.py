@@ -27,7 +27,7 @@ class Case:
         trainer: Options of the Trainer.
         strategy: Options of the strategy.
         callbacks: Make callbacks.
-        always: Whether it runs on every change, and not in the nightly run alone.
+        always: Whether it runs on every change, and is not slow.
         traces: How often the training step is traced, where that is part of the case.
     """
 

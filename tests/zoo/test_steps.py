@@ -67,12 +67,12 @@ WHOLE = {
     "decodes_first": ["validation_step", "predict_step"],
 }
 
-# On every change a third of the cases run, with one number of microbatches, those with a verdict among them; the nightly run
-# has all cases and numbers.
+# On every change a third of the cases run, with one number of microbatches, those with a verdict among them; the others
+# are slow.
 UNUSUAL = EXPECTED | WHOLE
-NIGHTLY = {name for index, (name, case) in enumerate(CASES.items()) if index % 3 and name not in UNUSUAL and not case.always}
+SLOW = {name for index, (name, case) in enumerate(CASES.items()) if index % 3 and name not in UNUSUAL and not case.always}
 RUNS = [
-    pytest.param(name, microbatches, marks=pytest.mark.slow if name in NIGHTLY or microbatches != case.microbatches[-1] else ())
+    pytest.param(name, microbatches, marks=pytest.mark.slow if name in SLOW or microbatches != case.microbatches[-1] else ())
     for name, case in CASES.items()
     for microbatches in case.microbatches
 ]
