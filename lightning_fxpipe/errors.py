@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class FxPipeError(Exception):
@@ -70,11 +71,45 @@ class PeerError(FxPipeError):
 
 
 def text_of(error: BaseException) -> str:
-    """What an error says, whatever its class does when it is asked."""
+    """What an error says, whatever its class does when it is asked; all of it can be printed and sent."""
     try:
-        return str(error)
-    except Exception as why:
-        return f"(no text: its __str__ raised {type(why).__name__})"
+        text = str.__str__(str(error))  # not what a subclass of str makes of itself
+    except BaseException as why:
+        text = f"(no text: its __str__ raised {type(why).__name__})"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """A text without characters that cannot be encoded."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def interpreters(error: BaseException, name: str) -> Any:
+    """An error's ``__cause__``, ``__context__`` or ``__traceback__``, whatever its class has put in the place."""
+    return vars(BaseException)[name].__get__(error)
+
+
+def set_interpreters(error: BaseException, name: str, value: Any) -> None:
+    """Sets what :func:`interpreters` gives; a frozen dataclass refuses an assignment."""
+    vars(BaseException)[name].__set__(error, value)
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """The error and what led to it."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        cause = interpreters(current, "__cause__")
+        current = interpreters(current, "__context__") if cause is None else cause
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a note, whatever the error's class has put in the place of ``add_note`` and ``__notes__``."""
+    values: dict[str, Any] = BaseException.__getattribute__(error, "__dict__")
+    before = values.get("__notes__", [])
+    values["__notes__"] = [*(before if isinstance(before, (list, tuple)) else [before]), note]
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from lightning_fxpipe.checkpoint.checksums import CHECKSUMS_FILE, Checksums, che
 from lightning_fxpipe.checkpoint.damage import damage_error, damage_told
 from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.checkpoint.pickles import Reading, unpickled
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.errors import FxPipeError, add_note
 
 # Before the name of an entry of the checkpoint that has tensors of the model, beside "model" itself.
 BESIDE = "beside."
@@ -253,7 +253,8 @@ def original_errors() -> Iterator[None]:
     except CheckpointException as error:
         rank, (original, stack) = next(iter(error.failures.items()))
         if not isinstance(original, FxPipeError):  # which says all there is
-            original.add_note(f"while reading or writing a checkpoint on rank {rank}:\n{''.join(traceback.format_list(stack))}")
+            add_note(original, f"while reading or writing a checkpoint on rank {rank}:
+{''.join(traceback.format_list(stack))}")
         raise original from None
 
 

@@ -37,7 +37,7 @@ from lightning_fxpipe.checkpoint.locations import Location
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.distributed.values import identity
-from lightning_fxpipe.errors import text_of
+from lightning_fxpipe.errors import add_note, text_of
 
 Write = Callable[[Path, "dist.ProcessGroup | None"], None]
 """Writes this rank's part of a checkpoint to a path, with a group for CPU tensors of all ranks."""
@@ -194,7 +194,7 @@ def on_every_rank(group: dist.ProcessGroup | None, action: Callable[[], Any]) ->
     for rank, _, other in told:
         if other is not None:
             original, stack = other
-            original.add_note(f"while saving a checkpoint on rank {rank}:\n{stack}")
+            add_note(original, f"while saving a checkpoint on rank {rank}:\n{stack}")
             raise original
     return next(result for rank, result, _ in told if rank == 0)
 
@@ -203,7 +203,9 @@ def portable(error: Exception) -> Exception:
     """The exception, if it can be sent and received; else one that says the same."""
     text = f"{type(error).__name__}: {text_of(error)}"
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
+        received = pickle.loads(pickle.dumps(error))
+        traceback.format_exception_only(received)  # as torch does on every rank
+        if type(received) is type(error):
             return error
     except Exception as why:  # whatever the class does when it is taken apart or made
         text += f" (it cannot be sent to other ranks: {text_of(why)})"

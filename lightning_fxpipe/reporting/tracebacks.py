@@ -13,7 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.errors import FxPipeError, interpreters, set_interpreters
 from lightning_fxpipe.user_code.frames import is_framework
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -28,16 +28,19 @@ def shorten(error: Exception) -> None:
     A refusal keeps those of the user's code, also when it is printed. Any other error loses those of this package only, and
     none where this package raised it.
     """
-    entries = list(_entries(error.__traceback__))
+    entries = list(_entries(interpreters(error, "__traceback__")))
     if isinstance(error, FxPipeError):
         _logger.debug("The whole traceback:", exc_info=error)
         _leave(error, is_shown=_is_users)
-        hook: Any = sys.excepthook
-        print_uncaught = hook.args[0] if isinstance(hook, partial) and hook.func is _print_shortened else hook
-        sys.excepthook = partial(_print_shortened, print_uncaught, weakref.ref(error))
+        sys.excepthook = partial(_print_shortened, without_shortening(sys.excepthook), weakref.ref(error))
     elif entries and not _is_own(entries[-1]):
         _logger.debug("The whole traceback:", exc_info=error)
         _leave(error, is_shown=lambda entry: not _is_own(entry))
+
+
+def without_shortening(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """What is called in the end by a hook for uncaught errors: the hook that was there before a refusal, or the hook itself."""
+    return hook.args[0] if isinstance(hook, partial) and hook.func is _print_shortened else hook
 
 
 def _print_shortened(
@@ -50,16 +53,16 @@ def _print_shortened(
     """In place of ``sys.excepthook``: between the user's script and the refusal there are Lightning's frames again."""
     if error is refusal():
         _leave(error, is_shown=_is_users)
-        trace = error.__traceback__
+        trace = interpreters(error, "__traceback__")
     print_uncaught(kind, error, trace)
 
 
 def _leave(error: BaseException, is_shown: Callable[[TracebackType], bool]) -> None:
     for one in _chain(error):
         trace: TracebackType | None = None
-        for entry in reversed([entry for entry in _entries(one.__traceback__) if is_shown(entry)]):
+        for entry in reversed([entry for entry in _entries(interpreters(one, "__traceback__")) if is_shown(entry)]):
             trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-        one.__traceback__ = trace
+        set_interpreters(one, "__traceback__", trace)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -69,13 +72,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while current is not None:
         seen.add(id(current))
         yield current
-        before = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        before = interpreters(current, "__cause__")
+        if before is None and not interpreters(current, "__suppress_context__"):
+            before = interpreters(current, "__context__")
         while before is not None and _is_signal(before) and id(before) not in seen:
             seen.add(id(before))
-            before = before.__cause__ or before.__context__
+            cause = interpreters(before, "__cause__")
+            before = interpreters(before, "__context__") if cause is None else cause
         if before is not None and id(before) in seen:
             before = None
-        current.__cause__, current.__suppress_context__ = before, True
+        set_interpreters(current, "__cause__", before)  # and its context is not shown
         current = before
 
 

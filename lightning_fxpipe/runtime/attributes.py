@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, version_of
 from lightning_fxpipe.distributed.agreement import gather_values
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
@@ -339,7 +339,7 @@ def _not_sendable(difference: Difference, error: Exception) -> UnsupportedError:
     kind = "a list with new entries" if difference.start is not None else f"a {type(difference.value).__name__}"
     return UnsupportedError(
         f"The step sets {name_of(difference.path)} to something that the other ranks cannot get.",
-        observed=f"{kind}, which cannot be pickled: {error}",
+        observed=f"{kind}, which cannot be pickled: {text_of(error)}",
         expected="what can be pickled: after the model's call only the last stage runs the step",
         todo="Keep a number or a tensor instead, or set the attribute in a hook, which runs on every rank.",
     )

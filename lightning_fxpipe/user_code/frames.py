@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+from lightning_fxpipe.errors import text_of
+
 _FRAMEWORKS = frozenset(
     {
         *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
@@ -41,7 +43,7 @@ def is_framework(module_name: str) -> bool:
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, not too long."""
-    return (str(error).splitlines() or [""])[0][:200]
+    return (text_of(error).splitlines() or [""])[0][:200]
 
 
 def raising_source(error: BaseException) -> str | None:

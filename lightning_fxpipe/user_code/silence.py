@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.errors import FxPipeError, add_note
 
 _KEPT_LINES = 10
 # Of the machinery itself: what somebody has turned on to watch a dry run.
@@ -49,7 +49,7 @@ def silencing() -> Iterator[io.StringIO]:
     except Exception as error:
         lines = printed.getvalue().splitlines()[-_KEPT_LINES:]
         if lines and not isinstance(error, FxPipeError):
-            error.add_note("\n".join(["Printed before, while the step was tried out (s0, s1, ... stand for sizes):", *lines]))
+            add_note(error, "\n".join(["Printed before, while the step was tried out (s0, s1, ... stand for sizes):", *lines]))
         raise
     finally:
         torch.set_warn_always(warns_always)

@@ -14,6 +14,7 @@ import torch
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.launch.launcher import run_to_the_end
+from lightning_fxpipe.reporting.tracebacks import shorten
 from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.user_code.silence import silencing
 
@@ -101,3 +102,15 @@ def test_an_error_of_the_package_itself_keeps_all_frames() -> None:
     with pytest.raises(TypeError) as caught:
         run_to_the_end(lambda: silencing(1))  # type: ignore[call-arg]
     assert "<lambda>" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_an_error_that_cannot_be_assigned_to_is_shortened() -> None:
+    """Its traceback was assigned, which a frozen dataclass refuses: that refusal came out in its place."""
+
+    class Unchanging(ValueError):
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AttributeError(name)
+
+    with pytest.raises(Unchanging, match="the original") as caught:
+        raise Unchanging("the original")
+    shorten(caught.value)
