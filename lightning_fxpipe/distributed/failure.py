@@ -23,7 +23,8 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from itertools import takewhile
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -32,11 +33,14 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.gloo_sockets import Connections
-from lightning_fxpipe.distributed.lifeline import Failure, Lifeline, connect
-from lightning_fxpipe.errors import FxPipeError, PeerError, text_of
+from lightning_fxpipe.distributed.lifeline import Lifeline, connect
+from lightning_fxpipe.distributed.news import Failure
+from lightning_fxpipe.errors import FxPipeError, PeerError, chain_of, interpreters, printable, text_of
+from lightning_fxpipe.reporting.tracebacks import without_shortening
 
 # Seconds after the news: when a main thread that waits is interrupted, when one that computes, when the process ends.
 _WAITING_SECONDS, _BUSY_SECONDS, _LAST_SECONDS = 1.0, 2.0, 4.0
+_HANDLING_SECONDS = 3.0  # when one that handles an error: it may be on its way out, and would be lost
 _TOLD_SECONDS = 2.5  # how long another rank has to tell the user
 _ORDER_SECONDS = 1.0  # how long rank 0 has to say who failed first
 _MEETING_SECONDS = 2.0  # how long ranks that have failed wait for each other to save a checkpoint
@@ -56,6 +60,8 @@ def failures_reach_every_rank() -> Iterator[None]:
         yield
     except BaseException as error:
         watch = current_watch()
+        if watch is not None:
+            watch.take_over_hook()
         raised = error if watch is None else watch.conclude(error)
         if raised is error:
             raise
@@ -67,12 +73,11 @@ def current_watch() -> FailureWatch | None:
     return _watch_of(dist.group.WORLD) if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
-def begin_run(start: Callable[[], None], share: Callable[[Any], Any], address: str) -> None:
+def begin_run(start: Callable[[], None], address: str) -> None:
     """Starts the process group, where there is none yet, and watches over a new run. Called by every rank.
 
     Args:
         start: Starts the default process group.
-        share: Gives every rank the argument of rank 0.
         address: Of rank 0's machine.
     """
     connections = Connections()
@@ -81,7 +86,7 @@ def begin_run(start: Callable[[], None], share: Callable[[Any], Any], address: s
     watch = current_watch()
     if watch is not None:
         watch.connections.add(connections)
-        watch.begin_run(address, share)
+        watch.begin_run(address)
 
 
 def end_run() -> None:
@@ -142,7 +147,11 @@ class FailureWatch:
         self._ended = threading.Event()  # the main thread has an error, of its own or of another rank
         self._own: Failure | None = None
         self._pending: Failure | None = None
-        self._print_uncaught: Callable[..., Any] = sys.excepthook
+        self._handled_until = 0.0  # how long an error that is being handled may keep the main thread from another rank's
+        self._owner = os.getpid()
+        self._first_hook: Callable[..., Any] = sys.excepthook
+        self._users_hook: Callable[..., Any] | None = None  # that was put in the place of this watch's
+        self._is_telling = self._has_told = False
 
     @property
     def knows_failure(self) -> bool:
@@ -158,8 +167,8 @@ class FailureWatch:
         """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
         return self._in_run and self._ended.is_set()
 
-    def begin_run(self, address: str, share: Callable[[Any], Any]) -> None:
-        """A new run begins; the arguments are those of the function. Called by every rank."""
+    def begin_run(self, address: str) -> None:
+        """A new run begins; the argument is that of the function. Called by every rank."""
         if self.connections.are_shut:
             raise FxPipeError(
                 "The ranks of the pipeline have lost each other in a run that failed.",
@@ -168,10 +177,12 @@ class FailureWatch:
         self._run += 1
         self._ended.clear()
         self._own = self._pending = None
+        self._has_told = False
         self._in_run = True
         if not self._is_connected:
             self._is_connected = True
-            self._lifeline = connect(self._rank, dist.get_world_size(), address, share, self._hear)
+            gather = partial(gather_values, dist.group.WORLD)
+            self._lifeline = connect(self._rank, dist.get_world_size(), address, gather, self._hear)
             self._take_over_process()
 
     def end_run(self) -> None:
@@ -181,7 +192,7 @@ class FailureWatch:
     def conclude(self, error: BaseException) -> BaseException:
         """The main thread has an error; returns it, or the one of another rank that it follows from."""
         self._ended.set()  # from here on nothing is raised in the main thread
-        chain = list(_chain(error))
+        chain = list(chain_of(error))
         peer = next((e for e in chain if isinstance(e, PeerError)), None)
         if peer is not None:
             return peer
@@ -191,19 +202,18 @@ class FailureWatch:
         if any(_is_lost_connection(e) for e in chain):
             other = self._failure_of_others(_ORDER_SECONDS)
             if other is not None:
-                return _raised_for(other)
+                return _raised_for(other, self._rank)
         self._report(error)
         return error
 
     # ------------------------------------------------------------------ news
 
     def _report(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error))
         self._own = Failure(
             rank=self._rank,
             run=self._run + (not self._in_run),  # between two runs: the others may have begun the next
             summary=_summary(error),
-            traceback=_shorten(text),
+            traceback=_shorten(_traceback_of(error)[0]),
             is_interrupt=isinstance(error, KeyboardInterrupt),
             exit_code=_exit_code(error),
         )
@@ -211,23 +221,27 @@ class FailureWatch:
             self._lifeline.report(self._own)
 
     def _hear(self, failure: Failure) -> None:
-        """A rank has failed, this one or another."""
+        """A rank has failed, this one or another; this one, too, may hear that it is lost, when it goes on."""
         with self._news:
             is_first = not any(known.run == failure.run for known in self._failures)
             self._failures.append(failure)
             self._news.notify_all()
-        if is_first and failure.rank != self._rank and failure.run >= self._run:
+        if is_first and self._is_news(failure) and failure.run >= self._run:
             threading.Thread(target=self._stop_main, args=(failure,), name="fxpipe-failure", daemon=True).start()
 
     def _first(self) -> Failure | None:
         """The run's first failure of all ranks."""
         return next((failure for failure in self._failures if failure.run >= self._run), None)
 
+    def _is_news(self, failure: Failure) -> bool:
+        """Whether this rank did not know."""
+        return failure.rank != self._rank or failure.is_loss
+
     def _failure_of_others(self, seconds: float) -> Failure | None:
         with self._news:
             self._news.wait_for(lambda: self._first() is not None, seconds)
             first = self._first()
-        return first if first is not None and first.rank != self._rank else None
+        return first if first is not None and self._is_news(first) else None
 
     # ------------------------------------------------------------------ stopping the main thread
 
@@ -235,6 +249,7 @@ class FailureWatch:
         heard = time.monotonic()
         main = threading.main_thread().ident
         self._let_it_fail(failure, heard)
+        self._handled_until = heard + _HANDLING_SECONDS
         self._pending = failure
         while time.monotonic() < heard + _LAST_SECONDS and not self._ended.is_set() and self._run <= failure.run:
             if _WAKE is not None and main is not None:
@@ -252,6 +267,8 @@ class FailureWatch:
 
     def _let_it_fail(self, failure: Failure, heard: float) -> None:
         """Waits while the main thread may be about to fail by itself, from the same cause."""
+        if failure.rank == self._rank:
+            return  # it was stopped, and the others have gone long ago
         if failure.is_interrupt:
             self._ended.wait(0.3)
             return
@@ -266,11 +283,20 @@ class FailureWatch:
         """Raises in the main thread what another rank's failure means here."""
         # What a finalizer raises is printed and forgotten; the next signal finds the thread elsewhere.
         in_finalizer = frame is not None and (frame.f_code.co_name == "__del__" or frame.f_code.co_filename == weakref.__file__)
-        if self._pending is not None and not self._ended.is_set() and not in_finalizer:
-            raise _raised_for(self._pending)
+        is_handling = sys.exception() is not None and time.monotonic() < self._handled_until
+        if self._pending is not None and not self._ended.is_set() and not in_finalizer and not is_handling:
+            raise _raised_for(self._pending, self._rank)
 
     def _leave(self) -> None:
         """At the end of the process."""
+        if os.getpid() != self._owner:
+            return
+        # What has ended the program came by a hook of the user's that does not lead here.
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        if error is not None and self._own is None:
+            self.conclude(error)
+        if error is not None and self._own is not None:
+            self._tell_done()
         if self.knows_failure:
             _end_workers()
         if self._lifeline is not None:
@@ -279,34 +305,62 @@ class FailureWatch:
     # ------------------------------------------------------------------ what the user sees
 
     def _take_over_process(self) -> None:
-        self._print_uncaught, sys.excepthook = sys.excepthook, self._uncaught
+        self._first_hook, sys.excepthook = sys.excepthook, self._uncaught
         if _WAKE is not None and threading.current_thread() is threading.main_thread():
             signal.signal(_WAKE, self._wake)
         if self._lifeline is not None:
             atexit.register(self._leave)
 
+    def take_over_hook(self) -> None:
+        """Has uncaught errors come here first, also where user code has put a hook in this one's place."""
+        if self._is_connected and without_shortening(sys.excepthook) != self._uncaught:
+            self._users_hook, sys.excepthook = sys.excepthook, self._uncaught
+
     def _uncaught(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """In place of ``sys.excepthook``: an error that ends the program."""
+        if self._is_telling or os.getpid() != self._owner:  # the user's hook passes it on; or it is a forked process's
+            self._first_hook(kind, error, where)
+            return
+        last = error
         if not isinstance(error, PeerError) and self._own is None:
             error = self.conclude(error)  # outside a run
         first = self._first()
         if isinstance(error, PeerError) and first is not None:
-            self._print_consequence(first)
+            self._print_consequence(first, f"stopped, because {first.sentence}{_afterwards(last, first)}")
             return
         other = self._failure_of_others(_ORDER_SECONDS)
         if other is not None and self._own is not None and other.summary == self._own.summary:
-            self._print_consequence(other, "the same error")
+            self._print_consequence(other, f"the same error{_afterwards(last, other)}")
             return
-        self._print_uncaught(type(error), error, where)
+        self._is_telling = True
+        try:
+            self._print(error, where)
+        finally:
+            self._is_telling = False
+            self._tell_done()
+        # Launchers kill what is left, and others may have errors of their own to tell.
+        for rank in {failure.rank for failure in self._failures if failure.run >= self._run and failure.traceback}:
+            if self._lifeline is not None and rank != self._rank:
+                self._lifeline.wait_done(rank, _TOLD_SECONDS)
+
+    def _print(self, error: BaseException, where: TracebackType | None) -> None:
+        text, can_be_printed = _traceback_of(error)
+        if can_be_printed:
+            (self._users_hook or self._first_hook)(type(error), error, where)
+        else:  # Python's own hook would stop in the middle
+            print(text, file=sys.stderr)
         sys.stderr.flush()
-        if self._lifeline is not None:
+
+    def _tell_done(self) -> None:
+        if self._lifeline is not None and not self._has_told:
+            self._has_told = True
             self._lifeline.tell_done()
 
     def _print_consequence(self, failure: Failure, what: str | None = None) -> None:
         told = self._lifeline is not None and self._lifeline.wait_done(failure.rank, _TOLD_SECONDS)
         speaker = 0 if failure.rank != 0 else 1  # one of those that are left
         lines = [] if told or not failure.traceback or self._rank != speaker else [f"[rank {failure.rank}] {failure.traceback}"]
-        what = what or f"stopped, because rank {failure.rank} failed: {failure.summary}"
+        what = what or f"stopped, because {failure.sentence}"
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             print("".join(lines) + f"[rank {self._rank}] {what}", file=sys.stderr, flush=True)
@@ -318,12 +372,14 @@ def _end_workers() -> None:
         child.kill()
 
 
-def _raised_for(failure: Failure) -> BaseException:
+def _raised_for(failure: Failure, rank: int) -> BaseException:
+    """What is raised on a rank for another's failure, or for its own being lost."""
     if failure.is_interrupt:
         return KeyboardInterrupt()
     if failure.exit_code is not None:
         return SystemExit(failure.exit_code)
-    error = PeerError("Another rank of the pipeline failed.", where=f"rank {failure.rank}", observed=failure.summary)
+    what = "Another rank of the pipeline failed." if failure.rank != rank else "The other ranks have ended without this one."
+    error = PeerError(what, where=f"rank {failure.rank}", observed=failure.summary)
     if failure.traceback:
         error.add_note(f"Its traceback:\n{failure.traceback.rstrip()}")
     return error
@@ -332,6 +388,22 @@ def _raised_for(failure: Failure) -> BaseException:
 def _summary(error: BaseException) -> str:
     lines = text_of(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _afterwards(error: BaseException, failure: Failure) -> str:
+    """What else failed on the way out after a failure, such as a hook for exceptions."""
+    own = takewhile(lambda one: not isinstance(one, PeerError) and _summary(one) != failure.summary, chain_of(error))
+    return "".join(f"; then {_summary(one)}" for one in reversed(list(own)) if not _is_lost_connection(one))
+
+
+def _traceback_of(error: BaseException) -> tuple[str, bool]:
+    """An error as Python prints it; and whether it does, or fails in what the error's class has made of itself."""
+    try:
+        return printable("".join(traceback.format_exception(error))), True
+    except BaseException as why:
+        frames = "".join(traceback.format_tb(interpreters(error, "__traceback__")))
+        said = f"{type(error).__name__}: {text_of(error)} (more could not be printed: {type(why).__name__})"
+        return f"Traceback (most recent call last):\n{printable(frames)}{said}\n", False
 
 
 def _shorten(text: str) -> str:
@@ -343,15 +415,6 @@ def _exit_code(error: BaseException) -> int | None:
     if not isinstance(error, SystemExit):
         return None
     return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _is_lost_connection(error: BaseException) -> bool:

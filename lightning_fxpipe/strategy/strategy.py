@@ -213,7 +213,7 @@ class PipelineStrategy(ReplicaStrategy):
         assert self.cluster_environment is not None
         self.set_world_ranks()
         start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
-        begin_run(start, self.broadcast, self.cluster_environment.main_address)
+        begin_run(start, self.cluster_environment.main_address)
         if self._topology is None:
             with noted_connections():
                 self._topology = make_topology(self.root_device, self._timeout)

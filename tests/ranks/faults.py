@@ -25,15 +25,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fxpipe.distributed import heartbeat
+
 _HARD_LIMIT_SECONDS = 90.0
+_SILENCE_SECONDS = 3.0  # after which a rank that is stopped is given up
 
 STEP_PLACES = ("prelude", "forward", "backward", "tensor_hook", "scheduler", "optimizer", "write_checkpoint", "between_runs")
 DATA_PLACES = ("dataset", "worker", "collate", "iterable", "sampler")
 LAST_STAGE_PLACES = ("after_model", "logger", "validation_loss")
 ERRORS = {"error": "ValueError", "memory": "MemoryError", "device_memory": "OutOfMemoryError", "own": "MyOwnError"}
 # Errors that cannot be sent, received or printed, or that Lightning's loops take for something else.
-ODD_ERRORS = {"unsendable": "Unsendable", "unreceivable": "Unreceivable", "speechless": "Speechless", "stop": "FxPipeError"}
-OTHER_KINDS = ("exit", "interrupt", "kill", "signal_self", "signal_group")
+ODD_ERRORS = {
+    **{"unsendable": "Unsendable", "unreceivable": "Unreceivable", "speechless": "Speechless", "hostile": "Hostile"},
+    **{"stop": "FxPipeError", "generator_exit": "GeneratorExit"},
+}
+# "different": another error on each rank; "twice": one more in on_exception; "end": os._exit(0); "freeze": SIGSTOP.
+OTHER_KINDS = (
+    *("exit", "exit_text", "interrupt", "kill", "signal_self", "signal_group"),
+    *("freeze", "end", "different", "twice"),
+)
+# An error where the user has a hook for uncaught ones: from before the run, from within it, or around the one before it.
+HOOK_KINDS = ("hook_before", "hook_within", "hook_around")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +54,10 @@ class Case:
 
     Attributes:
         place: Where.
-        kind: What happens there; a key of ``ERRORS`` or one of ``OTHER_KINDS``.
+        kind: What happens there; a key of ``ERRORS`` or ``ODD_ERRORS``, or one of ``OTHER_KINDS`` or ``HOOK_KINDS``. Besides:
+            "unwinding", as "different", but the errors take their time to come out on some ranks; "twice_apart", as "twice",
+            but on_exception fails on the other ranks; "kill_worker" in a worker; "suspend", which stops all ranks for a while
+            and is no fault.
         rank: On which rank; -1 for every rank.
         at: At which call.
         num_ranks: Ranks of the pipeline.
@@ -61,7 +76,10 @@ class Outcome:
 
     Attributes:
         reached: Whether the fault happened.
-        seconds: From the fault to the end of the last rank; of what a rank has started, if that ended later.
+        reached_by: The ranks on which it did.
+        seconds: From the fault to the end of the last rank; of what a rank has started, if that ended later. Where the rank
+            is stopped, the longer one of two times: from when it is given up to the end of the others, and, when it is then
+            continued, to its own end.
         codes: Exit statuses by rank, negative for signals.
         outputs: What each rank has printed.
         left_over: Processes that had to be killed.
@@ -69,6 +87,7 @@ class Outcome:
     """
 
     reached: bool
+    reached_by: list[int]
     seconds: float
     codes: list[int]
     outputs: list[str]
@@ -80,32 +99,79 @@ class Outcome:
         if not self.reached:
             return ["the fault was not reached"]
         found = [f"{self.left_over} processes hung"] if self.left_over else []
+        if case.kind == "suspend":
+            return found + [f"exit status {self.codes}"] * any(self.codes)
         if self.seconds > limit_seconds:
             found.append(f"took {self.seconds:.1f} s")
         text = "".join(self.outputs)
         if case.kind in ERRORS or case.kind in ODD_ERRORS:
-            says = {"speechless": "<exception str", "stop": "User code raised StopIteration"}.get(case.kind, "injected fault")
+            says = {
+                "speechless": "<exception str",
+                "hostile": r"\(no text",
+                "stop": "User code raised StopIteration",
+            }.get(case.kind, "injected fault")
             # What cannot be sent to other ranks is a RuntimeError that names it.
             line = rf"^(?:\[rank\d\]: )?(?:RuntimeError: )?(?:[\w.]+\.)?{(ERRORS | ODD_ERRORS)[case.kind]}: {says}"
             times = [len(re.findall(line, text, re.MULTILINE)) for text in self.outputs]
             if sum(times) != 1:
                 found.append(f"the original error was told {times} times by the ranks")
-        if 0 in self.codes:
+        if 0 in [code for rank, code in enumerate(self.codes) if case.kind != "end" or rank != case.rank]:
             found.append(f"exit status {self.codes}")
+        found += self._complaints_of_further_kinds(case)
         if case.kind == "exit" and any(code != 3 for code in self.codes):
             found.append(f"exit status {self.codes} instead of 3")
         if case.kind in ("interrupt", "signal_self", "signal_group") and "KeyboardInterrupt" not in text:
             found.append("not told of an interrupt")
-        if case.kind == "kill" and f"rank {case.rank} failed: the process died" not in text:
+        if case.kind in ("kill", "end") and f"rank {case.rank} failed: the process died" not in text:
             found.append("not told that a process died")
         stopped = [
             text
             for rank, text in enumerate(self.outputs)
-            if rank != case.rank and not re.search(r"^.*(Error|able): injected", text, re.MULTILINE)
+            if rank != case.rank and not re.search(r"^.*(Error|able|Hostile): (injected|\(no text)", text, re.MULTILINE)
         ]
-        if case.kind != "exit" and case.rank >= 0 and any(text.count("Traceback") for text in stopped):
+        if case.kind not in ("exit", "exit_text") and case.rank >= 0 and any(text.count("Traceback") for text in stopped):
             found.append("other ranks print tracebacks")
         return found
+
+    def _complaints_of_further_kinds(self, case: Case) -> list[str]:
+        told_once = {
+            "exit_text": [f"injected fault in {case.place}"],
+            "twice_apart": [
+                f"ValueError: injected fault in {case.place}",
+                r"\[rank \d\] stopped, because .*; then TypeError: injected fault in on_exception",
+            ],
+            "twice": [
+                f"ValueError: injected fault in {case.place}",
+                r"(?:\[rank \d\] the same error; then )?TypeError: injected fault in on_exception",
+            ],
+            "different": [f"ValueError: injected fault in {case.place} on rank {rank}" for rank in self.reached_by],
+            "unwinding": [f"ValueError: injected fault in {case.place} on rank {rank}" for rank in self.reached_by],
+            "hook_before": [f"told by the user's hook: injected fault in {case.place}"],
+            "hook_within": [f"told by the user's hook: injected fault in {case.place}"],
+            "hook_around": [
+                f"told by the user's hook: injected fault in {case.place}",
+                f"ValueError: injected fault in {case.place}",
+            ],
+            "kill_worker": [r"RuntimeError: DataLoader worker \(pid"],
+        }
+        found = []
+        for line in told_once.get(case.kind, []):
+            times = [len(re.findall(rf"^(?:\[rank\d\]: )?{line}", text, re.MULTILINE)) for text in self.outputs]
+            expected = case.num_ranks - 1 if case.kind == "twice_apart" and "then" in line else 1
+            # Torch's error of a worker has another as its cause.
+            if sum(map(bool, times) if case.kind == "kill_worker" else times) != expected:
+                found.append(f"{line!r} was told {times} times by the ranks")
+        if case.kind in ("hook_before", "hook_within") and any(
+            "ValueError: injected" in line for line in self._lines_of_errors()
+        ):
+            found.append("told beside the user's hook")
+        if case.kind == "freeze" and not all(f"rank {case.rank} has not answered" in text for text in self.outputs):
+            found.append("not told that a rank is stopped")
+        return found
+
+    def _lines_of_errors(self) -> list[str]:
+        """What the ranks print, but the lines in which they say why they are stopped."""
+        return [line for text in self.outputs for line in text.splitlines() if not re.match(r"\[rank \d\] stopped", line)]
 
 
 def hook_places() -> list[str]:
@@ -137,9 +203,9 @@ def random_cases(seed: int, count: int) -> list[Case]:
         place = choose.choice(list(group))
         num_ranks = choose.choice([2, 3])
         rank = 0 if place in LAST_STAGE_PLACES else choose.randrange(num_ranks)
-        kind = choose.choice([*ERRORS, *ERRORS, *OTHER_KINDS])
-        if place in DATA_PLACES and kind not in ERRORS:
-            kind = "error" if place == "worker" else kind
+        kind = choose.choice([*ERRORS, "kill_worker"] if place == "worker" else [*ERRORS, *ERRORS, *ODD_ERRORS, *OTHER_KINDS])
+        if kind == "different":  # in the steps the ranks take turns, and planning tells one error for all
+            place, rank = choose.choice([hook for hook in hooks if ".on_" in hook]), -1
         at = (
             choose.choice([1, 2, 3, 6])
             if place in (*STEP_PLACES[:4], *DATA_PLACES, *LAST_STAGE_PLACES)
@@ -177,22 +243,57 @@ class Speechless(Exception):
         raise ValueError("no words")
 
 
+class Hostile(Exception):
+    """Which refuses whatever is asked of it, but what ``contextlib`` sets."""
+
+    @property
+    def _refused(self) -> Any:
+        raise ValueError("not to be asked")
+
+    __cause__ = __context__ = __notes__ = _refused  # type: ignore[assignment]
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+    def __bool__(self) -> bool:
+        raise ValueError("neither")
+
+    def add_note(self, note: str) -> None:
+        raise ValueError("not to be written on")
+
+
+def _install_users_hook(*, calls_other: bool) -> None:
+    before = sys.excepthook
+
+    def tell(kind: Any, error: Any, where: Any) -> None:
+        print(f"told by the user's hook: {error}", file=sys.stderr)
+        if calls_other:
+            before(kind, error, where)
+
+    sys.excepthook = tell
+
+
 class _Fault:
     """Makes the case's fault happen on its rank."""
 
     def __init__(self, case: Case, rank: int, folder: Path) -> None:
         self._case, self._rank, self._folder = case, rank, folder
         self._calls = 0
+        self.has_happened = False
         self.pid = os.getpid()
 
     def __call__(self, place: str) -> None:
-        if place != self._case.place or self._case.rank not in (self._rank, -1):
+        if place != self._case.place or (self._case.kind == "kill_worker" and os.getpid() == self.pid):
             return
-        self._calls += 1
+        self._calls += 1  # on every rank: what the model changes is seen
+        if self._case.rank not in (self._rank, -1):
+            return
         # An error repeats itself: the step runs on fakes first, where it may not count.
-        repeats = self._case.kind in ERRORS or self._case.kind in ODD_ERRORS
+        repeats = self._case.kind in (*ERRORS, *ODD_ERRORS, *HOOK_KINDS, "different", "twice", "twice_apart", "unwinding")
         if self._calls == self._case.at or (self._calls > self._case.at and repeats):
+            self.has_happened = True
             (self._folder / "fault").write_text(str(time.time()))
+            (self._folder / f"reached{self._rank}").touch()
             self._happen(self._case.kind)
 
     def _happen(self, kind: str) -> None:
@@ -206,13 +307,33 @@ class _Fault:
         if kind == "unreceivable":
             raise Unreceivable(message, 1)
         if kind in ODD_ERRORS:
-            raise {"unsendable": Unsendable, "speechless": Speechless, "stop": StopIteration}[kind](message)
-        if kind == "exit":
-            sys.exit(3)
+            odd: dict[str, type[BaseException]] = {"unsendable": Unsendable, "speechless": Speechless, "hostile": Hostile}
+            odd |= {"stop": StopIteration, "generator_exit": GeneratorExit}
+            raise odd[kind](message)
+        if kind in ("hook_within", "hook_around"):
+            _install_users_hook(calls_other=kind == "hook_around")
+        if kind in (*HOOK_KINDS, "twice", "twice_apart"):
+            raise ValueError(message)
+        if kind in ("different", "unwinding"):
+            try:
+                raise ValueError(f"{message} on rank {self._rank}")
+            finally:
+                if kind == "unwinding" and self._rank > 0:
+                    time.sleep(2)
+        if kind in ("exit", "exit_text"):
+            sys.exit(3 if kind == "exit" else message)
+        if kind == "end":
+            os._exit(0)
         if kind == "interrupt":
             raise KeyboardInterrupt
         if kind == "kill":
             os.kill(self.pid, signal.SIGKILL)
+        elif kind == "kill_worker":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "suspend":
+            os.killpg(0, signal.SIGSTOP)
+        elif kind == "freeze":
+            os.kill(self.pid, signal.SIGSTOP)
         elif kind == "signal_self":
             os.kill(self.pid, signal.SIGINT)
         elif kind == "signal_group":
@@ -336,6 +457,8 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             with (folder / f"exceptions{os.environ['RANK']}").open("a") as file:
                 file.write(f"{type(exception).__name__}\n")
+            if case.kind == ("twice" if fault.has_happened else "twice_apart"):
+                raise TypeError("injected fault in on_exception")
 
     def before(owner: type, hook: str, place: str) -> Any:
         original = getattr(owner, hook)
@@ -360,6 +483,8 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
         collate_fn=collate,
         num_workers=int(case.place == "worker"),
     )
+    if case.kind == "hook_before":
+        _install_users_hook(calls_other=False)
     L.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True)
     trainer = L.Trainer(
@@ -385,6 +510,7 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    heartbeat.SILENCE_SECONDS = _SILENCE_SECONDS
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": case.num_ranks, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"})
     code = 0
@@ -392,8 +518,11 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> int:
         _train(case, _Fault(case, rank, folder), folder)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         code = 1
+        sys.last_value = sys.exception()
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -417,11 +546,18 @@ def _run_case(case: Case) -> Outcome:
         finally:
             os._exit(0)
     deadline = time.time() + _HARD_LIMIT_SECONDS
-    left = [session]
+    left, continued = {session: "S"}, 0.0
     while left and time.time() < deadline:
         time.sleep(0.02)  # nothing tells of the end of processes that are not children
-        running = [session] if os.waitid(os.P_PID, session, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else []
+        running = {session: "S"} if os.waitid(os.P_PID, session, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else {}
         left = _of_session(session) or running
+        stopped = [pid for pid, state in left.items() if state == "T"]
+        if not continued and stopped and len(left) - len(stopped) <= 1:  # who leads the session, and waits for them
+            if len(stopped) == len(left):
+                time.sleep(2 * _SILENCE_SECONDS)
+            continued = time.time()
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
     ended = time.time()
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -432,9 +568,12 @@ def _run_case(case: Case) -> Outcome:
         files = [folder / f"{name}{rank}" for rank in range(case.num_ranks)]
         return [file.read_text(errors="replace") if file.exists() else "" for file in files]
 
+    begin = float(fault.read_text()) if fault.exists() else ended
+    seconds = max(continued - begin - 1.2 * _SILENCE_SECONDS, ended - continued) if continued else ended - begin
     outcome = Outcome(
         reached=fault.exists(),
-        seconds=ended - float(fault.read_text()) if fault.exists() else 0.0,
+        reached_by=[rank for rank in range(case.num_ranks) if (folder / f"reached{rank}").exists()],
+        seconds=seconds,
         codes=[int(text or -9) for text in texts("code")],
         outputs=texts("out"),
         left_over=len(left),
@@ -458,16 +597,16 @@ def _lead_session(case: Case, port: int, folder: Path) -> None:
         (folder / f"code{rank}").write_text(str(os.waitstatus_to_exitcode(status)))
 
 
-def _of_session(session: int) -> list[int]:
-    """Processes of a session that have not ended."""
-    found = []
+def _of_session(session: int) -> dict[int, str]:
+    """Processes of a session that have not ended, and their states."""
+    found = {}
     for entry in Path("/proc").iterdir():
         try:
             state, _, _, of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
         except (OSError, ValueError):
             continue
         if int(of) == session and state != "Z":
-            found.append(int(entry.name))
+            found[int(entry.name)] = state
     return found
 
 

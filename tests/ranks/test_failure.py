@@ -32,6 +32,11 @@ CASES = [
     Case(place="write_checkpoint", kind="unsendable", rank=0),
     Case(place="after_model", kind="stop", rank=0, at=3),
     Case(place="caught", kind="error", rank=1, at=9),
+    Case(place="prelude", kind="freeze", rank=1, at=6),
+    Case(place="prelude", kind="suspend", rank=1, at=6),
+    Case(place="callback.on_train_epoch_end", kind="different", rank=-1),
+    Case(place="prelude", kind="hook_within", rank=1, at=6),
+    Case(place="between_runs", kind="hook_around", rank=0),
 ]
 FURTHER_CASES = [
     Case(place="forward", kind="kill", rank=0, at=9, num_ranks=3),
@@ -53,6 +58,24 @@ FURTHER_CASES = [
     Case(place="module.on_train_batch_start", kind="stop", rank=1),
     Case(place="caught", kind="device_memory", rank=0, at=9),
     Case(place="callback.on_train_epoch_end", kind="exit", rank=1),
+    Case(place="callback.on_train_epoch_end", kind="exit_text", rank=1),
+    Case(place="prelude", kind="generator_exit", rank=1, at=6),
+    Case(place="forward", kind="freeze", rank=0, at=9, num_ranks=3),
+    Case(place="write_checkpoint", kind="freeze", rank=0),
+    Case(place="write_checkpoint", kind="freeze", rank=1),
+    Case(place="between_runs", kind="freeze", rank=1),
+    Case(place="forward", kind="end", rank=0, at=9),
+    Case(place="worker", kind="kill_worker", rank=0, at=2),
+    Case(place="prelude", kind="hostile", rank=1, at=6),
+    Case(place="write_checkpoint", kind="hostile", rank=0),
+    Case(place="validation_loss", kind="hostile", rank=0),
+    Case(place="write_checkpoint", kind="twice", rank=1),
+    Case(place="prelude", kind="twice", rank=1, at=6),
+    Case(place="prelude", kind="twice_apart", rank=1, at=6, num_ranks=3),
+    Case(place="prelude", kind="unwinding", rank=-1, at=6),
+    Case(place="prelude", kind="hook_before", rank=1, at=6),
+    Case(place="prelude", kind="hook_around", rank=0, at=6),
+    Case(place="between_runs", kind="hook_within", rank=1),
 ]
 
 
@@ -174,6 +197,18 @@ def test_a_signal_to_stop_one_rank_stops_all_at_the_same_batch(tmp_path: Path) -
     (first, second) = re.findall(r"on_exception \d SIGTERMException at (\d+)", output)
     assert first == second
     assert 6 <= int(first) <= 8, "as soon as all know"
+
+
+@pytest.mark.slow
+def test_a_started_process_that_is_stopped_ends_with_the_others(tmp_path: Path) -> None:
+    text = SCRIPT.replace("self.global_rank == 0:", "self.global_rank == 1:")
+    text = text.replace(
+        "torch.manual_seed(0)\n", "lightning_fxpipe.distributed.heartbeat.SILENCE_SECONDS = 2\ntorch.manual_seed(0)\n"
+    )
+    status, output = run_script(tmp_path, str(int(signal.SIGSTOP)), text)
+    assert status == 1
+    assert "[rank 0] stopped, because rank 1 has not answered for 2 s: it is stopped" in output
+    assert "on_exception 0 PeerError" in output
 
 
 def test_a_process_that_ends_well_before_the_ranks_meet_is_not_waited_for(tmp_path: Path) -> None:
