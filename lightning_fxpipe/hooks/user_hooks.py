@@ -110,6 +110,8 @@ class Hooks:
             return
         hooks = list(hooks_of_users(trainer, self._module))
         patches = [(owner, name, self._wrap(trainer, getattr(owner, name))) for owner, name in hooks]
+        if (self._module, "lr_scheduler_step") not in hooks:  # Lightning's, which calls the user's scheduler
+            patches.append((self._module, "lr_scheduler_step", _never_ending_epoch(self._module.lr_scheduler_step)))
         patches.append((self._module, "teardown", self._last(self._wrap(trainer, self._module.teardown))))
         for name in ("log", "log_dict"):
             patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
@@ -433,3 +435,12 @@ def _digest_of(*values: Any) -> float:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _never_ending_epoch(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with no_end_of_epoch(hook.__name__):
+            return hook(*args, **kwargs)
+
+    return run

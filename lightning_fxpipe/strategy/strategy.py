@@ -402,7 +402,7 @@ class PipelineStrategy(ReplicaStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         plugin, module = self.precision_plugin, self.module
-        with self.session.around_backward():
+        with no_end_of_epoch("backward"), self.session.around_backward():
             loss: Tensor = plugin.pre_backward(closure_loss, module)
             self.session.backward(
                 lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains=bool(kwargs.get("retain_graph"))
@@ -411,7 +411,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with self.session.around_optimizer_step(next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)):
+        stage_optimizer = next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)
+        with no_end_of_epoch("optimizer_step"), self.session.around_optimizer_step(stage_optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override

@@ -55,6 +55,8 @@ FURTHER_CASES = [
     Case(place="prelude", kind="speechless", rank=1, at=6),
     Case(place="prelude", kind="stop", rank=1, at=6),
     Case(place="forward", kind="stop", rank=1, at=9),
+    Case(place="tensor_hook", kind="stop", rank=1, at=6),
+    Case(place="scheduler", kind="stop", rank=0, at=2),
     Case(place="module.on_train_batch_start", kind="stop", rank=1),
     Case(place="caught", kind="device_memory", rank=0, at=9),
     Case(place="callback.on_train_epoch_end", kind="exit", rank=1),
