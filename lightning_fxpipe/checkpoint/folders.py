@@ -253,8 +253,8 @@ def original_errors() -> Iterator[None]:
     except CheckpointException as error:
         rank, (original, stack) = next(iter(error.failures.items()))
         if not isinstance(original, FxPipeError):  # which says all there is
-            add_note(original, f"while reading or writing a checkpoint on rank {rank}:
-{''.join(traceback.format_list(stack))}")
+            frames = "".join(traceback.format_list(stack))
+            add_note(original, f"while reading or writing a checkpoint on rank {rank}:\n{frames}")
         raise original from None
 
 
