@@ -112,6 +112,7 @@ class Hooks:
         patches = [(owner, name, self._wrap(trainer, getattr(owner, name))) for owner, name in hooks]
         if (self._module, "lr_scheduler_step") not in hooks:  # Lightning's, which calls the user's scheduler
             patches.append((self._module, "lr_scheduler_step", _never_ending_epoch(self._module.lr_scheduler_step)))
+        patches += [(logger, "log_metrics", _never_ending_epoch(logger.log_metrics)) for logger in trainer.loggers]
         patches.append((self._module, "teardown", self._last(self._wrap(trainer, self._module.teardown))))
         for name in ("log", "log_dict"):
             patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)

@@ -59,6 +59,7 @@ FURTHER_CASES = [
     Case(place="scheduler", kind="stop", rank=0, at=2),
     Case(place="module.on_train_batch_start", kind="stop", rank=1),
     Case(place="caught", kind="device_memory", rank=0, at=9),
+    Case(place="logger", kind="stop", rank=0, at=2),
     Case(place="callback.on_train_epoch_end", kind="exit", rank=1),
     Case(place="callback.on_train_epoch_end", kind="exit_text", rank=1),
     Case(place="prelude", kind="generator_exit", rank=1, at=6),
