@@ -29,7 +29,13 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    _maybe_evaluate_static_worker,
+    free_unbacked_symbols,
+)
 
 # Hooks around the steps of all optimizers can be registered publicly, but not found. torch 2.11-2.15.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -130,6 +136,18 @@ class FakeWorld:
         for _ in found:
             found = {symbol: value.xreplace(found) for symbol, value in found.items()}
         return found
+
+
+def forget_fakes() -> None:
+    """Frees what torch keeps of all fake tensors and sizes of the process, some of it for ever.
+
+    That is the shapes that operators gave, and each trace's symbols, in caches of ``ShapeEnv``'s methods. A trace has
+    symbols of its own, so that what is kept of others is never used again. No public name frees it. torch 2.11-2.15.
+    """
+    FakeTensorMode.cache_clear()
+    for kept in (*vars(ShapeEnv).values(), _maybe_evaluate_static_worker):
+        if hasattr(kept, "cache_clear"):
+            kept.cache_clear()
 
 
 def symbolic_expression(value: Any) -> Any:

@@ -102,6 +102,12 @@ def has_failed() -> bool:
     return watch is not None and watch.has_failed
 
 
+def num_failed_runs() -> int:
+    """How many runs of the process group have failed on this rank."""
+    watch = current_watch()
+    return 0 if watch is None else watch.num_failed_runs
+
+
 def have_all_stopped_at(progress: Any, group: dist.ProcessGroup | None) -> bool:
     """Whether all ranks have come here after a failure, and have made the same progress.
 
@@ -145,6 +151,7 @@ class FailureWatch:
         self._failures: list[Failure] = []
         self._news = threading.Condition()
         self._ended = threading.Event()  # the main thread has an error, of its own or of another rank
+        self.num_failed_runs = 0
         self._own: Failure | None = None
         self._pending: Failure | None = None
         self._handled_until = 0.0  # how long an error that is being handled may keep the main thread from another rank's
@@ -191,6 +198,7 @@ class FailureWatch:
 
     def conclude(self, error: BaseException) -> BaseException:
         """The main thread has an error; returns it, or the one of another rank that it follows from."""
+        self.num_failed_runs += 1
         self._ended.set()  # from here on nothing is raised in the main thread
         chain = list(chain_of(error))
         peer = next((e for e in chain if isinstance(e, PeerError)), None)

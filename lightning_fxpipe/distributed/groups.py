@@ -1,7 +1,7 @@
 """Process groups that end with what they were made for.
 
-Each gloo group has threads, which look for work some hundred times a second, and connections. A process that makes many
-Trainers, as a search for hyperparameters does, would keep those of all.
+Each gloo group has threads, which look for work some hundred times a second, and connections. A process with many runs, as a
+search for hyperparameters has, would keep those of all.
 """
 
 from __future__ import annotations

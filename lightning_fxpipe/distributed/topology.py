@@ -7,9 +7,12 @@ stages run against the ranks. A process group with that order makes stage and ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed.distributed_c10d as dist
@@ -38,6 +41,7 @@ class Topology:
     device: torch.device
     backward_group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
+    _parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
         """Itself: process groups belong to this process, and cannot be copied."""
@@ -62,6 +66,43 @@ class Topology:
         """Global rank that holds a stage."""
         return self.last_stage - stage
 
+    def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """A group of some of the ranks, made once. Called by every rank, with the same ranks in the same order of calls."""
+        key = tuple(sorted(ranks))
+        if key not in self._parts:
+            self._parts[key] = dist.new_group(list(key), self.timeout)
+            if isinstance(self._parts[key], dist.ProcessGroup):  # else this rank is no member
+                closed_with(self, [self._parts[key]])
+        return self._parts[key]
+
+
+# The process groups are the process's: runs one after the other have the same ones, whatever strategies they have.
+_Key = tuple[torch.device, timedelta | None]
+_in_use: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, tuple[list[int], Topology]]] = WeakKeyDictionary()
+
+
+def shared_topology(device: torch.device, timeout: timedelta, num_failed_runs: int) -> Topology:
+    """The pipeline over all ranks, made once for all runs of the process. Called by every rank at the same time.
+
+    Ranks that a failed run has left may have stopped at different places, with messages in between that nobody has taken. So
+    the runs that follow have other process groups.
+
+    Args:
+        device: This rank's device.
+        timeout: How long a rank waits for another.
+        num_failed_runs: How many runs have failed on this rank.
+    """
+    failed = [num_failed_runs] * dist.get_world_size()
+    dist.all_gather_object(failed, num_failed_runs)
+    assert dist.group.WORLD is not None
+    known = _in_use.setdefault(dist.group.WORLD, {})
+    if (device, timeout) in known and known[device, timeout][0] != failed:
+        del known[device, timeout]
+        gc.collect()  # what has failed holds its groups, and is a Trainer, which refers to itself
+    if (device, timeout) not in known:
+        known[device, timeout] = failed, make_topology(device, timeout)
+    return known[device, timeout][1]
+
 
 def make_topology(device: torch.device, timeout: timedelta | None = None) -> Topology:
     """One pipeline over all ranks. Called by every rank, with the default process group initialised."""
@@ -82,8 +123,3 @@ def make_topology(device: torch.device, timeout: timedelta | None = None) -> Top
     )
     closed_with(topology, [group, backward, control])
     return topology
-
-
-def make_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    """A group of all ranks for messages between CPUs that a thread has for itself. Called by every rank."""
-    return dist.new_group(backend="gloo", timeout=timeout) if dist.get_world_size() > 1 else None

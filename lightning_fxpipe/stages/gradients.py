@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
-
-from lightning_fxpipe.distributed.groups import closed_with
 
 
 class SharedParameters:
@@ -21,34 +18,25 @@ class SharedParameters:
 
     Args:
         copies: For each shared tensor its holders' global ranks, first holder first, and this rank's copy if it has one.
-            In the same order on every rank: the constructor makes process groups, so it is called by every rank.
-        timeout: How long a rank waits for another.
+            In the same order on every rank: the constructor asks for process groups, so it is called by every rank.
+        group_of: Gives the process group of some ranks.
     """
 
-    def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]], timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        copies: Iterable[tuple[tuple[int, ...], Tensor | None]],
+        group_of: Callable[[Iterable[int]], dist.ProcessGroup],
+    ) -> None:
         self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
         self._secondary: set[int] = set()
-        self.groups: list[dist.ProcessGroup] = []
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for ranks, tensor in copies:
-            if ranks not in groups:
-                groups[ranks] = dist.new_group(sorted(ranks), timeout)
-                if isinstance(groups[ranks], dist.ProcessGroup):  # else this rank is no member
-                    self.groups.append(groups[ranks])
+            group = group_of(ranks)
             if tensor is None:
                 continue
-            self._mine.append((tensor, groups[ranks]))
-            dist.broadcast(tensor.data, src=ranks[0], group=groups[ranks])
+            self._mine.append((tensor, group))
+            dist.broadcast(tensor.data, src=ranks[0], group=group)
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
-        closed_with(self, self.groups)
-
-    def close(self) -> None:
-        """Gives the process groups back. Called by every rank; there is nothing to sum afterwards."""
-        for group in self.groups:
-            dist.destroy_process_group(group)
-        self.groups.clear()
-        self._mine.clear()
 
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:

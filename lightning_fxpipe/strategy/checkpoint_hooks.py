@@ -6,11 +6,13 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
@@ -35,7 +37,7 @@ from lightning_fxpipe.checkpoint.stage_state import (
     without_foreign_extras,
 )
 from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
-from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at
+from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at, noted_connections
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
@@ -74,7 +76,7 @@ class CheckpointHooks:
     """The checkpoint hooks of a strategy's runs, and what they tell each other. Made by every rank.
 
     Args:
-        saver: Saves.
+        timeout: How long a rank waits for another while it writes in the background.
         options: Options of the run that a checkpoint tells of, beside the plan.
         as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
         in_background: Whether training goes on while a checkpoint is written.
@@ -84,17 +86,20 @@ class CheckpointHooks:
         has_trained: Whether the run has; what is restored then is no resumed run, but a trial that is over.
     """
 
-    def __init__(self, saver: Saver, *, options: Mapping[str, Any], as_folder: bool, in_background: bool) -> None:
-        self._saver = saver
+    def __init__(self, timeout: timedelta, *, options: Mapping[str, Any], as_folder: bool, in_background: bool) -> None:
+        self._timeout = timeout
         self._options = options
         self._as_folder = as_folder
         self._in_background = in_background
         self.seed = 0
+        self._begin_saving()
         self.forget_run()
 
-    def copy(self, saver: Saver) -> CheckpointHooks:
+    def copy(self) -> CheckpointHooks:
         """Those of another strategy with the same options, which has not run."""
-        return CheckpointHooks(saver, options=self._options, as_folder=self._as_folder, in_background=self._in_background)
+        return CheckpointHooks(
+            self._timeout, options=self._options, as_folder=self._as_folder, in_background=self._in_background
+        )
 
     def forget_run(self) -> None:
         """Called before each run, whose module is not in stages yet."""
@@ -128,6 +133,20 @@ class CheckpointHooks:
             self._saver.abandon(_LAST_SECONDS)
         elif self._run is not None:
             self.end_training()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+        self._begin_saving()
+
+    def _begin_saving(self) -> None:
+        """From here on checkpoints are saved by a new saver, whose background has a process group for itself."""
+        self._group: dist.ProcessGroup | None = None
+        self._saver = Saver(self._make_group)
+
+    def _make_group(self) -> dist.ProcessGroup | None:
+        if dist.get_world_size() > 1:
+            with noted_connections():
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
 
     @property
     def _now(self) -> _Run:

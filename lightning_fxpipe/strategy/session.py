@@ -301,7 +301,6 @@ class Session:
         self.is_split = False
         self._runtime.forget()
         self._joint_steps.setups.forget()
-        self._shared.close()
 
     def _run(self, step: Step, batch: Any) -> tuple[float | None, Any]:
         """Runs one batch, and repeats on every rank what the last stage logged and set on the module.
@@ -448,7 +447,7 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
         if len(stages) > 1:
             ranks = tuple(topology.rank_of(stage) for stage in stages)
             copies.append((ranks, tensor if topology.stage_index in stages else None))
-    shared = SharedParameters(copies, topology.timeout)
+    shared = SharedParameters(copies, topology.group_of)
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):
         if topology.num_stages > 1 and fqn == names[fqn] and not plan.stages_of(fqn):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.distributed_c10d as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
@@ -23,13 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fxpipe._compat.lightning import batch_counter, has_no_optimizer, init_process_group
-from lightning_fxpipe.checkpoint.saving import Saver
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
-from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections
+from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, num_failed_runs
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.topology import make_group, make_topology
+from lightning_fxpipe.distributed.topology import shared_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
 from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
@@ -146,7 +144,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._session: Session | None = None
         self._stage_optimizers: list[StageOptimizer] = []
         self._checkpoints = CheckpointHooks(
-            Saver(partial(_saving_group, self._timeout)),
+            self._timeout,
             options={"schedule": schedule, "num_microbatches": self._num_microbatches},
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
@@ -163,7 +161,7 @@ class PipelineStrategy(ReplicaStrategy):
         fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_stop_if_asked"))
         fresh |= {"_topology": self._topology, "_loss": self._loss, "_stage_optimizers": []}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
-        fresh["_checkpoints"] = self._checkpoints.copy(Saver(partial(_saving_group, self._timeout)))
+        fresh["_checkpoints"] = self._checkpoints.copy()
         if self._topology is not None:
             fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
             fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast)
@@ -214,19 +212,24 @@ class PipelineStrategy(ReplicaStrategy):
         self.set_world_ranks()
         start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
         begin_run(start, self.cluster_environment.main_address)
-        if self._topology is None:
-            with noted_connections():
-                self._topology = make_topology(self.root_device, self._timeout)
-            self._sparing = Sparing(self._topology, inform)
-            self._replica = Replica(self.broadcast)
+        self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
-        if self._topology.num_stages > 1:
+        if self.topology.num_stages > 1:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
         self._checkpoints.seed, state = self.broadcast((torch.initial_seed(), rng_state()))
         if not self.is_global_zero:
             set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
+
+    def _take_place(self) -> None:
+        """Joins the process groups that all runs share. A module that is in stages stays in those of its session."""
+        with noted_connections():
+            topology = shared_topology(self.root_device, self._timeout, num_failed_runs())
+        if self._topology is None or (topology is not self._topology and not self._is_in_stages()):
+            self._topology = topology
+            self._sparing = Sparing(topology, inform)
+            self._replica = Replica(self.broadcast)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -255,7 +258,7 @@ class PipelineStrategy(ReplicaStrategy):
         warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         with self._constructions.changing(self.module):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
-        if self._session is None or self._session.module is not self.module or not self._session.is_split:
+        if not self._is_in_stages():
             self._split(trainer)
         self.session.prepare(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -306,6 +309,10 @@ class PipelineStrategy(ReplicaStrategy):
             )
             if planned is not None:
                 self._session.begin_with(step_of_run(trainer), planned)
+
+    def _is_in_stages(self) -> bool:
+        """Whether the module is in stages since a run before this one."""
+        return self._session is not None and self._session.module is self.module and self._session.is_split
 
     @override
     def model_to_device(self) -> None:
@@ -462,8 +469,3 @@ class PipelineStrategy(ReplicaStrategy):
 
 class FxPipeStrategy(PipelineStrategy, ParallelStrategy):
     __doc__ = PipelineStrategy.__doc__
-
-
-def _saving_group(timeout: timedelta) -> dist.ProcessGroup | None:
-    with noted_connections():
-        return make_group(timeout)

@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import FakeTensor, FakeWorld, size_hint, symbolic_expression, tracing_friendly_torch
+from lightning_fxpipe._compat.torch import (
+    FakeTensor,
+    FakeWorld,
+    forget_fakes,
+    size_hint,
+    symbolic_expression,
+    tracing_friendly_torch,
+)
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.reporting.wording import without_symbols
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
@@ -142,3 +149,5 @@ def fake_run(
             except (RecordError, MustStayWhole) as stop:
                 stop.reason = without_symbols(stop.reason, sizes)
                 raise
+            finally:
+                forget_fakes()

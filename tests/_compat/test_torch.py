@@ -6,6 +6,8 @@ A failure here names what a new release changed; the rest of the suite then fail
 from __future__ import annotations
 
 import ast
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -151,6 +154,24 @@ def test_symbolic_expression_of_a_size_that_became_a_number_is_one() -> None:
     x = FakeWorld().input(torch.ones(6, 4), [0])
     assert x.shape[0] == 6
     assert type(_compat.symbolic_expression(x.shape[0])) is int
+
+
+def test_what_torch_keeps_of_fakes_can_be_forgotten() -> None:
+    """Without, each trace would leave a megabyte: a method of ``ShapeEnv`` keeps all that it has been called for."""
+    world = FakeWorld()
+    x, weight = world.input(torch.ones(6, 4), [0]), world.static(torch.ones(4))
+    with world.active():
+        torch.relu(weight)
+        assert torch.cat([x, x]).shape[0] > x.shape[0] + 1
+    symbols = weakref.ref(world.shape_env)
+    del world, x, weight
+    gc.collect()
+    assert symbols() is not None
+    assert FakeTensorMode.cache
+    _compat.forget_fakes()
+    gc.collect()
+    assert symbols() is None
+    assert not FakeTensorMode.cache
 
 
 def test_symbolic_expression_passes_other_values_on() -> None:

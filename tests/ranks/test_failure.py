@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_fxpipe.distributed.topology import make_topology
-from lightning_fxpipe.stages.gradients import SharedParameters
 from tests.ranks.faults import Case, random_cases, run_cases
 from tests.ranks.pool import RankPool
 
@@ -229,10 +228,9 @@ def wait_in_vain() -> list[float]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     topology = make_topology(torch.device("cpu"), timedelta(seconds=1))
-    shared = SharedParameters([((0, 1), torch.zeros(1))], topology.timeout)
     dist.barrier()
     seconds = []
-    for group in (topology.group, topology.control_group, topology.backward_group, shared.groups[0]):
+    for group in (topology.group, topology.control_group, topology.backward_group, topology.group_of((0, 1))):
         if dist.get_rank() == 0:
             began = time.monotonic()
             with pytest.raises(RuntimeError, match="Timed out|timed out|timeout"):

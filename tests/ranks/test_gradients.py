@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_fxpipe.distributed.topology import make_topology
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from tests.ranks.pool import RankPool
 
@@ -45,7 +46,8 @@ def share(absent: tuple[tuple[int, int], ...] = (), frozen: tuple[int, ...] = ()
     for index in frozen:
         if index in mine:
             mine[index].requires_grad_(False)
-    shared = SharedParameters([(ranks, mine.get(index)) for index, ranks in enumerate(HOLDERS)])
+    topology = make_topology(torch.device("cpu"))  # has the groups
+    shared = SharedParameters([(ranks, mine.get(index)) for index, ranks in enumerate(HOLDERS)], topology.group_of)
     with shared.summed_gradients():
         for index, parameter in mine.items():
             if (index, rank) not in absent:
@@ -100,6 +102,22 @@ def test_a_parameter_without_a_gradient_on_any_rank_gets_none(ranks: Callable[[i
     assert [results[rank][0]["gradient"] for rank in HOLDERS[0]] == [None, None]
 
 
+def accumulate() -> list[float]:
+    """Runs on every rank: the gradient of a parameter that both copies train in each of two batches."""
+    parameter = nn.Parameter(torch.ones(1)) if start() < 2 else None
+    topology = make_topology(torch.device("cpu"))
+    shared = SharedParameters([((1, 0), parameter)], topology.group_of)
+    for _ in range(2):
+        with shared.summed_gradients():
+            if parameter is not None:
+                (parameter * 3).sum().backward()
+    return [] if parameter is None or parameter.grad is None else parameter.grad.tolist()
+
+
+def test_gradients_of_earlier_batches_are_summed_once(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(3).run(accumulate) == [[12.0], [12.0], []]
+
+
 def test_a_frozen_parameter_is_shared_but_has_no_gradient_to_sum(ranks: Callable[[int], RankPool]) -> None:
     results = ranks(3).run(share, absent=tuple((3, rank) for rank in HOLDERS[3]), frozen=(3,))
     for rank in HOLDERS[3]:
@@ -139,7 +157,8 @@ def clip(max_norm: float, changed: dict[str, Any]) -> tuple[float, dict[str, Ten
     """Runs on every rank: the norm that it found, and its gradients after clipping."""
     rank = start()
     mine = {name: nn.Parameter(torch.zeros(4, 2)) for name, places in PLACES.items() if rank in places}
-    shared = SharedParameters([(PLACES["tied"], mine.get("tied"))])
+    topology = make_topology(torch.device("cpu"))
+    shared = SharedParameters([(PLACES["tied"], mine.get("tied"))], topology.group_of)
     for name, parameter in mine.items():
         parameter.grad = gradient_of(name, changed)
     # Any iterable will do: Lightning's ``main_params`` is a generator.

@@ -1,0 +1,94 @@
+"""A process with many runs, as a search for hyperparameters has, keeps the threads and connections of one."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_fxpipe import FxPipeStrategy
+from tests.lit import LitModel, make_loader, make_trainer
+from tests.ranks.pool import RankPool
+
+Counts = tuple[int, int]
+
+
+class Fails(L.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        raise ArithmeticError("in user code, on every rank")
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Else the counts would depend on when it last ran; no script of users asks for it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def fit(model: str, num_stages: int, folder: Path) -> None:
+    trainer = make_trainer(
+        strategy=FxPipeStrategy(async_save=True),
+        devices=num_stages,
+        max_epochs=1,
+        limit_train_batches=2,
+        limit_val_batches=1,
+        enable_checkpointing=True,
+        default_root_dir=str(folder),
+    )
+    trainer.fit(LitModel(model), make_loader(model), make_loader(model))
+
+
+def counts_after_fits(num: int, model: str, num_stages: int, folder: str) -> list[Counts]:
+    """Threads and descriptors of this process after each run, none of which is collected as garbage."""
+    found = []
+    with no_garbage_collection():
+        for number in range(num):
+            fit(model, num_stages, Path(folder) / str(number))
+            found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def groups_after_fits() -> list[bool]:
+    """Whether each run had the process groups of the one before; of these the third fails."""
+    groups: list[Any] = []
+    for number in range(6):
+        strategy = FxPipeStrategy(timeout_seconds=1800 if number < 5 else 600)
+        trainer = make_trainer(
+            strategy=strategy, devices=2, max_epochs=1, limit_train_batches=1, callbacks=[Fails()] if number == 2 else []
+        )
+        with suppress(ArithmeticError):
+            trainer.fit(LitModel("mlp"), make_loader("mlp"))
+        groups.append(strategy.topology.group)
+    return [mine is before for before, mine in zip(groups, groups[1:], strict=False)]
+
+
+def assert_flat(counts: list[Counts]) -> None:
+    """The first run loads libraries, and has threads started that stay."""
+    assert set(counts[3:]) == {counts[2]}, counts
+
+
+# "gpt": two stages hold the embedding.
+@pytest.mark.parametrize("num", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_runs_leave_no_threads_and_connections(ranks: Callable[[int], RankPool], tmp_path: Path, num: int) -> None:
+    for counts in ranks(2).run(counts_after_fits, num, "gpt", 2, str(tmp_path), timeout_seconds=280):
+        assert_flat(counts)
+
+
+def test_runs_on_one_device_leave_no_threads_and_connections(tmp_path: Path) -> None:
+    assert_flat(counts_after_fits(6, "mlp", 1, str(tmp_path)))
+
+
+def test_runs_share_their_groups_until_one_fails(ranks: Callable[[int], RankPool]) -> None:
+    """Ranks that a failed run has left may have stopped at different places, with messages of theirs still on their way."""
+    for shared in ranks(2).run(groups_after_fits):
+        assert shared == [True, True, False, True, False]
