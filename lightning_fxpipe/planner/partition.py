@@ -64,7 +64,7 @@ def _fits(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: i
         since_cut += weight
         since_last_legal += weight
         if since_cut > limit:
-            if since_last_legal > limit or since_last_legal == since_cut:
+            if since_last_legal > limit:
                 return False
             stages += 1
             since_cut = since_last_legal
