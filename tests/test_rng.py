@@ -94,3 +94,12 @@ def test_states_of_another_generator_than_numpys_usual_one() -> None:
         assert rng.same_rng(state, rng.rng_state())
     finally:
         numpy.random.set_bit_generator(usual)
+
+
+def test_the_device_s_generator_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    of_device = torch.arange(4)
+    rng.set_rng_state(rng.rng_state() | {"cuda": of_device})
+    assert given == [of_device]

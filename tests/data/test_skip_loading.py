@@ -46,3 +46,10 @@ def test_what_is_sent_does_not_grow_with_the_batch() -> None:
     small, large = ({"x": torch.rand(size, 100)} for size in (1, 1000))
     assert len(describe_batch(large)) < len(describe_batch(small)) + 10
     assert len(pickle.dumps(large)) > 400_000
+
+
+def test_tensors_of_other_layouts_and_kinds_stay_what_they_are() -> None:
+    batch = {"sparse": torch.eye(3).to_sparse(), "quantized": torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)}
+    found = without_values(batch, torch.device("cpu"))
+    assert (found["sparse"].layout, found["sparse"].shape) == (torch.sparse_coo, (3, 3))
+    assert (found["quantized"].is_quantized, found["quantized"].shape) == (True, (2,))

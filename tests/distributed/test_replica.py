@@ -189,3 +189,29 @@ def test_what_the_pipeline_runs_with_sees_the_ranks_also_while_a_step_runs(repli
     with replica.computing():
         assert torchs["asks"]()  # type: ignore[operator]
         assert not dist.is_initialized()
+
+
+def test_what_is_shared_in_a_block_is_not_shared_after_it() -> None:
+    calls: list[str] = []
+
+    def named(name: str) -> Callable[[Any], Any]:
+        return lambda value: (calls.append(name), value)[1]
+
+    replica = Replica(named("together"))
+    with replica.acting():
+        replica._shared_object(1)
+        with replica.acting(named("own")):
+            replica._shared_object(2)
+        replica._shared_object(3)
+    assert calls == ["together", "own", "together"]
+
+
+def test_a_rank_has_a_number_of_its_own_where_it_acts_only(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "get_rank", lambda: 3)
+    with replica.acting():
+        assert dist.get_rank() == 3
+        with replica.computing():
+            assert dist.get_rank() == 0
+        assert dist.get_rank() == 3
+        assert not replica.is_computing
+    assert dist.is_initialized()

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe.hooks.whole_model import WholeView
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
 
 
 class Looks:
@@ -116,3 +118,26 @@ def test_other_tensors_are_left_alone() -> None:
         assert torch.ones(3).sum() == 3
         assert nn.Linear(2, 2, device="meta").weight.device.type == "meta"
     assert looks.brought == []
+
+
+def alone() -> Topology:
+    return Topology(group=None, control_group=None, stage_index=0, num_stages=1, device=torch.device("cpu"))
+
+
+def test_a_module_that_is_whole_again_has_no_placeholders() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    plan: Any = None
+    whole = WholeModel(module, plan, alone())
+    assert whole.placeholders().keys() == {id(parameter) for parameter in module[1].parameters()}
+    for name, parameter in nn.Linear(2, 2).named_parameters():
+        setattr(module[1], name, parameter)
+    assert whole.placeholders() == {}
+
+
+def test_brought_tensors_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come in one message, and each may be changed in place."""
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: None)
+    plan: Any = None
+    one, other = WholeModel(nn.Module(), plan, alone())._broadcast(0, [torch.ones(2), torch.zeros(3)])
+    assert one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
+    assert (one.tolist(), other.tolist()) == ([1, 1], [0, 0, 0])

@@ -287,3 +287,26 @@ def test_several_entries_for_each_row_may_be_joined() -> None:
     assert {target_name(node) for node in division.tail} == {"mean", "std", "add"}
     results = [node for node in traced.graph.nodes if node not in division.tail and any(u in division.tail for u in node.users)]
     assert [(joined_dim(node, division), has_several_entries(node, division)) for node in results] == [(0, True), (0, False)]
+
+
+class WritesAfterwards(TwoLayers):
+    """What the stages have a view of is changed by a mean over the batch."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.relu(self.first(x))
+        result = self.last(h)
+        h.mul_(result.mean())
+        return result, h
+
+
+def test_memory_that_the_tail_changes_and_stages_have_is_refused() -> None:
+    with pytest.raises(NotDivisible, match="shares memory with what is changed for the whole batch"):
+        divide(trace(WritesAfterwards(), batch()))
+
+
+def test_code_for_one_batch_size_is_not_divided() -> None:
+    def fixed(h: Tensor) -> Tensor:
+        return h if len(h) == 4 else -h
+
+    with pytest.raises(NotDivisible, match="holds for one batch size only"):
+        divide(trace(Between(fixed), batch(4)))

@@ -251,3 +251,21 @@ def test_trying_leaves_the_module_s_own_memory_as_it_is() -> None:
     for tensor, (values, version) in zip(own, before, strict=True):
         assert torch.equal(tensor, values)
         assert version_of(tensor) == version
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x
+
+
+def test_trying_leaves_the_attributes_as_they_are() -> None:
+    graph, counts = fx.Graph(), CountsCalls()
+    graph.output(graph.call_module("counts", (graph.placeholder("x"),)))
+    module = fx.GraphModule({"counts": counts}, graph)
+    assert mixing_call(module, [torch.randn(4, 3)], [0], lambda name: 0, 4) is None
+    assert module.counts.num_calls == 0

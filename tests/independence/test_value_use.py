@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe.independence import value_use
 from lightning_fxpipe.independence.value_use import made_without_values
 from lightning_fxpipe.planner.cost import group_calls
 from lightning_fxpipe.tracing.repeat import Repeat
@@ -147,3 +148,7 @@ def test_what_cannot_be_seen_counts_as_looking(module: type[Table], found: list[
 
 def test_a_size_that_depends_on_data_counts_as_looking() -> None:
     assert independent(lambda h: torch.zeros_like(h[h > 0]), "zeros_like") == []
+
+
+def test_a_result_that_is_no_fake_comes_from_out_of_sight() -> None:
+    assert value_use._Followed().reaches(torch.ones(1))

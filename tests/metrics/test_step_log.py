@@ -277,6 +277,17 @@ def test_replay_makes_lightnings_calls_again_with_the_batchs_values(monkeypatch:
         torch.testing.assert_close(value, torch.tensor(expected), rtol=0, atol=0)
 
 
+def test_a_float64_value_is_logged_again_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, value = Listening(), 1 / 3
+    monkeypatch.setattr(L.LightningModule, "log", lambda self, *args, **kwargs: self.calls.append((*args, kwargs)))
+    for is_double in (True, False):
+        replay(
+            module, [LogEntry(name="a", value=value, options=(), num_samples=1, is_double=is_double)], {}, torch.device("cpu")
+        )
+    assert [logged.dtype for _, logged, _ in module.calls] == [torch.float64, torch.float32]
+    assert float(module.calls[0][1]) == value
+
+
 class Epoch(L.LightningModule):
     """Logs the mean of each batch, through entries or as it stands."""
 

@@ -64,11 +64,13 @@ def test_each_generator_draws_other_numbers_under_another_key() -> None:
         ((5, "training_step", 0, 0, 0), (6, "training_step", 0, 0, 0)),
         ((5, "training_step", 0, 0, 0), (5, "validation_step", 0, 0, 0)),
         ((5, "training_step", 0, 1, 0), (5, "training_step", 0, 0, 1)),
+        ((5, "training_step", 0, 1, 0), (5, "training_step", 0, 1, 1)),
+        ((5, "training_step", 0, 1, 0), (5, "training_step", 0, 0, 0)),
         ((1, 23), (12, 3)),
         ((1, 2), ("1", "2")),
         ((1,), (1, 0)),
     ],
-    ids=["seed", "step", "microbatch and stage swapped", "digits", "type", "length"],
+    ids=["seed", "step", "microbatch and stage swapped", "stage", "microbatch", "digits", "type", "length"],
 )
 def test_similar_keys_draw_different_numbers(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     assert drawn_under(*one)[0] != drawn_under(*other)[0]
@@ -256,3 +258,14 @@ def test_draws_that_cannot_be_those_of_the_batch_are_named() -> None:
     draws.call(torch.multinomial, (torch.ones(2, 5), 3, True), {})
     draws.call(torch.randperm, (2,), {})
     assert draws.own == {"multinomial", "randperm"}
+
+
+def test_a_part_that_is_changed_in_place_does_not_change_the_draw() -> None:
+    """A draw without a batch dimension is the same for all microbatches, whatever one of them makes of its own."""
+    draws = BatchDraws(6)
+    draws.begin_microbatch(0, 2)
+    first = draws.call(torch.randn, (3,), {})
+    before = first.clone()
+    first.zero_()
+    draws.begin_microbatch(2, 2)
+    assert torch.equal(draws.call(torch.randn, (3,), {}), before)

@@ -198,3 +198,8 @@ def test_which_outputs_a_loss_is_made_of() -> None:
     assert reaches(torch.zeros(()), ends) == [False] * 6
     gradients = torch.autograd.grad(without_gradient([unused], x.device), [unused])
     assert gradients[0].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_mean_weighs_by_size_and_a_sum_does_not() -> None:
+    assert loss_weights(LossReduction.MEAN, [3, 1]) == (0.75, 0.25)
+    assert loss_weights(LossReduction.SUM, [3, 1]) == (1.0, 1.0)

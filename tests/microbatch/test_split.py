@@ -22,6 +22,7 @@ from lightning_fxpipe.microbatch.split import (
     first_microbatch,
     plan_passes,
     split_batch,
+    without_single_samples,
 )
 
 
@@ -277,6 +278,11 @@ def test_tensors_of_different_sizes_are_named() -> None:
     )
 
 
+def test_two_sizes_are_one_too_many() -> None:
+    with pytest.raises(BatchError, match="tensors of different batch size"):
+        batch_size([samples(4, 2), samples(3)])
+
+
 class Graph:
     """A graph, or several in one, as libraries for them make batches."""
 
@@ -371,3 +377,19 @@ def test_targets_for_other_samples_than_the_batch_s_are_not_cut() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- merging
+
+
+def test_labels_beside_sequences_are_cut_in_their_first_dimension() -> None:
+    """With batch_dim=1, a tensor of one dimension has the batch first."""
+    batch = {"x": torch.arange(24).reshape(3, 4, 2), "y": torch.arange(4)}
+    assert batch_size(batch, 1) == 4
+    parts = split_batch(batch, plan_passes(4, 2), 1)
+    assert [part["y"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [part["x"].shape for part in parts] == [(3, 2, 2)] * 2
+
+
+@given(num_samples=st.integers(2, 40), count=st.integers(1, 12))
+def test_no_microbatch_is_a_single_sample(num_samples: int, count: int) -> None:
+    found = without_single_samples(num_samples, count)
+    assert 1 <= found <= count
+    assert all(part.size > 1 for part in plan_passes(num_samples, found))

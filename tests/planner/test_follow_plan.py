@@ -229,3 +229,21 @@ def test_a_result_that_cannot_get_to_the_last_stage_is_an_error() -> None:
     model.eval()
     with pytest.raises(PartitionError, match="cannot follow"):
         follow_plan(plan, trace_for_plan(model, call, plan))
+
+
+class ReturnsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Any:
+        result = self.b(self.a(x))
+        return result if self.training else (result, self.a.weight)
+
+
+def test_what_a_call_returns_as_it_is_is_held_by_the_last_stage() -> None:
+    model, call = ReturnsWeight(), call_of(torch.randn(BATCH, 6))
+    plan = plan_region(model, call, num_stages=2)
+    model.eval()
+    with pytest.raises(PartitionError, match="returns parameters or buffers that the last stage does not hold"):
+        follow_plan(plan, trace_for_plan(model, call, plan))

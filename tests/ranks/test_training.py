@@ -127,6 +127,35 @@ def test_ranks_that_nobody_seeded_stay_in_lock_step(ranks: Ranks) -> None:
     assert torch.equal(first["rng"], second["rng"])
 
 
+class Shifted(LitModel):
+    """Its step uses a buffer that is no part of the model, and so belongs to no stage."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.register_buffer("shift", torch.rand(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((x + self.shift, y), batch_idx)
+
+
+def shift_of_unseeded_rank() -> tuple[Tensor, Tensor]:
+    """Before and after a run."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    module = Shifted("mlp")
+    before = module.shift.clone()
+    make_trainer(max_epochs=1, limit_train_batches=1, strategy=FxPipeStrategy(), devices=2).fit(module, make_loader("mlp"))
+    return before, module.shift
+
+
+def test_what_no_stage_holds_starts_with_the_values_of_rank_zero(ranks: Ranks) -> None:
+    """Else the first stage would compute with another shift than the rank that has the loss."""
+    (expected, first), (other, second) = ranks(2).run(shift_of_unseeded_rank)
+    assert not torch.equal(expected, other)
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
+
+
 def noisy_fit(options: dict[str, Any]) -> dict[str, Any]:
     L.seed_everything(9, verbose=False)
     module, recorder = NoisyStep("mlp"), Recorder()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,3 +118,15 @@ def test_a_wrong_loss_reduction_is_named() -> None:
     differs = Finding(verdict=Verdict.DIFFERS, reduction=LossReduction.SUM, observed="3")
     with pytest.raises(UnsupportedError, match="loss_reduction='sum'"):
         decision.by(differs)
+
+
+def test_a_later_batch_that_tells_nothing_changes_nothing() -> None:
+    decision = Decision("1f1b")
+    assert decision.by(FITS).is_on
+    assert decision.by(UNCLEAR).is_on
+
+
+def test_a_step_that_only_logs_its_loss_is_looked_at_again() -> None:
+    made = Decision("1f1b").by(replace(FITS, only_logs_loss=True))
+    looks = [made.must_look() for _ in range(schedule_choice._BATCHES_BETWEEN_LOOKS + 1)]
+    assert looks == [False] * schedule_choice._BATCHES_BETWEEN_LOOKS + [True]

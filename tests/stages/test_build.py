@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.step_plan import make_plan
-from lightning_fxpipe.stages.build import build_stages
+from lightning_fxpipe.stages.build import boundary_specs, build_stages
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.models import make_model, make_samples
 from tests.staging import (
@@ -243,3 +243,17 @@ def test_whole_module_and_its_own_parameter_in_one_stage() -> None:
 
 def test_module_called_twice_runs_in_both_stages() -> None:
     assert_exact_at_every_cut(Layers(lambda m, x: m.b(torch.tanh(m.a(m.b(x))))))
+
+
+def test_what_crosses_is_described_as_it_is() -> None:
+    """The next stage makes its buffers by this, and sends gradients back for what trains."""
+    graph = fx.Graph()
+    tensors = [torch.ones(2, 3, requires_grad=True), torch.ones(4), torch.ones(1, dtype=torch.int64)]
+    nodes = tuple(graph.placeholder(f"x{number}") for number in range(len(tensors)))
+    for node, tensor in zip(nodes, tensors, strict=True):
+        node.meta["val"] = tensor
+    assert [(spec.shape, spec.dtype, spec.requires_grad) for spec in boundary_specs(nodes, {})] == [
+        ((2, 3), torch.float32, True),
+        ((4,), torch.float32, False),
+        ((1,), torch.int64, False),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.stages import gather
@@ -22,3 +23,14 @@ def test_copies_are_made_where_most_of_the_memory_does(monkeypatch: pytest.Monke
 def test_where_nobody_says_how_much_there_is_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "available_memory", lambda: None)
     assert gather.has_room_for_copies(2**60, 8, alone())
+
+
+def test_a_parameter_comes_back_as_frozen_as_its_placeholder() -> None:
+    """A callback freezes and thaws what it finds, which on this rank is the placeholder."""
+    for requires_grad in (True, False):
+        placeholder = nn.Parameter(torch.empty(2, device="meta"), requires_grad=requires_grad)
+        parameter = nn.Parameter(torch.empty(2), requires_grad=not requires_grad)
+        filled = gather._fill(placeholder, parameter, torch.ones(2))
+        assert filled is parameter
+        assert filled.requires_grad is requires_grad
+        assert filled.tolist() == [1, 1]

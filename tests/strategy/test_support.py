@@ -9,7 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.accelerators import MPSAccelerator
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins import (
     AsyncCheckpointIO,
     BitsandbytesPrecision,
@@ -19,16 +20,19 @@ from lightning.pytorch.plugins import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.strategy.support import (
+    check_batch_dim,
     check_converted,
     check_has_batch,
     check_num_stages,
     check_optimizers,
+    check_sampler,
     check_torch,
     check_trainer,
     report_batch_norm,
@@ -130,6 +134,18 @@ def test_a_plugin_that_replaces_the_module_is_refused() -> None:
         check_converted(nn.Sequential(module), module)
 
 
+def other_accelerator() -> L.Trainer:
+    trainer = trainer_for()
+    trainer.strategy.accelerator = object.__new__(MPSAccelerator)
+    return trainer
+
+
+def saves_into_memory() -> L.Trainer:
+    trainer = trainer_for(enable_checkpointing=True, callbacks=[ModelCheckpoint(dirpath="memory://x")])
+    trainer.strategy.num_processes = 2  # type: ignore[attr-defined]
+    return trainer
+
+
 REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule], str, str]] = {
     # what: (trainer, module, words of the reason, words of the way out)
     "torchmetrics": (trainer_for, Measuring, "(group.fit, group.fit.accuracy)", "does not hold"),
@@ -181,6 +197,18 @@ REFUSED: dict[str, tuple[Callable[[], L.Trainer], Callable[[], L.LightningModule
         lambda: LitModel("mlp"),
         "AsyncCheckpointIO",
         "leave the plugin out",
+    ),
+    "accelerator": (
+        other_accelerator,
+        lambda: LitModel("mlp"),
+        "the accelerator MPSAccelerator",
+        "accelerator='gpu' with CUDA devices",
+    ),
+    "checkpoints in one process": (
+        saves_into_memory,
+        lambda: LitModel("mlp"),
+        "checkpoints in memory://x",
+        "object store",
     ),
     "pruning": (
         lambda: trainer_for(callbacks=[ModelPruning("l1_unstructured")]),
@@ -337,3 +365,31 @@ def test_nothing_is_reported_where_statistics_do_not_change(module: nn.Module, n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report_batch_norm(module, num_microbatches)
+
+
+def test_a_plan_for_another_batch_dimension_is_refused() -> None:
+    for given, of_plan in ((0, 0), (0, 1), (1, 1)):  # the default goes with any
+        check_batch_dim(given, of_plan)
+    with pytest.raises(UnsupportedError, match="batches in another dimension") as caught:
+        check_batch_dim(1, 0)
+    assert caught.value.observed == "FxPipeStrategy(batch_dim=1), and a plan with batch_dim=0"
+
+
+@pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
+def test_a_sampler_for_several_replicas_is_refused(where: str) -> None:
+    def loader(num_replicas: int) -> DataLoader[Any]:
+        sampler = DistributedSampler(range(8), num_replicas=num_replicas, rank=0)  # type: ignore[arg-type]
+        if where == "sampler":
+            return DataLoader(range(8), sampler=sampler)  # type: ignore[arg-type]
+        return DataLoader(range(8), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
+
+    check_sampler(loader(1))
+    with pytest.raises(UnsupportedError, match="gives each process other samples"):
+        check_sampler(loader(2))
+
+
+def test_one_stage_has_no_optimizer_that_needs_others() -> None:
+    optimizer = torch.optim.LBFGS(nn.Linear(2, 2).parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_optimizers([optimizer], 1) == []

@@ -80,3 +80,12 @@ def test_a_snapshot_compares_contents_and_not_objects() -> None:
     assert snapshot([1, {"a": 2.0}]) != snapshot([1, {"a": 3.0}])
     assert snapshot(SimpleNamespace(a=1)) == snapshot(SimpleNamespace(a=1)) != snapshot(SimpleNamespace(a=2))
     assert snapshot(float("nan")) == snapshot(float("nan"))
+
+
+def test_what_is_compared_is_the_value_that_was_read_first() -> None:
+    model = Annealed()
+    with noted_guards(model, lambda: True) as guards:
+        assert model.temperature == 2.0
+        model.temperature = 5.0
+        assert model.temperature == 5.0
+    assert guards["", "temperature"] == 2.0

@@ -109,3 +109,19 @@ def test_a_graph_that_does_not_fit_any_more_is_not_used(name: str) -> None:
     assert traced.covers(call_of(x))
     READ[name](model)
     assert not traced.covers(call_of(x))
+
+
+def test_a_placeholder_is_no_reason_to_record_anew() -> None:
+    """What another rank's stage holds is on the meta device here: no rank records by itself for that."""
+    model = Model()
+    call = RegionCall(path="", args=(torch.ones(2, 3),), kwargs={}, batch_size=2)
+    traced = trace_region(model, call)
+    model.mean = torch.zeros(3, device="meta")
+    assert traced.held.refresh()
+
+
+def test_a_buffer_of_another_dtype_does_not_fit() -> None:
+    model = Model()
+    traced = trace_region(model, RegionCall(path="", args=(torch.ones(2, 3),), kwargs={}, batch_size=2))
+    model.mean = torch.zeros(3, dtype=torch.float64)
+    assert not traced.held.refresh()

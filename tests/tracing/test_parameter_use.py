@@ -217,3 +217,11 @@ def test_the_parameters_of_other_stages_cannot_be_used_but_asked_about(is_caught
         with pytest.raises(ParameterMisuse, match=r"(?s)another rank holds.*there\.weight"):
             run_watched(module, lambda _, use=use: use(), is_caught=is_caught)
     check_call(module, torch.add, (parameters[0], 1))
+
+
+def test_a_step_that_writes_into_a_parameter_by_out_is_refused() -> None:
+    module = Lit(lambda _: None, lambda _: None)
+    weight = module.model.weight
+    with pytest.raises(ParameterMisuse, match="The step changes a parameter"):
+        check_call(module, torch.add, (weight, weight), {"out": weight})
+    check_call(module, torch.add, (weight, weight), {"out": torch.empty(6, 6)})

@@ -107,3 +107,12 @@ def test_modes_are_those_of_the_call() -> None:
     for each, expected in ((node, False), (next(n for n in traced.graph.nodes if target_name(n) == "add"), True)):
         with torch.enable_grad(), modes_of(each):
             assert torch.is_grad_enabled() == expected
+
+
+def test_autocast_is_that_of_the_trace() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        traced, node = traced_call(lambda h: h.float() @ h.float().t(), "matmul")
+    repeat = Repeat(traced)
+    with repeat.active():
+        values = {operand: repeat.blank(operand) for operand in node.all_input_nodes}
+        assert repeat.call(node, values, call).dtype == node.meta["val"].dtype == torch.bfloat16

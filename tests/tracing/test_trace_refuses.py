@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
@@ -132,6 +133,29 @@ def test_random_number_of_python_as_a_factor_is_refused() -> None:
 
     with pytest.raises(TraceError, match="another path each time"):
         trace(Noisy(), batch())
+
+
+def test_numbers_from_out_of_sight_are_refused() -> None:
+    """No generator of ours has drawn; a second recording gives another graph."""
+
+    class Noisy(TwoLayers):
+        def between(self, h: Tensor) -> Tensor:
+            return h * secrets.randbelow(10**12)
+
+    with pytest.raises(TraceError, match="another path each time"):
+        trace(Noisy(), batch())
+
+
+def test_recording_leaves_the_generators() -> None:
+    class Draws(TwoLayers):
+        def between(self, h: Tensor) -> Tensor:
+            return h + random.random()
+
+    random.seed(3)
+    before = random.getstate()
+    with pytest.raises(TraceError):
+        trace(Draws(), batch())
+    assert random.getstate() == before
 
 
 def test_number_taken_out_of_a_tensor_is_refused() -> None:

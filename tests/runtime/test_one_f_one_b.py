@@ -1,0 +1,61 @@
+"""What a batch that goes forward and backward by turns leaves: its loss, compared, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fxpipe import UnsupportedError
+from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass
+from lightning_fxpipe.user_code.step import Step, StepKind
+from tests.runtime.test_region_pass import Gives, setup_of, spec
+
+STEP = Step(kind=StepKind.TRAIN, function=lambda: None, rest=(), context=nullcontext, random_key=())
+
+
+def one(*losses: float, parameters: list[nn.Parameter] | None = None) -> InterleavedPass:
+    """After a run of as many microbatches, in a mean."""
+    made = InterleavedPass(
+        setup=setup_of(Gives(torch.sin), 4, 2, spec(4, 3)),
+        values=[],
+        random_key=(0,),
+        parameters=parameters or [],
+        tail=None,
+        weights=[1 / len(losses) for _ in losses],
+        scale=1.0,
+        keeps_results=False,
+        undoes_together=False,
+    )
+    made._losses = dict(enumerate(losses))
+    return made
+
+
+@pytest.mark.parametrize(("losses", "whole"), [((1.0, 3.0), 2.0), ((1.0, 3.0), 2.0 + 1e-6), ((math.nan, 1.0), math.nan)])
+def test_a_batch_with_the_loss_of_its_microbatches_passes(losses: tuple[float, ...], whole: float) -> None:
+    one(*losses).check(torch.tensor(whole), STEP)
+
+
+OTHER = [((1.0, 3.0), 3.0), ((1.0, 3.0), 4.0), ((1.0, 3.0), math.nan), ((math.nan, 1.0), 2.0)]
+
+
+@pytest.mark.parametrize(("losses", "whole"), OTHER)
+def test_a_batch_with_another_loss_than_that_of_its_microbatches_is_refused(losses: tuple[float, ...], whole: float) -> None:
+    """Its gradients are those of another loss than the one that is logged."""
+    with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
+        one(*losses).check(torch.tensor(whole), STEP)
+
+
+def test_parked_gradients_are_added_to_those_of_batches_before_once() -> None:
+    parameter: Any = nn.Parameter(torch.zeros(2))
+    made = one(1.0, parameters=[parameter])
+    for factor, expected in ((1.0, 1.0), (0.5, 1.5)):
+        made._gradients = [(parameter, torch.ones(2))]
+        made.install(factor)
+        assert parameter.grad.tolist() == [expected] * 2
+    made.install(1.0)
+    assert parameter.grad.tolist() == [1.5] * 2

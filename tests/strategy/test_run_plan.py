@@ -1,0 +1,55 @@
+"""The plan of a run: a given one is checked, and that of the run before holds where it fits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
+from tests.lit import LitModel, make_trainer
+from tests.models import make_samples
+
+
+def plan_of(model: str = "mlp", num_stages: int = 2) -> PartitionPlan:
+    return make_plan(LitModel(model), make_samples(model, 4), num_stages=num_stages)
+
+
+def plans(given: PartitionPlan, batch_dim: int = 0) -> RunPlans:
+    return RunPlans(PlanOptions(given=given, num_stages="auto", num_microbatches=None, batch_dim=batch_dim))
+
+
+def make(one: RunPlans, module: Any, fn: TrainerFn = TrainerFn.FITTING) -> PartitionPlan:
+    trainer = make_trainer()
+    trainer.state.fn = fn
+    return one.make(trainer, module, num_stages=2, device=torch.device("cpu"), context=lambda kind: nullcontext()).plan
+
+
+def test_a_given_plan_is_checked() -> None:
+    plan = plan_of()
+    assert make(plans(plan), LitModel("mlp")) is plan
+    with pytest.raises(PartitionError, match="made for another model"):
+        make(plans(plan_of("unet")), LitModel("mlp"))
+    with pytest.raises(UnsupportedError, match="devices than stages"):
+        make(plans(plan_of(num_stages=3)), LitModel("mlp"))
+    with pytest.raises(UnsupportedError, match="batches in another dimension"):
+        make(plans(plan, batch_dim=1), LitModel("mlp"))
+    assert make(plans(replace(plan, batch_dim=1), batch_dim=1), LitModel("mlp")).batch_dim == 1
+
+
+def test_a_plan_for_validation_does_not_hold_for_a_fit() -> None:
+    """What trains decides what is pipelined."""
+    module, trainer = LitModel("mlp"), make_trainer()
+    for first, holds in ((TrainerFn.FITTING, True), (TrainerFn.VALIDATING, False)):
+        one = plans(plan_of())
+        plan = make(one, module, first)
+        trainer.state.fn = TrainerFn.VALIDATING
+        assert one.last_plan(trainer, module) is plan
+        assert one.last_plan(trainer, LitModel("mlp")) is None
+        trainer.state.fn = TrainerFn.FITTING
+        assert (one.last_plan(trainer, module) is plan) == holds
