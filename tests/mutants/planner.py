@@ -1,0 +1,176 @@
+"""Of the room ``planner``."""
+
+from tests.mutants.mutant import Mutant
+
+_PARTITION, _FOLLOW, _COST = "planner/partition.py", "planner/follow_plan.py", "planner/cost.py"
+_TEST_PARTITION, _TEST_FOLLOW, _TEST_COST = "planner/test_partition.py", "planner/test_follow_plan.py", "planner/test_cost.py"
+
+MUTANTS = [
+    Mutant(
+        _PARTITION,
+        "if num_stages < 1 or num_stages - 1 > len(legal):",
+        "if num_stages < 1 or num_stages > len(legal):",
+        (f"{_TEST_PARTITION}::test_solve_equals_brute_force",),
+        "a chain with just enough places for cuts is refused",
+    ),
+    Mutant(
+        _PARTITION,
+        "        if since_cut > limit:\n",
+        "        if since_cut >= limit:\n",
+        (f"{_TEST_PARTITION}::test_solve_equals_brute_force",),
+        "a stage may not be as heavy as the limit",
+    ),
+    Mutant(
+        _PARTITION,
+        "            since_cut = since_last_legal\n",
+        "            since_cut = weight\n",
+        (f"{_TEST_PARTITION}::test_solve_equals_brute_force",),
+        "a cut falls where none may",
+    ),
+    Mutant(
+        _PARTITION,
+        "while window and best[window[-1]] > best[i - 1]:",
+        "while window and best[window[-1]] >= best[i - 1]:",
+        (f"{_TEST_PARTITION}::test_ties_go_to_the_left",),
+        "among equal cuts the rightmost is taken",
+    ),
+    Mutant(
+        _PARTITION,
+        "following[i] = best[window[0]] + (cut_costs[position] or 0)",
+        "following[i] = best[window[0]]",
+        (f"{_TEST_PARTITION}::test_solve_equals_brute_force",),
+        "the bytes of all cuts but the first cost nothing",
+    ),
+    Mutant(
+        _PARTITION,
+        "if best[i] < infinity and prefix[-1] - prefix[p + 1] <= limit]",
+        "if best[i] < infinity]",
+        (f"{_TEST_PARTITION}::test_solve_equals_brute_force",),
+        "the last stage may be heavier than the limit",
+    ),
+    Mutant(
+        _FOLLOW,
+        "for previous in range(stage, -1, -1):",
+        "for previous in range(num_stages - 1, -1, -1):",
+        (f"{_TEST_FOLLOW}::test_loop_back_to_an_earlier_stage_is_an_error",),
+        "a graph may go back to an earlier stage",
+    ),
+    Mutant(
+        _FOLLOW,
+        "return inf if num_cuts and site.obstacle else float(site.num_bytes * num_cuts)",
+        "return inf if num_cuts and site.obstacle else float(site.num_bytes)",
+        (f"{_TEST_FOLLOW}::test_followed_cuts_send_the_fewest_bytes_of_all_that_fit_the_plan",),
+        "a tensor that is relayed over three stages costs as much as over one",
+    ),
+    Mutant(
+        _FOLLOW,
+        "return inf if num_cuts and site.obstacle else float(site.num_bytes * num_cuts)",
+        "return float(site.num_bytes * num_cuts)",
+        (
+            f"{_TEST_FOLLOW}::test_a_result_that_cannot_get_to_the_last_stage_is_an_error",
+            f"{_TEST_FOLLOW}::test_followed_cuts_send_the_fewest_bytes_of_all_that_fit_the_plan",
+        ),
+        "cuts are made where none may fall",
+    ),
+    Mutant(
+        _FOLLOW,
+        "    if several:\n        raise PartitionError(",
+        "    if False:\n        raise PartitionError(",
+        ("planner/test_recompute.py::test_buffer_that_is_changed_may_not_be_held_by_several_stages",),
+        "a call changes one of several copies of a buffer",
+    ),
+    Mutant(
+        _FOLLOW,
+        "    if plan.num_stages - 1 not in _allowed_stages(plan, chain.output_fqns):\n",
+        "    if False:\n",
+        ("planner/test_follow_plan.py::test_what_a_call_returns_as_it_is_is_held_by_the_last_stage",),
+        "the last stage returns a parameter that it has not",
+    ),
+    Mutant(
+        _FOLLOW,
+        "            allowed &= set(holders)\n",
+        "            allowed |= set(holders)\n",
+        (f"{_TEST_FOLLOW}::test_every_graph_of_the_model_gives_each_parameter_its_owner",),
+        "a call may run in stages that lack its parameters",
+    ),
+    Mutant(
+        _FOLLOW,
+        "holders[path] = holders.get(path, stages[fqn]) & stages[fqn]",
+        "holders[path] = holders.get(path, stages[fqn]) | stages[fqn]",
+        (f"{_TEST_FOLLOW}::test_modules_are_opened_where_no_stage_has_all_their_tensors",),
+        "modules that are divided among stages are not opened",
+    ),
+    Mutant(
+        _COST,
+        "        weight = sum(sizes.get(fqn, 0) for fqn in fqns - counted)\n",
+        "        weight = sum(sizes.get(fqn, 0) for fqn in fqns)\n",
+        (f"{_TEST_COST}::test_shared_parameter_counts_where_it_is_first_used_and_is_named_by_every_user",),
+        "a shared parameter weighs in each call that uses it",
+    ),
+    Mutant(
+        _COST,
+        "        for site in range(position, last_use[node]):\n",
+        "        for site in range(position + 1, last_use[node]):\n",
+        (f"{_TEST_COST}::test_chain_of_a_hand_computable_model",),
+        "a tensor does not cross the cut right after its call",
+    ),
+    Mutant(
+        _COST,
+        "        names[fqn] = first.setdefault(id(tensor), fqn)\n",
+        "        names[fqn] = fqn\n",
+        (f"{_TEST_COST}::test_every_name_of_a_tensor_leads_to_its_first",),
+        "tied weights are two parameters",
+    ),
+    Mutant(
+        _COST,
+        "relied_on = [node for node in spread if position < last_change or _is_viewed(node, traced)]",
+        "relied_on = [node for node in spread if position < last_change]",
+        (
+            "stages/test_build_in_place.py::test_memory_layout_of_what_crosses_is_kept_for_later_views",
+            "stages/test_build_in_place.py::test_view_of_a_transposed_tensor_that_arrives_is_still_a_view",
+        ),
+        "a tensor that is viewed later crosses and becomes contiguous",
+    ),
+    Mutant(
+        _COST,
+        "    obstacles = _aliasing_obstacles(traced, sendable, last_use, num_units)\n",
+        "    obstacles = [None] * num_units\n",
+        (f"{_TEST_COST}::test_view_and_its_base_may_not_both_cross_before_an_in_place_change",),
+        "a view and its base cross, and a change of one no longer shows in the other",
+    ),
+    Mutant(
+        "planner/plan.py",
+        "if self.parameter_shapes.get(fqn) != parameter_shapes.get(fqn)\n",
+        "if fqn not in parameter_shapes\n",
+        ("planner/test_planning.py::test_plan_does_not_fit_a_model_of_another_width",),
+        "a plan of a model of another width is taken",
+    ),
+    Mutant(
+        "planner/plan.py",
+        "        if version != SCHEMA_VERSION:\n",
+        "        if version is None:\n",
+        ("planner/test_plan.py::test_json_of_another_layout_is_refused_with_both_versions",),
+        "a plan of another layout is read as if it were of this one",
+    ),
+    Mutant(
+        "planner/plan.py",
+        "found = dict.fromkeys(self.outside_fqns, (self.num_stages - 1,))",
+        "found = dict.fromkeys(self.outside_fqns, (0,))",
+        ("planner/test_plan.py::test_stages_that_hold_a_tensor",),
+        "what the step uses after the model is held by the first stage",
+    ),
+    Mutant(
+        "planner/plan.py",
+        '                batch_dim=data["batch_dim"],\n',
+        "",
+        ("planner/test_plan.py::test_any_plan_survives_json",),
+        "a loaded plan has forgotten the dimension of the batch",
+    ),
+    Mutant(
+        "planner/recompute.py",
+        "    return sum(work[node] for node in _closure(group, needs)) <= saved\n",
+        "    return True\n",
+        ("planner/test_recompute.py::test_reading_much_for_little_is_done_once",),
+        "each stage computes again what is dearer than to send it",
+    ),
+]

@@ -1,0 +1,154 @@
+"""Of the room ``stages``."""
+
+from tests.mutants.mutant import Mutant
+
+_BUILD, _SHARD, _GATHER = "stages/build.py", "stages/shard.py", "stages/gather.py"
+_GRADIENTS, _MEMORY = "stages/gradients.py", "stages/memory.py"
+_TEST_BUILD, _TEST_CALLS, _TEST_SHARD = "stages/test_build.py", "stages/test_build_calls.py", "stages/test_shard.py"
+_TEST_GRADIENTS = "ranks/test_gradients.py"
+
+MUTANTS = [
+    Mutant(
+        _BUILD,
+        '        if context is not None:\n            operation, target = "call_function", _under(target, context)\n',
+        "",
+        (
+            f"{_TEST_CALLS}::test_no_grad_and_detached_values_cross_without_gradient",
+            f"{_TEST_CALLS}::test_grad_enabled_inside_a_call_without_gradients",
+        ),
+        "calls under no_grad or autocast run without it in a stage",
+    ),
+    Mutant(
+        _BUILD,
+        'self._values[node] = self._graph.call_method("clone", (placeholder,))',
+        "pass",
+        ("stages/test_build_in_place.py::test_received_tensor_may_be_changed_in_place",),
+        "a received tensor is changed in place where autograd needs it",
+    ),
+    Mutant(
+        _BUILD,
+        '            requires_grad=node.meta["val"].requires_grad,\n        )\n        for node in nodes',
+        "            requires_grad=True,\n        )\n        for node in nodes",
+        (f"{_TEST_BUILD}::test_what_crosses_is_described_as_it_is",),
+        "a mask is sent as something that trains",
+    ),
+    Mutant(
+        _BUILD,
+        "        return expression.xreplace(self._replacements)\n",
+        "        return expression\n",
+        (f"{_TEST_BUILD}::test_size_that_is_fixed_after_it_was_used_as_a_symbol",),
+        "a size that the trace has fixed later is still a symbol",
+    ),
+    Mutant(
+        _SHARD,
+        "        return not holders or stage_index in holders\n",
+        "        return stage_index in holders\n",
+        (f"{_TEST_SHARD}::test_what_no_stage_claims_stays_on_every_rank_and_what_comes_after_with_the_last",),
+        "what no stage claims is dropped by every rank",
+    ),
+    Mutant(
+        _SHARD,
+        "        holders = plan.stages_of(names[fqn])\n",
+        "        holders = plan.stages_of(fqn)\n",
+        (f"{_TEST_SHARD}::test_tied_weights_stay_tied_on_every_stage",),
+        "the second name of a tied weight is nobody's",
+    ),
+    Mutant(
+        _SHARD,
+        "        if id(tensor) not in placeholders:\n",
+        "        if True:\n",
+        (f"{_TEST_SHARD}::test_tied_weights_stay_tied_on_every_stage",),
+        "the two names of a tied weight have placeholders of their own",
+    ),
+    Mutant(
+        _SHARD,
+        "        check_is_whole(root.named_parameters())\n",
+        "        pass\n",
+        (f"{_TEST_SHARD}::test_a_module_that_has_lost_its_parameters_is_refused",),
+        "a module in pieces is cut once more",
+    ),
+    Mutant(
+        _GATHER,
+        "    return parameter.requires_grad_(placeholder.requires_grad)  # callbacks",
+        "    return parameter  # callbacks",
+        ("stages/test_gather.py::test_a_parameter_comes_back_as_frozen_as_its_placeholder",),
+        "what a callback has frozen is thawed after the run",
+    ),
+    Mutant(
+        _GATHER,
+        "num_bytes * num_copies <= available * _USABLE_SHARE",
+        "num_bytes <= available * _USABLE_SHARE",
+        ("stages/test_gather.py::test_copies_are_made_where_most_of_the_memory_does",),
+        "the copies of the other ranks on the machine take no memory",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)\n",
+        "",
+        (f"{_TEST_GRADIENTS}::test_a_copy_without_a_gradient_takes_the_others",),
+        "a copy without a gradient does not know that another has one",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "                    dist.all_reduce(parameter.grad, group=group)\n",
+        "                    pass\n",
+        (f"{_TEST_GRADIENTS}::test_gradients_are_summed_over_the_copies",),
+        "the copies of a shared parameter drift apart",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "            dist.broadcast(tensor.data, src=ranks[0], group=group)\n",
+        "",
+        (f"{_TEST_GRADIENTS}::test_copies_start_with_the_first_holders_values",),
+        "the copies of a shared parameter start apart",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "dist.broadcast(tensor.data, src=ranks[0], group=group)",
+        "dist.broadcast(tensor.data, src=ranks[-1], group=group)",
+        (f"{_TEST_GRADIENTS}::test_copies_start_with_the_first_holders_values",),
+        "copies start with the values of another rank than the one that saves them",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "for parameter in mine if not shared.is_secondary(parameter) and parameter.grad is not None]",
+        "for parameter in mine if parameter.grad is not None]",
+        (f"{_TEST_GRADIENTS}::test_clipping_is_that_of_the_whole_list",),
+        "a shared parameter counts twice in the norm",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "    dist.all_reduce(square, group=group)\n",
+        "",
+        (f"{_TEST_GRADIENTS}::test_clipping_is_that_of_the_whole_list",),
+        "each stage clips by its own norm",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "            tensor.grad = None  # those of earlier",
+        "            pass  # those of earlier",
+        (f"{_TEST_GRADIENTS}::test_gradients_of_earlier_batches_are_summed_once",),
+        "gradients of accumulated batches are summed over the copies again",
+    ),
+    Mutant(
+        _MEMORY,
+        "return None if available is None else available // num_ranks",
+        "return available",
+        ("stages/test_memory.py::test_the_smaller_limit_counts",),
+        "each rank takes all of the machine's memory for its own",
+    ),
+    Mutant(
+        _MEMORY,
+        "    return min(found, default=None)\n",
+        "    return max(found, default=None)\n",
+        ("stages/test_memory.py::test_the_smaller_limit_counts",),
+        "the container's limit does not count",
+    ),
+    Mutant(
+        _MEMORY,
+        "        if key not in self._seen:\n",
+        "        if True:\n",
+        ("stages/test_memory.py::test_each_memory_counts_once_and_not_what_is_there_anyway",),
+        "parameters count as activations",
+    ),
+]
