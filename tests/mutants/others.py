@@ -381,7 +381,7 @@ MUTANTS = [
         "user_code/undo.py",
         "        set_rng_state(self._rng)\n        for tensor",
         "        for tensor",
-        ("user_code/test_undo.py::test_what_is_remembered_comes_back",),
+        ("user_code/test_undo.py::test_random_numbers_are_remembered",),
         "random numbers go on after a first attempt",
     ),
     # checkpoint

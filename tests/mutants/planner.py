@@ -31,7 +31,7 @@ MUTANTS = [
         _PARTITION,
         "while window and best[window[-1]] > best[i - 1]:",
         "while window and best[window[-1]] >= best[i - 1]:",
-        (f"{_TEST_PARTITION}::test_ties_go_to_the_left",),
+        ("planner/test_partition.py::test_ties_of_inner_cuts_go_to_the_left",),
         "among equal cuts the rightmost is taken",
     ),
     Mutant(
@@ -163,7 +163,7 @@ MUTANTS = [
         "planner/plan.py",
         '                batch_dim=data["batch_dim"],\n',
         "",
-        ("planner/test_plan.py::test_any_plan_survives_json",),
+        ("strategy/test_run_plan.py::test_a_saved_plan_knows_the_dimension_of_the_batch",),
         "a loaded plan has forgotten the dimension of the batch",
     ),
     Mutant(

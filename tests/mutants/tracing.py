@@ -80,7 +80,7 @@ MUTANTS = [
         _GUARDS,
         "    return value.dtype.str, value.shape, value.tobytes()\n",
         "    return value.dtype.str, value.shape\n",
-        (f"{_TEST_GUARDS}::test_a_snapshot_compares_contents_and_not_objects",),
+        ("tracing/test_guards.py::test_arrays_of_one_shape_are_told_apart",),
         "another array of the same shape is not noticed",
     ),
     Mutant(
@@ -170,10 +170,7 @@ MUTANTS = [
         "tracing/torch_calls.py",
         "            torch.autocast(self.device_type, enabled=self.autocast_enabled, dtype=self.autocast_dtype),\n",
         "",
-        (
-            "stages/test_build_calls.py::test_autocast_around_the_whole_call",
-            "tracing/test_repeat.py::test_modes_are_those_of_the_call",
-        ),
+        ("tracing/test_repeat.py::test_autocast_that_a_call_was_made_without_is_off",),
         "a call for which the model has switched autocast off runs under it",
     ),
     Mutant(

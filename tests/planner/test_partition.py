@@ -148,3 +148,7 @@ def test_error_names_counts_and_the_way_out() -> None:
 def test_refuses_fewer_than_one_stage(num_stages: int) -> None:
     with pytest.raises(PartitionError, match=f"Cannot form {num_stages} stages"):
         solve([1, 2, 3], [1, 1], num_stages)
+
+
+def test_ties_of_inner_cuts_go_to_the_left() -> None:
+    assert solve([0, 0, 1, 1], [1, 1, 1], 3) == (0, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,8 @@ def test_a_plan_for_validation_does_not_hold_for_a_fit() -> None:
         assert one.last_plan(trainer, LitModel("mlp")) is None
         trainer.state.fn = TrainerFn.FITTING
         assert (one.last_plan(trainer, module) is plan) == holds
+
+
+def test_a_saved_plan_knows_the_dimension_of_the_batch(tmp_path: Path) -> None:
+    replace(plan_of(), batch_dim=1).save(tmp_path / "plan.json")
+    assert PartitionPlan.load(tmp_path / "plan.json").batch_dim == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -89,3 +90,8 @@ def test_what_is_compared_is_the_value_that_was_read_first() -> None:
         model.temperature = 5.0
         assert model.temperature == 5.0
     assert guards["", "temperature"] == 2.0
+
+
+def test_arrays_of_one_shape_are_told_apart() -> None:
+    assert snapshot(np.array([1, 2])) == snapshot(np.array([1, 2]))
+    assert snapshot(np.array([1, 2])) != snapshot(np.array([1, 3]))

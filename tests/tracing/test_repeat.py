@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import FakeTensor, symbolic_expression
 from lightning_fxpipe.pytree.sizes import size_symbols
 from lightning_fxpipe.tracing.repeat import Repeat, example_sizes, has_known_size, is_of_torch, modes_of
+from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.tracing.trace import TracedRegion
 from tests.traces import BATCH, WIDTH, batch, target_name, trace
 
@@ -116,3 +117,8 @@ def test_autocast_is_that_of_the_trace() -> None:
     with repeat.active():
         values = {operand: repeat.blank(operand) for operand in node.all_input_nodes}
         assert repeat.call(node, values, call).dtype == node.meta["val"].dtype == torch.bfloat16
+
+
+def test_autocast_that_a_call_was_made_without_is_off() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), CallContext(True, "cpu", False, None).active():
+        assert not torch.is_autocast_enabled("cpu")

@@ -193,3 +193,13 @@ def test_several_runs_are_undone_with_one_look() -> None:
         module.number = 2.0
     assert runs.has_assigned
     assert state(module) == before
+
+
+def test_random_numbers_are_remembered() -> None:
+    """A first attempt has drawn some, and the second draws them again."""
+    remembered = Remembered(nn.Linear(2, 2))
+    first = torch.rand(3), random.random()
+    remembered.restore()
+    again = torch.rand(3), random.random()
+    assert torch.equal(first[0], again[0])
+    assert first[1] == again[1]
