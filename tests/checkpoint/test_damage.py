@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
+import re
 import shutil
 import zipfile
 import zlib
@@ -15,11 +17,14 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeError
 from lightning_fxpipe.__main__ import main
 from lightning_fxpipe.checkpoint.atomic import replacing
+from lightning_fxpipe.checkpoint.checksums import Checksums, checksum
 from lightning_fxpipe.checkpoint.converting import read_whole
 from lightning_fxpipe.checkpoint.damage import damage_error, damage_told
 from lightning_fxpipe.checkpoint.locations import Location
@@ -139,6 +144,63 @@ def test_a_file_of_another_checkpoint_is_no_part_of_this_one(name: str, whole: P
         read(path)
 
 
+def test_a_value_of_another_checkpoint_is_none_of_this_one(whole: Path, tmp_path: Path) -> None:
+    """In the place of an option of the optimizer, which is no tensor, a whole one of another checkpoint may be."""
+    path = tmp_path / "mixed"
+    shutil.copytree(whole / "a.folder", path)
+    checksums = json.loads((path / "checksums.json").read_text())
+    key = next(key for key in checksums["values"] if key.endswith("param_groups.0.lr"))
+    checksums["values"][key] ^= 1
+    (path / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.raises(FxPipeError, match=re.escape(key)):
+        read(path)
+
+
+def test_a_broken_tensor_of_a_folder_holds_no_code(whole: Path, tmp_path: Path) -> None:
+    """Torch refuses the function that it then seems to name, and says how to trust it."""
+    path = tmp_path / "folder"
+    shutil.copytree(whole / "a.folder", path)
+    part = path / "__0_0.distcp"
+    part.write_bytes(part.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v3"))
+    with pytest.raises(FxPipeError, match="_rebuild_tensor_v3"):
+        read(path)
+
+
+def test_a_value_without_a_checksum_is_none_of_the_folder(whole: Path, tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    shutil.copytree(whole / "a.folder", path)
+    checksums = json.loads((path / "checksums.json").read_text())
+    del checksums["values"]["model.model.0.weight"]
+    (path / "checksums.json").write_text(json.dumps(checksums))
+    with pytest.raises(FxPipeError, match="written was none"):
+        read(path)
+
+
+def test_a_large_file_has_the_checksum_of_all_of_it(tmp_path: Path) -> None:
+    content = bytearray(random.Random(1).randbytes(3 << 20))
+    checksums = Checksums(values={}, files={"large": checksum(bytes(content))})
+    (tmp_path / "large").write_bytes(content)
+    checksums.check_file("here", tmp_path / "large")
+    content[0] ^= 1
+    (tmp_path / "large").write_bytes(content)
+    with pytest.raises(FxPipeError, match="large has the checksum"):
+        checksums.check_file("here", tmp_path / "large")
+
+
+def test_damage_in_a_folder_of_others_is_told(tmp_path: Path) -> None:
+    """Of FSDP, for instance: torch writes checksums into the parts, and does not look at them."""
+    weight = torch.randn(64, 64)
+    dcp_save({"model": {"weight": weight}}, storage_writer=FileSystemWriter(tmp_path / "folder"), no_dist=True)
+    torch.save({"pytorch-lightning_version": "2.6.0"}, tmp_path / "folder" / "meta.pt")
+    assert torch.equal(read(tmp_path / "folder")["state_dict"]["weight"], weight)
+    part = tmp_path / "folder" / "__0_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 5] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(FxPipeError, match="weight in __0_0.distcp"):
+        read(tmp_path / "folder")
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", "meta.pt", ".metadata", "checksums.json"])
 def test_a_folder_without_one_of_its_files_is_not_complete(
     name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -198,7 +260,7 @@ def test_a_class_that_is_not_known_is_torchs_error_and_a_broken_pickle_is_not(tm
     torch.save({"path": tmp_path}, tmp_path / "class.pt")
     with pytest.raises(pickle.UnpicklingError, match="PosixPath"):
         read(tmp_path / "class.pt")
-    (tmp_path / "broken.pt").write_bytes(b"\x80\x02Q.")
+    (tmp_path / "broken.pt").write_bytes(b"\x80\x02\x00.")
     with pytest.raises(FxPipeError, match="damaged"):
         read(tmp_path / "broken.pt")
 

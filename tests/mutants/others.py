@@ -413,4 +413,32 @@ MUTANTS = [
         ("checkpoint/test_formats.py::test_memory_is_refused_for_several_ranks_only",),
         "each rank saves its part into its own memory",
     ),
+    Mutant(
+        "checkpoint/atomic.py",
+        "                if _lock(descriptor) is not False and _is_at(descriptor, self.folder):\n",
+        "                if True:\n",
+        ("checkpoint/test_atomic.py::test_two_runs_that_save_one_name_do_not_mix",),
+        "another run removes what is being written, for want of a lock",
+    ),
+    Mutant(
+        "checkpoint/atomic.py",
+        "if is_free or (is_free is None and",
+        "if is_free or (",
+        ("checkpoint/test_atomic.py::test_the_room_of_a_process_that_was_killed_is_removed_and_of_no_other",),
+        "what another run writes for longer than a day is removed",
+    ),
+    Mutant(
+        "checkpoint/atomic.py",
+        "        _remove_abandoned(parent)\n",
+        "",
+        ("checkpoint/test_atomic.py::test_the_room_of_a_process_that_was_killed_is_removed_and_of_no_other",),
+        "what killed runs have left fills the disk",
+    ),
+    Mutant(
+        "checkpoint/atomic.py",
+        "            if attempt == _ATTEMPTS - 1 or not os.path.lexists(new):\n",
+        "            if True:\n",
+        ("checkpoint/test_atomic.py::test_a_name_that_another_run_gives_and_takes_meanwhile_is_given",),
+        "a save fails where another run gives or takes the name at the same time",
+    ),
 ]
