@@ -161,8 +161,8 @@ def test_a_broken_tensor_of_a_folder_holds_no_code(whole: Path, tmp_path: Path) 
     path = tmp_path / "folder"
     shutil.copytree(whole / "a.folder", path)
     part = path / "__0_0.distcp"
-    part.write_bytes(part.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v3"))
-    with pytest.raises(FxPipeError, match="_rebuild_tensor_v3"):
+    part.write_bytes(part.read_bytes().replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_vX"))
+    with pytest.raises(FxPipeError, match="_rebuild_tensor_vX"):
         read(path)
 
 
