@@ -39,7 +39,9 @@ def damage_error(where: str, observed: BaseException | str) -> FxPipeError:
     text = observed
     if isinstance(observed, BaseException):
         lines = text_of(observed).splitlines()
-        text = f"{type(observed).__name__}: {lines[0]}" if lines else type(observed).__name__
+        # Torch begins with what one could do if the file were whole.
+        line = next((line.strip() for line in lines if "WeightsUnpickler error" in line), "".join(lines[:1]))
+        text = f"{type(observed).__name__}: {line}" if line else type(observed).__name__
     lacks_memory = isinstance(observed, MemoryError) or "alloc" in str(text)
     return FxPipeError(
         "The checkpoint cannot be read: " + ("it needs more memory than there is, or says so." if lacks_memory else _DAMAGED),
