@@ -139,7 +139,7 @@ def test_a_script_of_several_runs_goes_as_on_one_device(ranks: Ranks, tmp_path: 
             if isinstance(wanted, Tensor):
                 torch.testing.assert_close(found[key], wanted, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
             elif isinstance(wanted, dict):
-                torch.testing.assert_close(found[key], wanted, rtol=0, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+                torch.testing.assert_close(found[key], wanted, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
             elif isinstance(wanted, list):
                 assert found[key] == [pytest.approx(metrics, abs=1e-5) for metrics in wanted], key
             else:

@@ -426,4 +426,4 @@ def test_states_of_a_cached_optimizer_follow_the_parameters_to_other_stages(rank
         make_trainer(max_epochs=1).fit(expected)
     values = [float(parameter.detach().double().sum()) for parameter in expected.parameters()]
     for found in ranks(2).run(states_after, (1, 3)):
-        assert found == pytest.approx(values, abs=1e-4)
+        assert found == pytest.approx(values, rel=1e-5, abs=1e-5)

@@ -62,7 +62,7 @@ def test_equals_one_device(ranks: Callable[[int], RankPool], model: str, schedul
         for step, found in enumerate(result["gradients"]):
             for fqn, gradient in found.items():
                 torch.testing.assert_close(
-                    gradient, expected["gradients"][step][fqn], rtol=1e-4, atol=TOLERANCE, msg=f"{step} {fqn}"
+                    gradient, expected["gradients"][step][fqn], rtol=1e-5, atol=TOLERANCE, msg=f"{step} {fqn}"
                 )
             gradients[step] |= found
         for fqn, value in result["state"].items():

@@ -104,27 +104,32 @@ def different_data() -> str:
 def test_data_that_differs_between_ranks_is_refused(ranks: Ranks) -> None:
     # The first stage would take its inputs from one dataset and the last stage its targets from another.
     for message in ranks(2).run(different_data):
+        assert "The ranks of the pipeline have different batches" in message
         assert "seed_everything" in message
 
 
-def unseeded_fit(strategy_options: dict[str, Any]) -> dict[str, Any]:
-    torch.seed()  # each rank starts somewhere else
+def unseeded_fit(options: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
+    """Trains from what nobody seeded; or from a seed."""
     module, recorder = NoisyStep("mlp"), Recorder()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.rand_like(parameter) * 1e-2)
-    trainer = make_trainer(
-        max_epochs=2, callbacks=[recorder], strategy=FxPipeStrategy(**strategy_options), devices=2, num_sanity_val_steps=1
-    )
+    seed = torch.seed() if seed is None else torch.manual_seed(seed).initial_seed()  # after the model, which seeds itself
+    trainer = make_trainer(max_epochs=2, callbacks=[recorder], num_sanity_val_steps=1, **options)
     trainer.fit(module, make_loader("mlp", shuffle=True), make_loader("mlp"))
-    return {"losses": recorder.losses, "rng": torch.get_rng_state()}
+    return {"seed": seed, "losses": recorder.losses, "state": snapshot(module), "rng": torch.get_rng_state()}
 
 
-def test_ranks_that_nobody_seeded_stay_in_lock_step(ranks: Ranks) -> None:
+def piped_unseeded_fit() -> dict[str, Any]:
+    return unseeded_fit({"strategy": FxPipeStrategy(num_microbatches=4), "devices": 2})
+
+
+def test_ranks_that_nobody_seeded_draw_as_rank_0_does(ranks: Ranks) -> None:
     # Different shuffles would train stage 0 on other samples than the loss is computed for.
-    first, second = ranks(2).run(unseeded_fit, {"num_microbatches": 4})
-    assert first["losses"] == second["losses"]
-    assert torch.equal(first["rng"], second["rng"])
+    first, second = ranks(2).run(piped_unseeded_fit)
+    assert first["seed"] != second["seed"]
+    expected = unseeded_fit({}, first["seed"])
+    assert_same_state(merged([first, second], "state"), expected["state"])
+    for result in (first, second):
+        assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
+        assert torch.equal(result["rng"], expected["rng"])
 
 
 class Shifted(LitModel):
