@@ -21,7 +21,13 @@ torch.set_num_threads(1)
 
 
 # These start processes. They run one after the other: more ranks than cores would only wait for each other.
-_WITH_RANKS = ("tests/ranks/", "tests/zoo/test_steps.py", "tests/launch/test_launching.py", "tests/test_readme.py")
+_WITH_RANKS = (
+    "tests/ranks/",
+    "tests/lightning/test_scenarios.py::test_scenarios_in_two",
+    "tests/zoo/test_steps.py",
+    "tests/launch/test_launching.py",
+    "tests/test_readme.py",
+)
 
 
 # Each change runs another part of the slow tests, so that all have run in so many days, and not only at night; and a larger
@@ -35,6 +41,7 @@ _FAMILIES = (
     "tests/ranks/test_flags.py::test_an_argument_does_what_it_does_on_one_device",
     "tests/ranks/test_optimizers.py::test_it_trains_as_on_one_device",
     "tests/ranks/test_training.py::test_trainer_options_give_the_same_run",
+    "tests/ranks/test_refusals.py::test_refused_at_a_later_batch",
     # Half a minute each, for what shorter tests show, too, in parts.
     "tests/ranks/test_after_run.py::test_a_script_of_several_runs_goes_as_on_one_device",
     "tests/ranks/test_coupled_optimizers.py::test_it_trains_as_on_one_device",

@@ -76,7 +76,12 @@ def _plan(options: argparse.Namespace) -> int:
         try:
             plan.save(options.output)
         except OSError as error:
-            raise FxPipeError("Cannot save the plan.", where=str(options.output), observed=str(error)) from error
+            raise FxPipeError(
+                "Cannot save the plan.",
+                where=str(options.output),
+                observed=str(error),
+                todo="Give --output a path in a folder that exists and can be written.",
+            ) from error
         print(f"\nSaved to {options.output}")
     return 0
 
@@ -87,9 +92,16 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise FxPipeError("Cannot read the config.", where=str(path), observed=str(error)) from error
+        raise FxPipeError(
+            "Cannot read the config.", where=str(path), observed=str(error), todo="Give --config a file in YAML."
+        ) from error
     if not isinstance(config, dict):
-        raise FxPipeError("The config is not a mapping.", where=str(path), observed=type(config).__name__)
+        raise FxPipeError(
+            "The config is not a mapping.",
+            where=str(path),
+            observed=type(config).__name__,
+            todo="Give the config that LightningCLI takes, with sections such as `model` and `data`.",
+        )
     return dict(config.get("fit") or config)  # a config may hold a section for each subcommand
 
 
@@ -126,7 +138,11 @@ def _instantiate(config: dict[str, Any], section: str, class_name: str | None) -
     try:
         parsed = parser.parse_object({section: values})
     except argparse.ArgumentError as error:
-        raise FxPipeError(f"The config's `{section}` does not fit {class_name}.", observed=str(error)) from error
+        raise FxPipeError(
+            f"The config's `{section}` does not fit {class_name}.",
+            observed=str(error),
+            todo=f"Give `{section}.init_args` what the class takes, by name and type.",
+        ) from error
     return getattr(parser.instantiate(parsed), section)
 
 

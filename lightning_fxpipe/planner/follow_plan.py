@@ -80,7 +80,9 @@ def _put_last(traced: TracedRegion, tail: Collection[fx.Node]) -> None:
     reorder(traced.graph, units, lambda position, before: max(int(units[position][0] in tail), before))
     is_tail = [unit.nodes[0] in tail for unit in build_chain(traced, keep_order=True).units]
     if is_tail != sorted(is_tail):
-        raise PartitionError("What must see the whole batch cannot run after all the rest.")
+        raise PartitionError(
+            "What must see the whole batch cannot run after all the rest.", observed="other calls use memory that it changes"
+        )
 
 
 def follow_plan(plan: PartitionPlan, traced: TracedRegion, tail: Collection[fx.Node] = ()) -> Assignment:

@@ -17,6 +17,7 @@ from typing import Any
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
 
+_MAKE_AGAIN = "Give the path of a plan, or make one with `python -m lightning_fxpipe plan`."
 SCHEMA_VERSION = 3
 
 
@@ -181,7 +182,9 @@ class PartitionPlan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise PartitionError("Cannot read the partition plan.", where=str(path), observed=str(error)) from error
+            raise PartitionError(
+                "Cannot read the partition plan.", where=str(path), observed=str(error), todo=_MAKE_AGAIN
+            ) from error
         return cls.from_dict(data, where=str(path))
 
     @classmethod
@@ -194,7 +197,7 @@ class PartitionPlan:
                 where=where,
                 observed=f"schema_version {version}",
                 expected=f"schema_version {SCHEMA_VERSION}",
-                todo="Make the plan again with `python -m lightning_fxpipe plan`.",
+                todo=_MAKE_AGAIN,
             )
         try:
             plan = cls(
@@ -280,7 +283,7 @@ def _damaged(where: str, observed: str) -> PartitionError:
         "The partition plan is damaged.",
         where=where,
         observed=observed,
-        todo="Make the plan again with `python -m lightning_fxpipe plan`.",
+        todo=_MAKE_AGAIN,
     )
 
 

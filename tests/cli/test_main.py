@@ -223,7 +223,7 @@ def test_an_absent_config_is_named(project: Path, fail: Run) -> None:
 
 
 def test_a_config_that_is_no_mapping_is_refused(project: Path, fail: Run) -> None:
-    assert "not a mapping" in fail("plan", "--config", write(["a", "list"], project))
+    assert "The config is not a mapping" in fail("plan", "--config", write(["a", "list"], project))
 
 
 def test_a_config_that_is_no_yaml_is_refused(project: Path, fail: Run) -> None:
@@ -233,7 +233,7 @@ def test_a_config_that_is_no_yaml_is_refused(project: Path, fail: Run) -> None:
 
 def test_a_section_without_a_class_asks_for_one(project: Path, fail: Run) -> None:
     message = fail("plan", "--config", write(config_of(data={"batch_size": 4}), project))
-    assert "which class its `data` is" in message
+    assert "The config does not say which class its `data` is" in message
     assert "--data package.module.Class" in message
 
 
@@ -246,7 +246,9 @@ def test_a_class_that_cannot_be_imported_is_named(project: Path, fail: Run, clas
 
 
 def test_init_args_that_the_class_does_not_take_are_named(project: Path, fail: Run) -> None:
-    assert "hight" in fail("plan", "--config", write(config_of(model=section("Net", hight=3)), project))
+    message = fail("plan", "--config", write(config_of(model=section("Net", hight=3)), project))
+    assert f"The config's `model` does not fit {MODULE}.Net." in message
+    assert "hight" in message
 
 
 def test_init_args_of_another_type_are_named(project: Path, fail: Run) -> None:
@@ -255,7 +257,9 @@ def test_init_args_of_another_type_are_named(project: Path, fail: Run) -> None:
 
 @pytest.mark.parametrize("trainer", [None, {}, {"devices": "auto"}, {"devices": -1}], ids=["no trainer", "none", "auto", "all"])
 def test_an_unknown_number_of_devices_asks_for_one(project: Path, fail: Run, trainer: Any) -> None:
-    assert "--num-stages" in fail("plan", "--config", write(config_of(trainer=trainer), project))
+    message = fail("plan", "--config", write(config_of(trainer=trainer), project))
+    assert "The number of stages is not known" in message
+    assert "--num-stages" in message
 
 
 def test_more_stages_than_the_model_allows_are_refused(project: Path, fail: Run) -> None:
@@ -282,4 +286,6 @@ def test_a_number_that_is_not_positive_is_refused(
 def test_an_output_that_cannot_be_written_is_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["plan", "--config", write(config_of(), project), "--output", "no/such/folder/plan.json"])
     assert status == 1
-    assert "no/such/folder" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "Cannot save the plan" in message
+    assert "no/such/folder" in message

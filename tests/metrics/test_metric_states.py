@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_states import MetricStates, take_over_states
 
 
@@ -79,3 +81,13 @@ def test_of_a_list_that_has_grown_the_new_entries_are_told() -> None:
     (change,) = states.changes()
     assert change.start == 2
     assert [tensor.item() for tensor in change.value] == [2.0]
+
+
+def test_a_state_that_cannot_be_sent_is_refused_with_its_place() -> None:
+    here = Counts()
+    states = MetricStates({"counts": here})
+    here.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(UnsupportedError, match="The metric counts keeps something that the other ranks cannot get") as caught:
+        states.changes()
+    assert "lock is" in str(caught.value.observed)
+    assert caught.value.todo

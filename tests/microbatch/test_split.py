@@ -264,7 +264,7 @@ def test_batch_size_is_the_first_dimension(batch: Any) -> None:
 
 @pytest.mark.parametrize("batch", [{}, "text", [1, 2.0, None], {"scale": torch.tensor(1.0)}, object()])
 def test_batch_without_a_batch_dimension_is_refused_by_its_type(batch: Any) -> None:
-    with pytest.raises(BatchError, match="cannot be split") as caught:
+    with pytest.raises(BatchError, match="The batch cannot be split into microbatches") as caught:
         batch_size(batch)
     assert f"no tensor with a batch dimension in a batch of type {type(batch).__name__}" in str(caught.value)
 
@@ -330,7 +330,7 @@ def test_any_batch_is_one_microbatch(name: str) -> None:
 
 @pytest.mark.parametrize("name", UNCUTTABLE)
 def test_several_microbatches_of_what_cannot_be_split_are_refused(name: str) -> None:
-    with pytest.raises(BatchError, match="cannot be split") as caught:
+    with pytest.raises(BatchError, match="The batch cannot be split into microbatches") as caught:
         count_samples(UNCUTTABLE[name], 2)
     assert "num_microbatches=1" in str(caught.value)
 

@@ -197,7 +197,7 @@ _OPTIONAL = ("schema_version", "outside_reason", "joint_reason")
 def test_plan_without_one_of_its_parts_is_damaged(key: str) -> None:
     data = dataclasses.asdict(PLAN)
     del data[key]
-    with pytest.raises(PartitionError, match="damaged"):
+    with pytest.raises(PartitionError, match="The partition plan is damaged"):
         PartitionPlan.from_dict(data)
 
 
@@ -210,7 +210,7 @@ def test_plan_without_one_of_its_parts_is_damaged(key: str) -> None:
     ],
 )
 def test_plan_with_a_part_of_another_kind_is_damaged(key: str, value: object) -> None:
-    with pytest.raises(PartitionError, match="damaged"):
+    with pytest.raises(PartitionError, match="The partition plan is damaged"):
         PartitionPlan.from_dict(dataclasses.asdict(PLAN) | {key: value})
 
 

@@ -136,9 +136,7 @@ def test_a_script_of_several_runs_goes_as_on_one_device(ranks: Ranks, tmp_path: 
         if rank:
             found["predicted"] = expected["predicted"]  # where the last stage is
         for key, wanted in expected.items():
-            if isinstance(wanted, Tensor):
-                torch.testing.assert_close(found[key], wanted, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
-            elif isinstance(wanted, dict):
+            if isinstance(wanted, (Tensor, dict)):
                 torch.testing.assert_close(found[key], wanted, rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
             elif isinstance(wanted, list):
                 assert found[key] == [pytest.approx(metrics, abs=1e-5) for metrics in wanted], key

@@ -158,6 +158,7 @@ def fit_torn() -> list[str]:
 
 def test_data_that_ends_early_on_one_rank_is_refused_on_all(ranks: Ranks) -> None:
     for told in ranks(2).run(fit_torn, timeout_seconds=60):
+        assert all("A dataloader ends at different batches on different ranks" in text for text in told)
         assert "stage 0: at least 3 batches; stage 1: 2 batches" in told[0]
         assert "stage 0: at least 3 batches; stage 1: 2 batches" in told[1]
         assert "stage 0: 3 batches; stage 1: 2 batches" in told[2]

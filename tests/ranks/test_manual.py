@@ -311,7 +311,7 @@ class ForSomeOnly(Accumulating):
 
 
 REFUSED: dict[str, tuple[type[Manual], Sequence[str]]] = {
-    "second derivative": (SecondDerivative, ["differentiated again"]),
+    "second derivative": (SecondDerivative, ["A gradient of the pipelined calls is to be differentiated again"]),
     "backward for some": (ForSomeOnly, ["backward for some parameters only", "net.0.weight", "toggle_optimizer"]),
 }
 

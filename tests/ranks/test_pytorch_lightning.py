@@ -104,7 +104,9 @@ def test_a_module_or_callback_of_the_other_package_is_refused() -> None:
         trainer.fit(Module())  # type: ignore[arg-type]
     trainer.callbacks.append(L.pytorch.callbacks.EarlyStopping("loss"))  # type: ignore[attr-defined]
     with pytest.raises(
-        UnsupportedError, match=r"(?s)a Trainer of pytorch_lightning, and EarlyStopping of lightning.*lightning_fxpipe\.pl"
+        UnsupportedError,
+        match=r"(?s)The run mixes `lightning` and `pytorch_lightning`.*"
+        r"a Trainer of pytorch_lightning, and EarlyStopping of lightning.*lightning_fxpipe\.pl",
     ):
         check_one_root(trainer, pytorch_lightning.LightningModule())  # type: ignore[arg-type]
 

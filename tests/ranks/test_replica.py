@@ -192,5 +192,6 @@ def refused(stages: int) -> str:
 
 def test_a_sampler_that_cuts_the_data_up_is_refused(ranks: Ranks) -> None:
     for text in ranks(2).run(refused, 2):
+        assert "A dataloader gives each process other samples" in text
         assert "num_replicas=2" in text
         assert "one replica" in text

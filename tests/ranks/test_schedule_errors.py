@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from tests.ranks.pool import RankPool
 from tests.ranks.test_schedule import CPU, Data, LastStage, Rank, make_group
@@ -140,8 +141,8 @@ def test_a_runtime_error_of_the_user_is_not_taken_for_the_wrapper(ranks: Callabl
         assert (result["type"], result["text"]) == ("RuntimeError", "shape mismatch in the user's code")
 
 
-def gradient_after_error() -> float | str:
-    """Runs on every rank: the gradient of a step after one that failed, or the type of the error that refuses it."""
+def step_after_error() -> str:
+    """Runs on every rank: the error of a step after one that failed."""
     weight = nn.Parameter(torch.ones(()))
     fails = [True, False]
 
@@ -151,19 +152,15 @@ def gradient_after_error() -> float | str:
         return weight * (index + 2)
 
     pipeline = single_stage()
-    try:
+    with pytest.raises(UserError):
         pipeline.step(run)
-    except UserError:
-        weight.grad = None
-    try:
+    with pytest.raises(UnsupportedError) as caught:
         pipeline.step(run)
-    except Exception as error:
-        return type(error).__name__
-    assert weight.grad is not None
-    return float(weight.grad)
+    return str(caught.value)
 
 
-def test_a_step_after_a_failed_one_is_right_or_refused(ranks: Callable[[int], RankPool]) -> None:
+def test_a_step_after_a_failed_one_is_refused(ranks: Callable[[int], RankPool]) -> None:
     """torch keeps the losses of microbatches that ran before an error, and would run their backward in the next step."""
-    for gradient in ranks(2).run(gradient_after_error):
-        assert gradient in (2.0 + 3.0, "FxPipeError", "UnsupportedError", "RuntimeError")
+    for message in ranks(2).run(step_after_error):
+        assert "The pipeline cannot go on after a step that failed." in message
+        assert "resume from a checkpoint" in message

@@ -84,13 +84,13 @@ def test_buffers_are_put_back() -> None:
 def test_frozen_parameters_of_which_there_are_no_copies_are_an_error() -> None:
     """What adapters are put around can be all memory there is."""
     changes = seen_after("data", Layer(num_trained=1))
-    with pytest.raises(UnsupportedError, match=r"(?s)forward changes parameters.*0\.frozen"):
+    with pytest.raises(UnsupportedError, match=r"(?s)The model's forward changes parameters.*0\.frozen"):
         changes.reason()
 
 
 def test_parameters_that_train_and_are_moved_with_each_call_are_an_error() -> None:
     changes = seen_after("decay", Layer())
-    with pytest.raises(UnsupportedError, match=r"(?s)forward changes parameters.*0\.trained.*num_microbatches=1"):
+    with pytest.raises(UnsupportedError, match=r"(?s)The model's forward changes parameters.*0\.trained.*num_microbatches=1"):
         changes.reason()
 
 

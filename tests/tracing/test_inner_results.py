@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.tracing import trace
 from lightning_fxpipe.tracing.fake_run import fake_run
+from lightning_fxpipe.tracing.inner_results import taking
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.staging import WIDTH, batch, call_of, chain_of, run_staged, run_whole
 
@@ -153,3 +154,22 @@ class Looks(nn.Module):
 
 def test_many_layers_are_not_recorded_more_often_than_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_recordings(2, monkeypatch) == num_recordings(5, monkeypatch)
+
+
+def test_a_module_that_makes_fewer_calls_inside_than_recorded_is_refused() -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gate(x)
+
+    module = Once()
+    with (
+        pytest.raises(UnsupportedError, match="Once makes other calls inside than when it was recorded") as caught,
+        taking(module, [("gate", 0, 0), ("gate", 1, 0)]),
+    ):
+        module(torch.ones(2, WIDTH))
+    assert caught.value.observed == "1 calls of gate"
+    assert "at least 2" in str(caught.value.expected)

@@ -108,30 +108,30 @@ CHANGES = {
 def test_a_step_that_changes_parameters_is_refused(name: str, when: str) -> None:
     """Where it stands after the model's call, it would change those of the last stage only."""
     action, fqn = CHANGES[name]
-    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameter_use.*{fqn}.*hook"):
+    with pytest.raises(ParameterMisuse, match=f"(?s)The step changes a parameter.*test_parameter_use.*{fqn}.*hook"):
         discover(**{when: action})
 
 
 def test_a_step_that_looks_at_gradients_is_refused() -> None:
     """They are put together for the batch after the step; in it there are none, and it would log zeros."""
-    with pytest.raises(ParameterMisuse, match=r"(?s)gradient of a parameter.*model\.weight"):
+    with pytest.raises(ParameterMisuse, match=r"(?s)looks at the gradient of a parameter.*model\.weight"):
         discover(after=lambda module: module.model.weight.grad)
 
 
 def test_a_step_that_sets_gradients_is_refused() -> None:
-    with pytest.raises(ParameterMisuse, match=r"(?s)gradient of a parameter.*model\.bias"):
+    with pytest.raises(ParameterMisuse, match=r"(?s)looks at the gradient of a parameter.*model\.bias"):
         discover(before=lambda module: setattr(module.model.bias, "grad", torch.zeros(6)))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_freezes_parameters_is_refused(when: str) -> None:
-    with pytest.raises(ParameterMisuse, match=r"(?s)freezes or thaws.*model\.weight"):
+    with pytest.raises(ParameterMisuse, match=r"(?s)The step freezes or thaws a parameter.*model\.weight"):
         discover(**{when: lambda module: module.model.requires_grad_(False)})
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_replaces_parameters_is_refused(when: str) -> None:
-    with pytest.raises(ParameterMisuse, match=r"(?s)replaces.*model\.bias"):
+    with pytest.raises(ParameterMisuse, match=r"(?s)The step makes, replaces or removes a parameter.*model\.bias"):
         discover(**{when: lambda module: setattr(module.model, "bias", nn.Parameter(torch.zeros(6)))})
 
 
@@ -166,7 +166,7 @@ def test_a_change_that_comes_later_is_refused_where_it_is_made(name: str, is_cau
     module = Lit(lambda _: None, lambda _: None)
     action, fqn = CHANGES[name]
     before = [parameter.detach().clone() for parameter in module.parameters()]
-    with pytest.raises(ParameterMisuse, match=f"(?s)changes a parameter.*test_parameter_use.*{fqn}"):
+    with pytest.raises(ParameterMisuse, match=f"(?s)The step changes a parameter.*test_parameter_use.*{fqn}"):
         run_watched(module, action, is_caught)
     for parameter, value in zip(module.parameters(), before, strict=True):
         torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
@@ -179,7 +179,7 @@ def test_other_memory_under_a_parameter_is_found_after_the_step() -> None:
         names = parameters_by_name(module)
         check_same_parameters(module, names)
         change(module)
-        with pytest.raises(ParameterMisuse, match=r"(?s)changes a parameter.*model\.bias has other memory.*hook"):
+        with pytest.raises(ParameterMisuse, match=r"(?s)The step changes a parameter.*model\.bias has other memory.*hook"):
             check_same_parameters(module, names)
 
 
@@ -214,7 +214,9 @@ def test_the_parameters_of_other_stages_cannot_be_used_but_asked_about(is_caught
         assert sum(p.numel() for p in parameters if p.requires_grad) == 12
         assert parameters[0].norm() > 0
     for use in (lambda: parameters[2].norm(), lambda: torch.nn.utils.get_total_norm(parameters)):
-        with pytest.raises(ParameterMisuse, match=r"(?s)another rank holds.*there\.weight"):
+        with pytest.raises(
+            ParameterMisuse, match=r"(?s)uses a parameter, outside of the model's call, that another rank holds.*there\.weight"
+        ):
             run_watched(module, lambda _, use=use: use(), is_caught=is_caught)
     check_call(module, torch.add, (parameters[0], 1))
 

@@ -337,7 +337,9 @@ def test_a_trained_input_inside_a_container_is_refused() -> None:
 
 
 def test_an_input_that_requires_a_gradient_of_its_own_is_refused_by_its_name() -> None:
-    with pytest.raises(UnsupportedError, match="gradient penalty") as caught:
+    with pytest.raises(
+        UnsupportedError, match="The step needs the gradient of the model's inputs, as a gradient penalty"
+    ) as caught:
         find(Lit(lambda module, batch: module.model(batch.requires_grad_()).sum()), batch_of())
     assert "training_step" in str(caught.value)
     assert "detach" in str(caught.value)
@@ -418,7 +420,7 @@ def call_twice(module: Lit, x: Any, caught: type[Exception] = KeyError) -> None:
 
 def test_a_second_call_is_refused_at_the_users_line() -> None:
     module, x = Lit(), batch_of()
-    with pytest.raises(UnsupportedError, match="calls model twice") as caught:
+    with pytest.raises(UnsupportedError, match="The step calls model twice") as caught:
         call_twice(module, x)
     assert caught.value.where is not None
     path, _, line = caught.value.where.rpartition(":")
@@ -427,7 +429,7 @@ def test_a_second_call_is_refused_at_the_users_line() -> None:
 
 
 def test_a_refusal_that_the_step_catches_is_raised_at_its_end() -> None:
-    with pytest.raises(UnsupportedError, match="calls model twice"):
+    with pytest.raises(UnsupportedError, match="The step calls model twice"):
         call_twice(Lit(), batch_of(), caught=Exception)
 
 

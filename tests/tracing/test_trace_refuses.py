@@ -16,6 +16,7 @@ from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
+from lightning_fxpipe.user_code.objects import tensor_of
 from tests.traces import BATCH, WIDTH, TwoLayers, batch, call_of, line_of, names, trace
 from tests.tracing.test_trace_restores import DISTURBANCES, AroundRestless, Restless
 
@@ -55,7 +56,7 @@ def test_submodule_that_looks_at_values_may_stay_unopened() -> None:
 
 
 def test_called_module_that_looks_at_values_is_refused_with_file_and_line() -> None:
-    with pytest.raises(TraceError, match="forward of Gate cannot be recorded") as caught:
+    with pytest.raises(TraceError, match="forward of Gate cannot be recorded as a graph") as caught:
         trace(Gate(), batch())
     assert line_of(Gate.between, "if h.sum() > 0") in (caught.value.where or "")
     assert "looks at a value" in (caught.value.observed or "")
@@ -131,7 +132,7 @@ def test_random_number_of_python_as_a_factor_is_refused() -> None:
         def between(self, h: Tensor) -> Tensor:
             return h * random.random()
 
-    with pytest.raises(TraceError, match="another path each time"):
+    with pytest.raises(TraceError, match="may take another path each time it runs"):
         trace(Noisy(), batch())
 
 
@@ -258,7 +259,7 @@ def test_results_that_nobody_wants_are_left_out_and_cannot_be_used() -> None:
     assert result["hidden"].tensor.detach() is result["hidden"].tensor  # as Lightning does with whatever a step returns
     with pytest.raises(UnsupportedError, match="Tensor 0 in the result of the module is used"):
         _ = result["hidden"].tensor + 1
-    with pytest.raises(UnsupportedError, match="is used"):
+    with pytest.raises(UnsupportedError, match="is used, but it was left on another stage"):
         _ = result["hidden"].tensor.shape
 
 
@@ -312,7 +313,7 @@ def test_question_about_a_random_number_is_answered_only_where_the_answer_is_alw
     assert "last" in names(traced)
     (check,) = [node for node in traced.graph.nodes if node.meta.get("checks")]
     check.target(torch.tensor(False))
-    with pytest.raises(UnsupportedError, match="another path") as caught:
+    with pytest.raises(UnsupportedError, match="The model would take another path than the one that was traced") as caught:
         check.target(torch.tensor(True))
     assert caught.value.where == line_of(Drop.forward, "torch.rand")
     model = Drop()
@@ -344,3 +345,23 @@ def test_module_that_looks_at_integers_sees_those_of_the_example() -> None:
     assert [3, 4, 5, 5] in values
     assert [3, 3, 3, 3] in values  # tells whether a size depends on them
     assert names(traced)[-2:] == ["cut", "sum"]
+
+
+def test_a_function_that_holds_a_tensor_is_no_argument_that_can_be_recorded() -> None:
+    class Net(TwoLayers):
+        def forward(self, x: Tensor, scale: Any) -> Tensor:
+            return self.last(scale(self.first(x)))
+
+    factor = torch.ones(1)
+    with pytest.raises(TraceError, match="has an argument that cannot be recorded") as caught:
+        trace(Net(), batch(), lambda x: x * factor)
+    assert "holds a tensor of the code around it" in str(caught.value.observed)
+    assert "Pass the tensors as arguments of their own" in str(caught.value.todo)
+
+
+def test_an_object_with_another_number_of_tensors_than_recorded_is_refused() -> None:
+    take = tensor_of(0, 1)
+    assert torch.equal(take(Opaque(torch.ones(1))), torch.ones(1))
+    with pytest.raises(UnsupportedError, match="A Opaque holds other tensors than when the model was traced") as caught:
+        take(Opaque([torch.ones(1), torch.ones(1)]))  # type: ignore[arg-type]
+    assert (caught.value.observed, caught.value.expected) == ("2 tensors", "1 tensors")

@@ -100,7 +100,7 @@ def test_random_items_of_another_state_are_refused() -> None:
     with undo_after(holder):
         next(holder.items)
     torch.manual_seed(8)
-    with pytest.raises(UnsupportedError, match="random numbers") as caught:
+    with pytest.raises(UnsupportedError, match="draws from an iterator whose items depend on random numbers") as caught:
         next(holder.items)
     assert "generator=torch.Generator()" in str(caught.value)
 
