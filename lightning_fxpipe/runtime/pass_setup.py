@@ -218,6 +218,9 @@ class PassSetups:
         joined: tuple[int | None, ...] = (None,) * len(stages.results)
         dims: dict[str, int] = {}
         if division is not None:
+            in_batch, in_call = sum(part.count * part.size for part in passes), sizes[division.symbol]
+            if in_call != in_batch:
+                raise NotDivisible(f"the model gets {in_call} of the batch's {in_batch} samples")
             joined = tuple(joined_dim(node, division) for node in stages.results)
             if passes[0].size < 2 and any(has_several_entries(node, division) for node in stages.results):
                 raise NotDivisible("a single sample does not show which of a result's entries are its own")

@@ -127,12 +127,32 @@ class Numbers(Lit):
         return loss
 
 
+class OwnCount(Lit):
+    """Takes out or repeats samples of some batches, by their values."""
+
+    def __init__(self, data: Callable[[], Any], times: int) -> None:
+        super().__init__(data)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.times = times
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch[0, 0] > 0:
+            batch = batch.repeat(self.times, 1) if self.times else batch[:5]
+        loss = self.model(batch).pow(2).mean()
+        self.log("loss", loss, batch_size=len(batch))
+        return loss
+
+
 def graphs(make: Callable[..., Any]) -> Any:
     return DataLoader([graph(index, make) for index in range(4)], batch_size=None)
 
 
 def numbers() -> Any:
     return DataLoader([{"scale": 1.0}, {"scale": 0.5}], batch_size=None)  # type: ignore[arg-type]
+
+
+def rows() -> Any:
+    return DataLoader(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)), batch_size=8)  # type: ignore[arg-type]
 
 
 def detections() -> Any:
@@ -157,6 +177,8 @@ RUNS: dict[str, Callable[[], Run]] = {
     "boxes": lambda: _run(partial(Detector, detections), 1),
     "boxes, two microbatches": lambda: _run(partial(Detector, detections), 2),
     "numbers": lambda: _run(partial(Numbers, numbers), "auto"),
+    "fewer samples than in the batch": lambda: _run(partial(OwnCount, rows, 0), 2),
+    "more samples than in the batch": lambda: _run(partial(OwnCount, rows, 4), 2),
 }
 
 
