@@ -233,15 +233,15 @@ class Recorder(GraphWriter, TorchFunctionMode):
             return self._record_whole_module(original_call, path, module, args, kwargs)
         self._module_stack.append(path)
         self._in_own_call.append(module if original_call is not self._module_call else None)
-        before, attributes, state = python_rng(), OwnAttributes(module), Snapshot({"self": module}, enters_modules=False)
+        before, attributes, state = python_rng(), OwnAttributes(module), state_of_opened(module)
         try:
             with self.watching(state):
                 result = original_call(module, *args, **kwargs)
             if before != python_rng():
                 raise RecordError("its Python draws random numbers")
             left = attributes.assigned_tensors() if self._may_leave_tensors() else {}
-            self.note_changes(path, state.changed_names(left))
             self.sides.update({(path, name): tensor for name, tensor in left.items()})
+            self.note_changes(path, state.changed_names(self.sides_below(path)))
             return result
         except RecordError as error:
             raise MustStayWhole(path, error.reason, error.source) from error
@@ -264,6 +264,12 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if path is not None:
             self._inner_calls.note(path, result)
         return result
+
+    def sides_below(self, path: str) -> set[str]:
+        """Attributes with tensors that code inside a module has set, as named from there."""
+        prefix = f"{path}." if path else ""
+        names = (f"{owner}.{name}" if owner else name for owner, name in self.sides)
+        return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
     def note_changes(self, path: str, names: Collection[str]) -> None:
         """An opened module has changed what has these names."""
@@ -452,7 +458,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
         with ExitStack() as stack:
-            if any(is_users(type(child)) or has_hooks(child) for child in module.modules()):
+            # Recurrent layers of torch keep lists of their weights, which are exchanged for the run.
+            if any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in module.modules()):
                 for state in self._watches:
                     stack.enter_context(state.passing_over())
             yield
@@ -472,6 +479,12 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 yield seen
         finally:
             self._seen = before
+
+
+def state_of_opened(module: nn.Module) -> Snapshot:
+    """What a module's own code may change: all that it reaches but for modules, and of those inside it the attributes."""
+    below = {f"self.{path}": inside for path, inside in module.named_modules() if path}
+    return Snapshot({"self": module}, shallow=below, enters_modules=False)
 
 
 def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:

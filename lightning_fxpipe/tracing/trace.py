@@ -31,7 +31,7 @@ from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
-from lightning_fxpipe.tracing.record import Recorder
+from lightning_fxpipe.tracing.record import Recorder, state_of_opened
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.step_record import StepRecord
@@ -243,16 +243,14 @@ def _record(
         recorder = run.recorder
         with recorder.pause():
             # Modules that the region calls are looked after by the recorder; what a step sets, it sets in every run.
-            roots = {} if call.opened_path is None else {"self": root.get_submodule(call.opened_path)}
-            own = Snapshot(roots, enters_modules=False)
+            own = Snapshot({}) if call.opened_path is None else state_of_opened(root.get_submodule(call.opened_path))
             everything = user_state(root) if learned.watches_state else None
         watches = [own] if everything is None else [own, everything]
 
         def settle() -> None:
             """Decides about what the recorded code has set."""
             with recorder.pause():
-                known = {name for owner, name in recorder.sides if owner == call.opened_path}
-                recorder.note_changes(call.opened_path or "", own.changed_names(known))
+                recorder.note_changes(call.opened_path or "", own.changed_names(recorder.sides_below(call.opened_path or "")))
                 if everything is not None:
                     settle_changes(recorder.changed_by_opened, everything, recorder.sides, learned.given, recorder.constant)
 

@@ -284,3 +284,33 @@ def test_module_whose_state_is_no_constant_stays_whole_and_as_it_was(kind: type[
 def test_called_module_itself_that_counts_is_refused() -> None:
     with pytest.raises(TraceError, match="changes self.count"):
         trace_region(Counting(), call_of(batch()))
+
+
+class MarksLayer(Caching):
+    """Sets an attribute of a module inside it, whose own code would set none."""
+
+    def between(self, x: Tensor) -> Tensor:
+        self.first.is_used = True  # type: ignore[assignment]
+        return x
+
+
+class CountsOnLayer(Caching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.count = 0  # type: ignore[assignment]
+
+    def between(self, x: Tensor) -> Tensor:
+        self.first.count += 1  # type: ignore[assignment, operator]
+        return x
+
+
+def test_what_a_forward_sets_on_a_module_inside_it_is_set() -> None:
+    model = MarksLayer()
+    trace_region(model, call_of(batch()))
+    assert model.first.is_used is True
+
+
+def test_a_forward_that_counts_on_a_module_inside_it_is_refused() -> None:
+    """The graph would not count, and nothing would say so."""
+    with pytest.raises(TraceError, match=r"changes self\.first\.count"):
+        trace_region(CountsOnLayer(), call_of(batch()))
