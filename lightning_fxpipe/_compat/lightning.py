@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,8 @@ from lightning_fxpipe.rng import isolated_rng, kept_generators
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 # One package under several names.
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -113,10 +116,11 @@ def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
     return launcher(strategy, start_method=start_method)
 
 
-def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
+def first_batch(trainer: Trainer, *, of_validation: bool = False, take: Callable[[Any], Any] = next) -> Any:
     """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
 
-    With ``of_validation`` it is that of the validation within a fit.
+    With ``of_validation`` it is that of the validation within a fit. ``take`` gets the first batch of an iterator that
+    cannot be copied.
 
     The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
     dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
@@ -132,18 +136,20 @@ def first_batch(trainer: Trainer, *, of_validation: bool = False) -> Any:
     if not source.is_defined():
         return None
     with isolated_rng():
-        batch = first_loader_batch(source.dataloader(), one_by_one=of_validation or trainer.state.fn != TrainerFn.FITTING)
+        one_by_one = of_validation or trainer.state.fn != TrainerFn.FITTING
+        batch = first_loader_batch(source.dataloader(), one_by_one=one_by_one, take=take)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
+def first_loader_batch(loaders: Any, *, one_by_one: bool = False, take: Callable[[Any], Any] = next) -> Any:
     """First batch of one or several dataloaders, in their structure; of the first that has one, where they run one by one.
 
     Args:
         loaders: The dataloaders; a ``CombinedLoader`` says itself how they run.
         one_by_one: How others run.
+        take: Gets the first batch of an iterator that cannot be copied.
     """
     from lightning.pytorch.utilities import CombinedLoader
 
@@ -151,26 +157,26 @@ def first_loader_batch(loaders: Any, *, one_by_one: bool = False) -> Any:
         one_by_one, loaders = loaders._mode == "sequential", loaders.iterables
     with isolated_rng():
         if not one_by_one:
-            return tree_map(_first_of_loader, loaders)
+            return tree_map(partial(_first_of_loader, take), loaders)
         for loader in tree_leaves(loaders):
             with suppress(StopIteration):
-                return _first_of_loader(loader)
+                return _first_of_loader(take, loader)
         return None
 
 
-def _first_of_loader(loader: Any) -> Any:
+def _first_of_loader(take: Callable[[Any], Any], loader: Any) -> Any:
     """First batch of one dataloader, without starting its workers."""
     from torch.utils.data import DataLoader
 
     if not isinstance(loader, DataLoader):
-        return _first_of_iterable(loader)
+        return _first_of_iterable(take, loader)
     owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
     with kept_generators(generators.values()):
         return _first_collated(loader)
 
 
-def _first_of_iterable(loader: Any) -> Any:
+def _first_of_iterable(take: Callable[[Any], Any], loader: Any) -> Any:
     """First batch of a loader that may be its own iterator, or know how far it has come."""
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         state = copy.deepcopy(loader.state_dict())
@@ -178,7 +184,14 @@ def _first_of_iterable(loader: Any) -> Any:
             return next(iter(loader))
         finally:
             loader.load_state_dict(state)
-    return next(iter(copy.deepcopy(loader) if hasattr(loader, "__next__") else loader))
+    if not hasattr(loader, "__next__"):
+        return next(iter(loader))
+    try:
+        copied = copy.deepcopy(loader)
+    except Exception as error:  # such as a generator
+        _logger.debug("The first batch is taken out of a %s: %s", type(loader).__name__, error)
+        return take(loader)
+    return next(iter(copied))
 
 
 def _first_collated(loader: Any) -> Any:
@@ -299,7 +312,8 @@ def has_validation(trainer: Trainer) -> bool:
 
 @contextmanager
 def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """During the block the module's loggers take everything and keep nothing; ``note`` is called where one is used.
+    """During the block the module's loggers take everything and keep nothing; ``note`` is called where one is used. Where they
+    write they say as always.
 
     Public names, but only where a Trainer is.
     """
@@ -308,27 +322,37 @@ def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> It
         yield
         return
     before = trainer.loggers
-    trainer.loggers = [_noted_logger()(note) for _ in before]
+    trainer.loggers = [_noted_logger(type(logger))(logger, note) for logger in before]
     try:
         yield
     finally:
         trainer.loggers = before
 
 
+_OF_PLACE = ("log_dir", "save_dir", "root_dir", "name", "version")
+
+
 @cache
-def _noted_logger() -> Any:
+def _noted_logger(kind: Any) -> Any:
     from lightning.pytorch.loggers.logger import DummyLogger
 
     class NotedLogger(DummyLogger):
-        """Calls what it was made with whenever it is used."""
+        """Calls what it was made with whenever it is used; ``trainer.log_dir`` asks of which kind it is."""
 
-        def __init__(self, note: Callable[[], None]) -> None:
+        def __init__(self, logger: Any, note: Callable[[], None]) -> None:
             super().__init__()
-            self._note = note
+            self._logger, self._note = logger, note
+
+        @property
+        def __class__(self) -> Any:  # type: ignore[misc]
+            return kind
 
         def __getattribute__(self, name: str) -> Any:
-            if name != "_note":
-                object.__getattribute__(self, "_note")()
+            if name in ("__class__", "_logger", "_note"):
+                return object.__getattribute__(self, name)
+            if name in _OF_PLACE:
+                return getattr(self._logger, name)
+            self._note()
             return super().__getattribute__(name)
 
     return NotedLogger

@@ -242,7 +242,7 @@ def _own(value: Any) -> Any:
 def _run_in(block: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with no_end_of_epoch(function.__name__), block():
+        with no_end_of_epoch(getattr(function, "__name__", "a hook")), block():
             return function(*args, **kwargs)
 
     return run

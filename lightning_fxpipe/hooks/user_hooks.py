@@ -190,7 +190,7 @@ class Hooks:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._frame is not None:  # called by another hook
                 return hook(*args, **kwargs)
-            with no_end_of_epoch(hook.__name__), self.running(trainer):
+            with no_end_of_epoch(getattr(hook, "__name__", "a hook")), self.running(trainer):
                 return hook(*args, **kwargs)
 
         return run

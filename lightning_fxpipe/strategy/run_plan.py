@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_fxpipe._compat.lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.data.begun import BegunIterators
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.microbatch.split import first_microbatch, tensors_without_batch
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -68,10 +69,14 @@ class RunPlans:
 
     Args:
         options: What the user says about the plan.
+
+    Attributes:
+        begun: Iterators in place of dataloaders, from which a plan was made.
     """
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
+        self.begun = BegunIterators()
         self._last: tuple[LightningModule, PartitionPlan, TrainerFn | None] | None = None
 
     def last_plan(self, trainer: Trainer, module: LightningModule) -> PartitionPlan | None:
@@ -114,7 +119,7 @@ class RunPlans:
             check_batch_dim(options.batch_dim, plan.batch_dim)
             planned = Planned(plan=plan)
         else:
-            trial = _Trial(trainer, module, options, num_stages, device, context)
+            trial = _Trial(trainer, module, options, num_stages, device, context, self.begun)
             kind = step_of_run(trainer)
             with telling(f"Tracing the {kind.words}", after_seconds=0):
                 planned = trial.plan(kind)
@@ -132,6 +137,7 @@ class _Trial:
     num_stages: int
     device: torch.device
     context: Callable[[StepKind], AbstractContextManager[None]]
+    begun: BegunIterators
 
     def plan(self, kind: StepKind) -> Planned:
         """A plan from the step that comes first.
@@ -168,7 +174,7 @@ class _Trial:
         is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
         trains_here = kind is StepKind.TRAIN or is_validation_of_fit
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
-            batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit))
+            batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit, take=self.begun.first))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
             planned = region_or_joint_plan(self.module, of_region, jointly) if kind is StepKind.TRAIN else of_region()

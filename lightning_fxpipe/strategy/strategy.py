@@ -234,7 +234,9 @@ class PipelineStrategy(ReplicaStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         check_sampler(dataloader)
-        dataloader = in_step(dataloader, self._sparing)
+        if self._topology is None:
+            return dataloader  # asked for before a run, as to count its batches
+        dataloader = in_step(self._plans.begun.whole(dataloader), self._sparing)
         # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]

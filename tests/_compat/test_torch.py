@@ -468,6 +468,8 @@ def test_loggers_are_silent_for_a_while(tmp_path: Path) -> None:
     module.trainer = L.Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False, enable_progress_bar=False)
     with _compat_lightning.silenced_loggers(module):
         assert module.logger is not logger
+        assert module.trainer.log_dir == module.logger.log_dir == logger.log_dir  # where a step may write to
+        assert (module.logger.save_dir, module.logger.version) == (logger.save_dir, logger.version)
         module.logger.log_metrics({"a": 1.0})
     assert module.logger is logger
     assert logger.experiment.metrics == []

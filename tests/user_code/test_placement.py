@@ -61,7 +61,7 @@ def test_the_strategy_plans_for_its_device(
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=module)
     plans = RunPlans(PlanOptions(given=None, num_stages="auto", num_microbatches=2, batch_dim=0))
     with simulated_cuda():
-        monkeypatch.setattr(runplan, "first_batch", lambda trainer, of_validation: batch_on(CUDA))
+        monkeypatch.setattr(runplan, "first_batch", lambda trainer, of_validation, take: batch_on(CUDA))
         plan = plans.make(trainer, module, num_stages=2, device=CUDA, context=partial(step_context, precision)).plan
     assert {output.dtype for output in plan.stages[0].outputs} <= {dtype, "float32"}
     assert any(output.dtype == dtype for output in plan.stages[0].outputs)
