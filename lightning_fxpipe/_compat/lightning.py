@@ -322,7 +322,8 @@ def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> It
         yield
         return
     before = trainer.loggers
-    trainer.loggers = [_noted_logger(type(logger))(logger, note) for logger in before]
+    kinds: list[Any] = [type(logger) for logger in before]
+    trainer.loggers = [_noted_logger(kind)(logger, note) for kind, logger in zip(kinds, before, strict=True)]
     try:
         yield
     finally:
@@ -343,9 +344,7 @@ def _noted_logger(kind: Any) -> Any:
             super().__init__()
             self._logger, self._note = logger, note
 
-        @property
-        def __class__(self) -> Any:  # type: ignore[misc]
-            return kind
+        __class__ = property(lambda self: kind)
 
         def __getattribute__(self, name: str) -> Any:
             if name in ("__class__", "_logger", "_note"):
