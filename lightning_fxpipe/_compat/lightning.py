@@ -322,8 +322,7 @@ def silenced_loggers(module: Any, note: Callable[[], None] = lambda: None) -> It
         yield
         return
     before = trainer.loggers
-    kinds: list[Any] = [type(logger) for logger in before]
-    trainer.loggers = [_noted_logger(kind)(logger, note) for kind, logger in zip(kinds, before, strict=True)]
+    trainer.loggers = [_noted_logger()(logger, note) for logger in before]
     try:
         yield
     finally:
@@ -334,7 +333,7 @@ _OF_PLACE = ("log_dir", "save_dir", "root_dir", "name", "version")
 
 
 @cache
-def _noted_logger(kind: Any) -> Any:
+def _noted_logger() -> Any:
     from lightning.pytorch.loggers.logger import DummyLogger
 
     class NotedLogger(DummyLogger):
@@ -344,12 +343,10 @@ def _noted_logger(kind: Any) -> Any:
             super().__init__()
             self._logger, self._note = logger, note
 
-        __class__ = property(lambda self: kind)
-
         def __getattribute__(self, name: str) -> Any:
-            if name in ("__class__", "_logger", "_note"):
+            if name in ("_logger", "_note"):
                 return object.__getattribute__(self, name)
-            if name in _OF_PLACE:
+            if name in _OF_PLACE or name == "__class__":
                 return getattr(self._logger, name)
             self._note()
             return super().__getattribute__(name)
