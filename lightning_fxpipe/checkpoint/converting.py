@@ -132,7 +132,7 @@ def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
         # An optimizer made from `self.model.named_parameters()` has names, but not those of the module.
         if not {name for groups in known for group in groups for name in group} <= checkpoint["state_dict"].keys():
             return checkpoint
-    if not states or len(known) != len(states) or not all(map(_fits, states, known)):
+    if not any(states) or len(known) != len(states) or not all(map(_fits, states, known)):
         return checkpoint
     named = [_with_names(state, groups) for state, groups in zip(states, known, strict=True)]
     return {**without_notes(checkpoint, GROUP_FQNS), "optimizer_states": named}
@@ -140,12 +140,12 @@ def _by_fqn(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _names_in_groups(state: Mapping[str, Any]) -> list[list[str]]:
     """The names that torch keeps of an optimizer which was made from ``named_parameters``, or FQNs in place of numbers."""
-    groups = state["param_groups"]
+    groups = state.get("param_groups", ())
     return [list(group.get("param_names") or [name for name in group["params"] if isinstance(name, str)]) for group in groups]
 
 
 def _fits(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> bool:
-    counts = [len(group["params"]) for group in state["param_groups"]]
+    counts = [len(group["params"]) for group in state.get("param_groups", ())]
     names = [name for group in groups for name in group]
     return counts == [len(group) for group in groups] and len({*names}) == len(names)
 

@@ -47,7 +47,8 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
         parts |= {(name, fqn): value for fqn, value in drop_placeholders(checkpoint[name]).items()}
     optimizers = checkpoint.get("optimizer_states", [])
     for index, optimizer in enumerate(optimizers):
-        parts |= {(index, fqn): state for fqn, state in optimizer["state"].items()}
+        # Where configure_optimizers gives none, Lightning has one that has no state.
+        parts |= {(index, fqn): state for fqn, state in optimizer.get("state", {}).items()}
     collected = _collect(parts, topology)
     del parts
     if collected is None:
@@ -58,7 +59,7 @@ def whole_checkpoint(checkpoint: dict[str, Any], fqns: Collection[str], topology
         checkpoint[name] = in_order(with_items(checkpoint[name], found), fqns)
     for index, optimizer in enumerate(optimizers):
         states = {fqn: value for (of, fqn), value in collected.items() if of == index}
-        optimizers[index] = {**optimizer, "state": states}
+        optimizers[index] = {**optimizer, "state": states} if optimizer else optimizer
     return with_numbers(checkpoint)
 
 
@@ -126,8 +127,8 @@ def with_numbers(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def is_by_fqn(checkpoint: Mapping[str, Any]) -> bool:
     """Whether there are optimizers, and all of their parameters have names."""
     states = checkpoint.get("optimizer_states") or []
-    groups = [group for state in states for group in state["param_groups"]]
-    return bool(states) and all(isinstance(name, str) for group in groups for name in group["params"])
+    groups = [group for state in states for group in state.get("param_groups", ())]
+    return bool(groups) and all(isinstance(name, str) for group in groups for name in group["params"])
 
 
 def _number_parameters(saved: Mapping[str, Any]) -> dict[str, Any]:

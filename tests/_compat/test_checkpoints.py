@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
-from lightning_fxpipe._compat.checkpoints import NamesOnly, folder_reader, folder_writer, unpickled_metadata
+from lightning_fxpipe._compat.checkpoints import (
+    NamesOnly,
+    StoredItem,
+    folder_reader,
+    folder_writer,
+    stored_items,
+    unpickled_metadata,
+)
 
 
 @pytest.mark.filterwarnings("error:torch.distributed.checkpoint._fsspec_filesystem:DeprecationWarning")
@@ -21,9 +29,24 @@ def test_folders_are_written_and_read_behind_urls() -> None:
     save({"a": torch.ones(3)}, storage_writer=folder_writer(None, url, {}), no_dist=True)
     metadata = unpickled_metadata(fsspec.open(f"{url}/.metadata").open().read())
     assert set(metadata.state_dict_metadata) == {"a"}
+    (item,) = stored_items(metadata)
+    assert (item.key, item.file, item.offset) == ("a", "__0_0.distcp", 0)
+    assert item == StoredItem("a", "__0_0.distcp", 0, fsspec.open(f"{url}/{item.file}").open().size)
     target = {"a": torch.zeros(3)}
     load(target, storage_reader=folder_reader(None, url, {}, metadata), no_dist=True)
     assert torch.equal(target["a"], torch.ones(3))
+
+
+def test_metadata_name_what_torch_writes_and_nothing_else(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    values = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    save({**values, "c": {"d": [1, "x"]}}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    content = (tmp_path / "folder" / ".metadata").read_bytes()
+    assert unpickled_metadata(content).state_dict_metadata["a"].properties.dtype is torch.bfloat16
+    for other in (os.getcwd, {"a": 1}):
+        with pytest.raises(pickle.UnpicklingError):
+            unpickled_metadata(pickle.dumps(other))
 
 
 def test_names_only_knows_what_is_harmless_and_nothing_else(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fxpipe import FxPipeStrategy, make_plan
+from lightning_fxpipe.__main__ import main
 from tests.lit import LitModel, fit_and_record, make_loader, make_trainer
 
 
@@ -71,3 +72,22 @@ def test_nothing_deprecated_is_called_by_the_package(tmp_path: Path) -> None:
     deprecated = (FutureWarning, DeprecationWarning, PendingDeprecationWarning)
     ours = [w for w in caught if issubclass(w.category, deprecated) and "lightning_fxpipe" in Path(w.filename).parts]
     assert [f"{w.filename}:{w.lineno}: {w.message}" for w in ours] == []
+
+
+class WithoutOptimizer(LitModel):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_run_without_an_optimizer_is_saved_and_goes_on(as_folder: bool, tmp_path: Path) -> None:
+    """Lightning has one then whose state is an empty dict."""
+    path, steps = tmp_path / "none.ckpt", []
+    for epochs in (1, 2):
+        strategy = FxPipeStrategy(save_distributed_checkpoint=as_folder)
+        trainer = make_trainer(max_epochs=epochs, strategy=strategy, devices=1)
+        trainer.fit(WithoutOptimizer("mlp"), make_loader("mlp"), ckpt_path=path if epochs == 2 else None)
+        trainer.save_checkpoint(path)
+        steps.append(trainer.global_step)
+    assert steps[1] == 2 * steps[0]
+    assert main(["convert", str(path), str(tmp_path / "other"), "--to", "file" if as_folder else "folder"]) == 0
