@@ -441,7 +441,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 def _never_ending_epoch(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with no_end_of_epoch(hook.__name__):
+        with no_end_of_epoch(getattr(hook, "__name__", "a hook")):
             return hook(*args, **kwargs)
 
     return run

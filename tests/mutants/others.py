@@ -198,7 +198,7 @@ MUTANTS = [
         "strategy/strategy.py",
         "            set_rng_state(state)  # the device's",
         "            pass  # the device's",
-        ("ranks/test_training.py::test_ranks_that_nobody_seeded_stay_in_lock_step",),
+        ("ranks/test_training.py::test_ranks_that_nobody_seeded_draw_as_rank_0_does",),
         "ranks that nobody has seeded shuffle in orders of their own",
     ),
     Mutant(

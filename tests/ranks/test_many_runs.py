@@ -73,8 +73,9 @@ def groups_after_fits() -> list[bool]:
 
 
 def assert_flat(counts: list[Counts]) -> None:
-    """The first run loads libraries, and has threads started that stay."""
-    assert set(counts[3:]) == {counts[2]}, counts
+    """The first runs load libraries, and have threads started that stay; one that is about to end may still be there."""
+    most = [max(some) for some in zip(*counts[:3], strict=True)]
+    assert all(now <= before for count in counts[3:] for now, before in zip(count, most, strict=True)), counts
 
 
 # "gpt": two stages hold the embedding.

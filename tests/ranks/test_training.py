@@ -136,7 +136,8 @@ class Shifted(LitModel):
     """Its step uses a buffer that is no part of the model, and so belongs to no stage."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name)
+        super().__init__(name)  # which seeds
+        torch.manual_seed(int(os.environ["RANK"]))
         self.register_buffer("shift", torch.rand(1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -146,7 +147,6 @@ class Shifted(LitModel):
 
 def shift_of_unseeded_rank() -> tuple[Tensor, Tensor]:
     """Before and after a run."""
-    torch.manual_seed(int(os.environ["RANK"]))
     module = Shifted("mlp")
     before = module.shift.clone()
     make_trainer(max_epochs=1, limit_train_batches=1, strategy=FxPipeStrategy(), devices=2).fit(module, make_loader("mlp"))
