@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import pytest
@@ -18,6 +18,7 @@ from lightning_fxpipe import FxPipeStrategy
 from tests.lit import Recorder, make_trainer
 from tests.ranks.pool import RankPool
 
+Schedule = Literal["auto", "gpipe", "1f1b"]
 Ranks = Callable[[int], RankPool]
 
 
@@ -155,7 +156,7 @@ CASES: dict[str, tuple[Callable[[], Net], Callable[[], dict[str, Any]]]] = {
 }
 
 
-def train(case: str, folder: str, num_microbatches: int, *, stages: int = 1) -> dict[str, Any]:
+def train(case: str, folder: str, num_microbatches: int, *, stages: int = 1, schedule: Schedule = "auto") -> dict[str, Any]:
     """Trains three epochs, and a fourth from their checkpoint. One device accumulates over the microbatches of the pipeline."""
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(64, 24, generator=generator), torch.randint(0, 5, (64,), generator=generator))
@@ -166,7 +167,10 @@ def train(case: str, folder: str, num_microbatches: int, *, stages: int = 1) -> 
         L.seed_everything(1, verbose=False)
         recorder = Recorder()
         if stages > 1:
-            place: dict[str, Any] = {"strategy": FxPipeStrategy(num_microbatches=num_microbatches), "devices": stages}
+            place: dict[str, Any] = {
+                "strategy": FxPipeStrategy(num_microbatches=num_microbatches, schedule=schedule),
+                "devices": stages,
+            }
         else:
             place = {"accumulate_grad_batches": num_microbatches}
         trainer = make_trainer(max_epochs=max_epochs, callbacks=[recorder], **place, **make_options())
@@ -192,8 +196,8 @@ def train(case: str, folder: str, num_microbatches: int, *, stages: int = 1) -> 
     }
 
 
-def piped(cases: list[str], folder: str, num_microbatches: int) -> list[dict[str, Any]]:
-    return [train(case, folder, num_microbatches, stages=2) for case in cases]
+def piped(cases: list[str], folder: str, num_microbatches: int, schedule: Schedule) -> list[dict[str, Any]]:
+    return [train(case, folder, num_microbatches, stages=2, schedule=schedule) for case in cases]
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -206,8 +210,8 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         )
 
 
-def check(ranks: Ranks, cases: list[str], folder: str, num_microbatches: int) -> None:
-    results = ranks(2).run(piped, cases, folder, num_microbatches, timeout_seconds=240)
+def check(ranks: Ranks, cases: list[str], folder: str, num_microbatches: int, schedule: Schedule = "auto") -> None:
+    results = ranks(2).run(piped, cases, folder, num_microbatches, schedule, timeout_seconds=240)
     for case, *found in zip(cases, *results, strict=True):
         expected = train(case, folder, num_microbatches)
         for result in found:
@@ -231,8 +235,9 @@ def test_every_precision_is_that_of_one_device(ranks: Ranks, tmp_path: Any) -> N
     check(ranks, QUICK, str(tmp_path), 1)
 
 
-def test_scaled_microbatches_are_those_of_one_device(ranks: Ranks, tmp_path: Any) -> None:
-    check(ranks, ["last layer overflows"], str(tmp_path), 4)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_scaled_microbatches_are_those_of_one_device(schedule: Schedule, ranks: Ranks, tmp_path: Any) -> None:
+    check(ranks, ["last layer overflows"], str(tmp_path), 4, schedule)
 
 
 @pytest.mark.slow
