@@ -2,7 +2,7 @@
 
     python .ci/all_tests.py [--shards N] [I ...]
 
-runs the parts named, or all, one after the other, and says at the end which have failed. Two hours on two cores.
+runs the parts named, or all, one after the other, and says at the end which have failed.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def check(ranks: Ranks, cases: list[str], folder: str, num_microbatches: int, sc
             assert found[0]["losses"] == found[1]["losses"] == expected["losses"]
 
 
-# Each kind of mechanism once; the rest at night.
+# Each kind of mechanism once; the rest are slow.
 QUICK = ["64-true", "own scaling", "scaled and clipped"]
 
 
