@@ -28,7 +28,7 @@ from lightning_fxpipe.distributed.commands import MAX_NUMBERS, Command, Commands
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import metrics_as_one_call
 from lightning_fxpipe.pytree.portable import require_picklable
-from lightning_fxpipe.pytree.sizes import plain_number
+from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.user_code.frames import user_source
 
 # Values that travel with the first message, beside whether there is more; more need a second one.
@@ -64,13 +64,23 @@ class StepLog:
         metrics: The module's metrics, by name.
 
     Attributes:
-        entries: The calls, in order.
+        values: What the calls have logged, to be read together with other numbers (``pytree.sizes.plain_numbers``).
     """
 
     def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
-        self.entries: list[LogEntry] = []
+        self.values: list[float | Tensor] = []
+        self._calls: list[LogEntry] = []
         self._metrics = metrics
         self._names = {id(metric): name for name, metric in metrics.items()}
+
+    @property
+    def entries(self) -> list[LogEntry]:
+        """The calls, in order."""
+        return self.entries_with(*plain_numbers(self.values))
+
+    def entries_with(self, numbers: Sequence[float]) -> list[LogEntry]:
+        """The calls, in order, where what they have logged has been read."""
+        return [replace(call, value=number) for call, number in zip(self._calls, numbers, strict=True)]
 
     @contextmanager
     def capture(self, module: nn.Module) -> Iterator[None]:
@@ -99,10 +109,11 @@ class StepLog:
         for option, given in options.items():  # which the other ranks must be told of
             require_picklable(given, partial(_unsendable_option, name, option, given))
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
-        self.entries.append(
+        self.values.append(0.0 if metric is not None else _check_number(name, value))
+        self._calls.append(
             LogEntry(
                 name=name,
-                value=0.0 if metric is not None else _check_number(name, value),
+                value=0.0,
                 options=tuple(options.items()),
                 num_samples=None if explicit is None else int(explicit),
                 metric=metric,
@@ -132,8 +143,8 @@ def _unsendable_option(name: str, option: str, value: Any, observed: str) -> Uns
     )
 
 
-def _check_number(name: str, value: Any) -> float:
-    """The number that is logged."""
+def _check_number(name: str, value: Any) -> float | Tensor:
+    """The number that is logged, to be read later."""
     if not isinstance(value, (Tensor, numbers.Real)) or (isinstance(value, Tensor) and value.numel() != 1):
         raise UnsupportedError(
             f"self.log({name!r}, ...) got a value that is no number.",
@@ -148,7 +159,7 @@ def _check_number(name: str, value: Any) -> float:
             expected="a value computed from the model's result, the batch and what the last stage holds",
             todo="Log it where each stage has its parameters, such as in on_before_optimizer_step.",
         )
-    return plain_number(value)
+    return held_number(value)
 
 
 @cache
@@ -218,7 +229,7 @@ def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Mo
     """
     for entry in entries:
         dtype = torch.float64 if entry.is_double else torch.get_default_dtype()
-        value: Any = torch.tensor(entry.value, dtype=dtype, device=device)
+        value: Any = torch.full((), entry.value, dtype=dtype, device=device)  # unlike torch.tensor(), it waits for no copy
         if entry.metric is not None:
             value = metrics[entry.metric]
         lightning_class(module).log(module, entry.name, value, batch_size=entry.num_samples, **dict(entry.options))

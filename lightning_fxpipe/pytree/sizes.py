@@ -7,7 +7,7 @@ ever crosses a cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,28 @@ def tensor_bytes(value: Tensor) -> int:
 def plain_number(value: Any) -> float:
     """A number, or a tensor of one element, as a float. It may require a gradient, of which torch would warn."""
     return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+def held_number(value: Any) -> float | Tensor:
+    """What :func:`plain_number` gives, to be read later: a tensor with the value that the given one has now."""
+    if not isinstance(value, Tensor) or value.is_complex() or value.layout is not torch.strided:
+        return plain_number(value)
+    return value.detach().reshape(()).to(torch.float64, copy=True)
+
+
+def plain_numbers(*groups: Sequence[float | Tensor]) -> list[list[float]]:
+    """Groups of numbers, with those for which tensors stand.
+
+    Tensors of one device are read together: for each reading the host waits until the device has done all that it was given.
+
+    Args:
+        *groups: Numbers, and what :func:`held_number` has given.
+    """
+    places: dict[torch.device, list[Tensor]] = {}
+    for value in (value for group in groups for value in group if isinstance(value, Tensor)):
+        places.setdefault(value.device, []).append(value)
+    read = {device: iter(torch.stack(tensors).tolist()) for device, tensors in places.items()}
+    return [[next(read[value.device]) if isinstance(value, Tensor) else value for value in group] for group in groups]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -184,21 +184,36 @@ class BatchPasses:
 
     # ------------------------------------------------------------------ backward
 
-    def with_parked_loss(self, step: Step, output: Any) -> Any:
-        """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients."""
+    @property
+    def losses(self) -> list[float | Tensor]:
+        """Those of the microbatches, to be read, where the batch has run forward and backward; on the last stage."""
+        return [] if self._interleaved is None else self._interleaved.losses
+
+    def with_parked_loss(self, step: Step, output: Any, value: float, losses: Sequence[float]) -> Any:
+        """What the step returned; where the batch has run forward and backward, with a loss that brings the gradients.
+
+        Args:
+            step: The step.
+            output: What it returned.
+            value: The value of the loss in it.
+            losses: :attr:`losses`, which have been read.
+
+        Raises:
+            UnsupportedError: The loss is not made of those of the microbatches.
+        """
         loss = loss_of(output)
         assert loss is not None
         if self._interleaved is None:
             return output
-        self._interleaved.check(loss, step)
+        self._interleaved.check(value, losses, loss.dtype, step)
         parked = self._park(step, loss, self._interleaved)
         return {**output, "loss": parked} if isinstance(output, dict) else parked
 
-    def logged_loss(self, step: Step) -> tuple[Tensor, list[LogEntry]]:
-        """The loss of a step that has ended with the region, which brings the gradients, and what it logs."""
+    def logged_loss(self, step: Step) -> tuple[Tensor, float, list[LogEntry]]:
+        """The loss of a step that has ended with the region, which brings the gradients; its value; and what it logs."""
         assert self._interleaved is not None
-        loss, entries = self._interleaved.logged_loss()
-        return self._park(step, loss, self._interleaved), entries
+        loss, value, entries = self._interleaved.logged_loss()
+        return self._park(step, loss, self._interleaved), value, entries
 
     def _park(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
         def install(factor: float) -> None:

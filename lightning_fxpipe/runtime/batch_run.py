@@ -26,6 +26,7 @@ from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.rng import rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
@@ -132,15 +133,17 @@ class PipelineRuntime:
         if call is not None and call.leaving.has_ended_step():
             if not self.passes.has_ended_step:
                 return BatchResult()
-            output, entries = self.passes.logged_loss(step)
-            return BatchResult(output=output, loss=float(output.detach()), entries=entries)
+            output, told, entries = self.passes.logged_loss(step)
+            return BatchResult(output=output, loss=told, entries=entries)
         if not self._topology.is_last:  # a step that skips its model skips it on every rank
             return BatchResult()
         rng = rng_since(before if call is None else call.rng_before_region)
-        loss = self._loss_value(step, output) if step.is_training else None
-        if loss is not None and call is not None:
-            output = self.passes.with_parked_loss(step, output)
-        return BatchResult(output=output, loss=loss, entries=log.entries, rng=rng)
+        loss = self._loss(step, output) if step.is_training else None
+        values, losses, logged = plain_numbers([] if loss is None else [held_number(loss)], self.passes.losses, log.values)
+        value = values[0] if values else None
+        if value is not None and call is not None:
+            output = self.passes.with_parked_loss(step, output, value, losses)
+        return BatchResult(output=output, loss=value, entries=log.entries_with(logged), rng=rng)
 
     def _count_samples(self, batch: Any) -> int:
         counted = count_samples(batch, self._num_microbatches, self._batch_dim)
@@ -212,7 +215,7 @@ class PipelineRuntime:
             ),
         )
 
-    def _loss_value(self, step: Step, output: Any) -> float | None:
+    def _loss(self, step: Step, output: Any) -> Tensor | None:
         if output is None:
             return None
         loss = loss_of(output)
@@ -231,7 +234,7 @@ class PipelineRuntime:
                 expected="a loss of the model's result, or None to skip the batch",
                 todo="Return None for batches that train nothing.",
             )
-        return float(loss.detach())
+        return loss
 
     def forget(self) -> None:
         """Gives back what is kept for later batches: receive buffers and graphs."""

@@ -40,7 +40,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     without_gradient,
 )
 from lightning_fxpipe.microbatch.rewind import Rewind
-from lightning_fxpipe.pytree.sizes import plain_number
+from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.region_in_place import region_in_place
@@ -59,29 +59,40 @@ class TailRun:
 
     Attributes:
         loss: Its loss; None where it returns none.
-        entries: What it logs.
+        value: The value of its loss, to be read later.
+        log: What it logs.
         num_samples: How many it ran for.
         does_more: Whether it does anything else.
     """
 
     loss: Tensor | None
-    entries: tuple[LogEntry, ...]
+    value: float | Tensor
+    log: StepLog
     num_samples: int
     does_more: bool
 
-    def logged_losses(self) -> tuple[LogEntry, ...] | None:
-        """What it logs, without the loss, where that is all it does; else None."""
-        if self.does_more or self.loss is None:
-            return None
-        value = plain_number(self.loss)
-        if not all(self._is_of_loss(entry, value) for entry in self.entries):
+    def logged_losses(self, value: float, logged: Sequence[float]) -> tuple[LogEntry, ...] | None:
+        """What it logs, without the loss, where that is all it does; else None.
+
+        Args:
+            value: The value of its loss.
+            logged: What it has logged.
+        """
+        entries = self.log.entries_with(logged)
+        if self.does_more or self.loss is None or not all(self._is_of_loss(entry, value) for entry in entries):
             return None
         # What is left is the same for each part of a batch, and for the whole.
-        return tuple(replace(e, value=0.0, num_samples=None if e.num_samples is None else 0) for e in self.entries)
+        return tuple(replace(e, value=0.0, num_samples=None if e.num_samples is None else 0) for e in entries)
 
     def _is_of_loss(self, entry: LogEntry, value: float) -> bool:
         is_loss = entry.metric is None and (entry.value == value or entry.value != entry.value and value != value)
         return is_loss and entry.num_samples in (None, self.num_samples)
+
+
+def _read(runs: Sequence[TailRun]) -> list[tuple[float, tuple[LogEntry, ...] | None]]:
+    """Of each run the value of its loss, and what :meth:`TailRun.logged_losses` gives."""
+    values, *logged = plain_numbers([run.value for run in runs], *(run.log.values for run in runs))
+    return [(value, run.logged_losses(value, own)) for run, value, own in zip(runs, values, logged, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,10 +178,9 @@ class StepTail:
             parts = [self.run(number, self._cut(joined, number)) for number in range(len(self.sizes))]
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
-        values = [float("nan") if part.loss is None else float(part.loss) for part in parts]
-        found = compare(float(whole.loss), values, self.sizes, options, weights, whole.loss.dtype)
-        logged = whole.logged_losses()
-        only_logs = logged is not None and all(part.logged_losses() == logged for part in parts)
+        (value, logged), *of_parts = _read([whole, *parts])
+        found = compare(value, [loss for loss, _ in of_parts], self.sizes, options, weights, whole.loss.dtype)
+        only_logs = logged is not None and all(own == logged for _, own in of_parts)
         return replace(found, only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function))
 
     def _cut(self, joined: Sequence[Tensor], number: int) -> list[Tensor]:
@@ -242,7 +252,8 @@ class StepTail:
         gives_more = isinstance(result, dict) and len(result) > 1
         return TailRun(
             loss=loss,
-            entries=tuple(log.entries),
+            value=float("nan") if loss is None else held_number(loss),
+            log=log,
             num_samples=samples[1],
             does_more=draws or gives_more or again.has_changed_any or again.has_spoken,
         )
@@ -281,9 +292,8 @@ class InterleavedPass:
         self._run = StageRun(self.setup, self.values, self.random_key)
         self._runs: UndoneRuns | None = None
         self._results = self.setup.joining()
-        self._losses: dict[int, float] = {}
-        self._logged: tuple[LogEntry, ...] | None = ()  # by each of them, where that is all it does
-        self._loss: Tensor | None = None  # one of them
+        self._done: dict[int, TailRun] = {}  # on the last stage, by number of the microbatch
+        self._has_assigned = False
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def run(self) -> tuple[Tensor, ...] | None:
@@ -313,14 +323,29 @@ class InterleavedPass:
             return
         with self.tail.undone_runs() as self._runs:
             yield
-        if self._runs.has_assigned:
-            self._logged = None
+        self._has_assigned = self._runs.has_assigned
         self._runs = None
+
+    @cached_property
+    def _read(self) -> tuple[list[float], tuple[LogEntry, ...] | None]:
+        """The losses, and what the step logs where it does no more than to log them; else None."""
+        values, logged = zip(*_read(self._in_order()), strict=True)
+        is_all = not self._has_assigned and all(own == logged[0] for own in logged)
+        return list(values), logged[0] if is_all else None
+
+    def _in_order(self) -> list[TailRun]:
+        return [self._done[number] for number in sorted(self._done)]
+
+    @property
+    def losses(self) -> list[float | Tensor]:
+        """Those of the microbatches, to be read together with what else there is to read; on the last stage, after a run."""
+        known = vars(self).get("_read")
+        return [run.value for run in self._in_order()] if known is None else known[0]
 
     @property
     def does_more(self) -> bool:
-        """Whether a microbatch has shown that the step does more than to log its loss, after a run."""
-        return self._logged is None
+        """Whether a microbatch has shown that the step does more than to log its loss; on the last stage, after a run."""
+        return self._read[1] is None
 
     def _one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         outputs, _ = self._run.compute(leg, index, received, state=None, training=True)
@@ -334,12 +359,8 @@ class InterleavedPass:
         trained = [output for output in outputs if output.requires_grad]
         ends = [get_gradient_edge(output) for output in trained]
         done = self.tail.run(number, outputs, self._runs)
-        loss, logged = done.loss, done.logged_losses()
-        self._logged = logged if not self._losses or logged == self._logged else None
-        self._losses[number], weight = float("nan"), self.weights[number]
-        if loss is not None:
-            self._loss = loss.detach()
-            self._losses[number] = float(self._loss)
+        loss, weight = done.loss, self.weights[number]
+        self._done[number] = done if loss is None else replace(done, loss=loss.detach())
         if loss is None or not weight:
             return without_gradient(trained, self.setup.device)
         weighted = loss.reshape(()) * (weight * self.scale)
@@ -347,20 +368,17 @@ class InterleavedPass:
         unused = [output for output, is_used in zip(trained, reaches(loss, ends), strict=True) if not is_used]
         return weighted + without_gradient(unused, self.setup.device) if unused or not trained else weighted
 
-    def logged_loss(self) -> tuple[Tensor, list[LogEntry]]:
-        """The batch's loss by its microbatches, and what the step logs, where it is the only thing that the step does."""
-        assert self._loss is not None
-        assert self._logged is not None
-        loss = torch.full_like(self._loss, self._total())
+    def logged_loss(self) -> tuple[Tensor, float, list[LogEntry]]:
+        """The batch's loss by its microbatches, its value, and what the step logs, where that is all that the step does."""
+        losses, logged = self._read
+        last = self._in_order()[-1].loss
+        assert last is not None
+        assert logged is not None
+        total = weighted_sum(losses, self.weights)
+        value = float(torch.full((), total, dtype=last.dtype, device="cpu"))  # rounded as the loss is
         num_samples = sum(self.tail.sizes) if self.tail is not None else 0
-        entries = [
-            replace(entry, value=plain_number(loss), num_samples=None if entry.num_samples is None else num_samples)
-            for entry in self._logged
-        ]
-        return loss, entries
-
-    def _total(self) -> float:
-        return weighted_sum([self._losses[number] for number in sorted(self._losses)], self.weights)
+        entries = [replace(e, value=value, num_samples=None if e.num_samples is None else num_samples) for e in logged]
+        return torch.full_like(last, total), value, entries
 
     def install(self, factor: float) -> None:
         """Adds the parked gradients to ``.grad``, as a backward pass does.
@@ -374,15 +392,21 @@ class InterleavedPass:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._gradients = []
 
-    def check(self, whole: Tensor, step: Step) -> None:
+    def check(self, value: float, losses: Sequence[float], dtype: torch.dtype, step: Step) -> None:
         """Compares the whole batch's loss with that of its microbatches. Called on the last stage.
+
+        Args:
+            value: The whole batch's loss.
+            losses: Those of the microbatches.
+            dtype: Type of the losses.
+            step: The step.
 
         Raises:
             UnsupportedError: They differ.
         """
-        value, total, losses = float(whole.detach()), self._total(), self._losses.values()
+        total = weighted_sum(losses, self.weights)
         scale = max(abs(value), abs(total), max(map(abs, losses), default=0.0), 1e-6)
-        if abs(total - value) <= tolerance(whole.dtype) * scale or (total != total and value != value):
+        if abs(total - value) <= tolerance(dtype) * scale or (total != total and value != value):
             return
         raise UnsupportedError(
             "The loss of this batch is not that of its microbatches, as it was on the first batch.",

@@ -46,6 +46,19 @@ def test_an_explicit_batch_size_is_the_weight() -> None:
     assert only("a", 0.25, batch_size=40) == LogEntry(name="a", value=0.25, options=(), num_samples=40)
 
 
+def test_the_value_is_that_of_the_call_also_where_the_step_goes_on_with_the_tensor_in_place() -> None:
+    """It is read when the step is over, with all others."""
+
+    def step(module: L.LightningModule) -> None:
+        loss = torch.tensor(6.0)
+        module.log("a", loss)
+        loss /= 2
+        module.log("b", loss)
+        loss.zero_()
+
+    assert [entry.value for entry in collect(step)] == [6.0, 3.0]
+
+
 @pytest.mark.parametrize("rule", ["mean", "AVG", torch.sum, min, "median", torch.prod])
 def test_reduce_fx_is_an_option_that_lightning_judges(rule: Any) -> None:
     """There is one value for a batch; what becomes of several batches' is Lightning's affair."""

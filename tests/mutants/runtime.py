@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         _TURNS,
-        "        if abs(total - value) <= tolerance(whole.dtype) * scale or ",
+        "        if abs(total - value) <= tolerance(dtype) * scale or ",
         "        if True or ",
         ("runtime/test_one_f_one_b.py::test_a_batch_with_another_loss_than_that_of_its_microbatches_is_refused",),
         "a batch whose loss is not that of its microbatches trains all the same",

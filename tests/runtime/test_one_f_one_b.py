@@ -20,7 +20,7 @@ STEP = Step(kind=StepKind.TRAIN, function=lambda: None, rest=(), context=nullcon
 
 def one(*losses: float, parameters: list[nn.Parameter] | None = None) -> InterleavedPass:
     """After a run of as many microbatches, in a mean."""
-    made = InterleavedPass(
+    return InterleavedPass(
         setup=setup_of(Gives(torch.sin), 4, 2, spec(4, 3)),
         values=[],
         random_key=(0,),
@@ -31,13 +31,11 @@ def one(*losses: float, parameters: list[nn.Parameter] | None = None) -> Interle
         keeps_results=False,
         undoes_together=False,
     )
-    made._losses = dict(enumerate(losses))
-    return made
 
 
 @pytest.mark.parametrize(("losses", "whole"), [((1.0, 3.0), 2.0), ((1.0, 3.0), 2.0 + 1e-6), ((math.nan, 1.0), math.nan)])
 def test_a_batch_with_the_loss_of_its_microbatches_passes(losses: tuple[float, ...], whole: float) -> None:
-    one(*losses).check(torch.tensor(whole), STEP)
+    one(*losses).check(whole, losses, torch.float32, STEP)
 
 
 OTHER = [((1.0, 3.0), 3.0), ((1.0, 3.0), 4.0), ((1.0, 3.0), math.nan), ((math.nan, 1.0), 2.0)]
@@ -47,7 +45,7 @@ OTHER = [((1.0, 3.0), 3.0), ((1.0, 3.0), 4.0), ((1.0, 3.0), math.nan), ((math.na
 def test_a_batch_with_another_loss_than_that_of_its_microbatches_is_refused(losses: tuple[float, ...], whole: float) -> None:
     """Its gradients are those of another loss than the one that is logged."""
     with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
-        one(*losses).check(torch.tensor(whole), STEP)
+        one(*losses).check(whole, losses, torch.float32, STEP)
 
 
 def test_parked_gradients_are_added_to_those_of_batches_before_once() -> None:
