@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -61,7 +62,7 @@ class Recorder(L.Callback):
         )
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]) if outputs else math.nan)  # a step may skip its batch
 
 
 def make_loader(name: str, *, num_samples: int = 71, batch_size: int = 16, shuffle: bool = False) -> DataLoader[Any]:

@@ -415,6 +415,18 @@ def batch_counter(trainer: Trainer, kind: str) -> int:
     return int(trainer.global_step)
 
 
+def zeroes_gradients(trainer: Trainer) -> bool:
+    """Whether Lightning sets the gradients to zero between the training step that runs and its backward pass.
+
+    It does where the batch is the first of those that are accumulated. What says so is in a closure. Lightning 2.6.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    optimizes = loop.automatic_optimization
+    are_lightnings = all(type(each).__module__.split(".")[0] in LIGHTNING for each in (trainer.fit_loop, loop, optimizes))
+    is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return is_first and are_lightnings and trainer.lightning_module.automatic_optimization and not optimizes._skip_backward
+
+
 def averaged_modules(trainer: Trainer) -> list[nn.Module]:
     """The copies of the module that ``WeightAveraging`` callbacks keep; they have no public name. Lightning 2.6."""
     from lightning.pytorch.callbacks import WeightAveraging

@@ -62,6 +62,9 @@ PAD_PACKED: Callable[..., Any] = torch._VF._pad_packed_sequence
 # The attributes in which recurrent layers keep a second list of their weights. torch 2.11-2.15.
 RECURRENT_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 
+# The attributes in which ``nn.Module`` lists the user hooks around its forward. torch 2.11-2.15.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 _META = torch.device("meta")
@@ -380,10 +383,13 @@ def tensors_moved_along(root: nn.Module) -> list[Tensor]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether user hooks run around the module's forward. ``nn.Module`` lists them in private dicts only. torch 2.11-2.15."""
-    return any(
-        getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )
+    """Whether user hooks run around the module's forward."""
+    return any(getattr(module, name) for name in _HOOKS)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The user hooks that run around the module's forward."""
+    return [hook for name in _HOOKS for hook in getattr(module, name).values()]
 
 
 def is_saved_buffer(module: nn.Module, name: str) -> bool:

@@ -84,6 +84,14 @@ def changes_batches(trainer: Trainer, module: LightningModule) -> bool:
     return any(is_overridden(name, owner, kind) for owner, kind in owners for name in _BATCH_HOOKS)
 
 
+def zero_gradients(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether a hook sets gradients to zero in place of Lightning, or sees them before that."""
+    names = ("on_before_zero_grad", "optimizer_zero_grad")
+    return any(is_overridden(name, module, of_root(LightningModule, module)) for name in names) or any(
+        is_overridden("on_before_zero_grad", callback, of_root(Callback, callback)) for callback in callbacks(trainer)
+    )
+
+
 def readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:
     """The hooks that look at their argument with such a name, or may do so."""
     return frozenset(name for owner, name in hooks if _reads(getattr(owner, name), name, argument))

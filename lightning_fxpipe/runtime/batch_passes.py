@@ -75,6 +75,8 @@ class BatchPasses:
             :attr:`has_ended_step`.
         """
         self._commands.expect()
+        for parameter in step.outdated:
+            parameter.grad = None
         if self._must_look(step, setup, trace) and not self._look(setup, values, step, trace, tail):
             return False, None
         if self.may_interleave(step) and self._interleaving.is_on and setup.can_be_interleaved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.hooks.hook_code import is_own
+from lightning_fxpipe.hooks.old_gradients import OldGradients
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.hooks.whole_model import WholeModel
 from lightning_fxpipe.metrics.metric_calls import held_metrics
@@ -135,6 +137,7 @@ class Session:
         self._jointly_evaluated: set[StepKind] = set()
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
+        self._old_gradients: OldGradients | None = None
 
     def begin_with(self, kind: StepKind, planned: Planned) -> None:
         """Makes this rank's stage of the graph that the plan was made of. Called by every rank, before the first run.
@@ -156,6 +159,7 @@ class Session:
             # The whole pipeline is the device that works on a batch.
             throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_stages
         self.hooks.install(trainer)
+        self._old_gradients = None
         if self._topology.num_stages > 1:
             self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
         self._sparing.watch(
@@ -202,7 +206,9 @@ class Session:
             output = self._joint.run(step, batch)
             check_same_parameters(self.module, names, memory=False)
             return output
-        loss, output = self._run(step, batch)
+        if self._old_gradients is None:
+            self._old_gradients = OldGradients(self.module.trainer, self.module)
+        loss, output = self._run(replace(step, outdated=self._old_gradients.parameters()), batch)
         check_same_parameters(self.module, names, memory=False)
         if loss is None:
             self._runtime.passes.end_batch()

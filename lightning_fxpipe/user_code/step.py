@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class StepKind(Enum):
@@ -36,6 +36,7 @@ class Step:
         context: Makes the precision plugin's context for it.
         random_key: Identifies the batch within the run, for the stages' random numbers.
         scale: By which the loss is probably multiplied before its backward pass.
+        outdated: Parameters whose gradients nobody looks at any more once the step has come to the model.
     """
 
     kind: StepKind
@@ -44,6 +45,7 @@ class Step:
     context: Callable[[], AbstractContextManager[Any]]
     random_key: tuple[int | str, ...]
     scale: float = 1.0
+    outdated: Sequence[nn.Parameter] = ()
 
     @property
     def is_training(self) -> bool:

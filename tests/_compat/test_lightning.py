@@ -240,6 +240,42 @@ def test_batch_counter_continues_after_a_checkpoint(tmp_path: Path) -> None:
     assert second.found == whole.found[3:]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_are_zeroed_between_a_step_and_its_backward_pass_where_it_is_said(count: int) -> None:
+    class Says(Counted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.events: list[Any] = []
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.events.append(_compat_lightning.zeroes_gradients(self.trainer))
+            return super().training_step(batch, batch_idx)
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.events.append("zeroes")
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.events.append("backward")
+
+    module = Says()
+    make_trainer(max_epochs=2, accumulate_grad_batches=count).fit(module, loader())
+    first, other = [True, "zeroes", "backward"], [False, "backward"]
+    assert module.events == {1: 6 * first, 2: 2 * (first + other + first)}[count]
+
+
+def test_gradients_are_not_zeroed_in_manual_optimization() -> None:
+    class Manual(Counted):
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            assert not _compat_lightning.zeroes_gradients(self.trainer)
+            super().training_step(batch, batch_idx)
+
+    module = Manual()
+    make_trainer(max_epochs=1).fit(module, loader())
+    assert len(module.seen) == 3
+
+
 def test_a_run_that_is_to_stop_ends_with_its_batch() -> None:
     class Stops(L.Callback):
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:

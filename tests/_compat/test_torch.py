@@ -320,6 +320,7 @@ def test_has_hooks_sees_each_kind(register: Callable[[nn.Module], Any]) -> None:
     assert not _compat.has_hooks(module)
     handle = register(module)
     assert _compat.has_hooks(module)
+    assert len(_compat.hooks_of(module)) == 1
     handle.remove()
     assert not _compat.has_hooks(module)
 

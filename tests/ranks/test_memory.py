@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeStrategy
 from tests.lit import make_trainer
+from tests.livebytes import LiveBytes, without_garbage
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net
 
@@ -57,12 +60,8 @@ def count(counts: Any, schedule: Any) -> list[int]:
     torch.manual_seed(1)
     strategy = FxPipeStrategy(num_microbatches=4, schedule=schedule)
     trainer = make_trainer(max_epochs=2, limit_val_batches=0, strategy=strategy, devices=2, callbacks=[counts])
-    gc.collect()
-    gc.disable()
-    try:
+    with without_garbage():
         trainer.fit(Wide())
-    finally:
-        gc.enable()
     return counts.found
 
 
@@ -81,3 +80,56 @@ def test_results_of_microbatches_are_not_kept(ranks: Ranks) -> None:
     The batch's are the step's own, and gone when it has made a loss of them."""
     found, _ = ranks(2).run(count, Results(), "gpipe")  # rank 0 has the last stage
     assert found[1:5] == [0] * 4, found  # after the first batch, which is looked at more closely
+
+
+# ------------------------------------------------------------------ the peak of a step
+
+
+@contextmanager
+def measured_batches() -> Iterator[list[tuple[int, int]]]:
+    """For each training batch in the block, the bytes of tensors when it begins, and the most while it runs."""
+    found: list[tuple[int, int]] = []
+    run = _AutomaticOptimization.run
+
+    def measured(self: Any, *args: Any) -> Any:
+        live = LiveBytes()
+        start = live.now
+        with live:
+            result = run(self, *args)
+        found.append((start, live.peak))
+        return result
+
+    _AutomaticOptimization.run = measured  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        _AutomaticOptimization.run = run  # type: ignore[method-assign]
+
+
+class Square(Wide):
+    """Weights that take much more than what is computed with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(12, 128), *(nn.Linear(128, 128) for _ in range(6)))
+        self.head = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)), nn.Linear(128, NUM_CLASSES))
+
+
+def peaks(kind: type[L.LightningModule], schedule: Any, **options: Any) -> tuple[list[tuple[int, int]], int]:
+    """Runs on every rank: the bytes for each batch, and those of the rank's parameters."""
+    torch.manual_seed(1)
+    strategy = FxPipeStrategy(num_microbatches=4, schedule=schedule, gather_after_run=False)
+    trainer = make_trainer(max_epochs=1, limit_val_batches=0, strategy=strategy, devices=2, **options)
+    with without_garbage(), measured_batches() as found:
+        module = kind()
+        trainer.fit(module)
+    return found, sum(p.numel() * p.element_size() for p in module.parameters() if not p.is_meta)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_are_there_once(ranks: Ranks, schedule: str) -> None:
+    """Lightning sets those of the batch before to zero when the step has run; with 1F1B the new ones were there by then."""
+    for found, num_bytes in ranks(2).run(peaks, Square, schedule):
+        assert len(found) == 6
+        for start, peak in found[1:]:
+            assert peak - start < num_bytes / 2, (start, peak, num_bytes)  # a microbatch's own, of one layer after the other
