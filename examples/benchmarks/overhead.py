@@ -1,11 +1,17 @@
-"""What ``Trainer(strategy="fxpipe")`` spends in a step besides the schedule, by part.
+"""What ``Trainer(strategy="fxpipe")`` spends in a step besides the pipeline itself, by part.
 
-    python examples/benchmarks/overhead.py                    # a compute-bound GPT, two processes
-    python examples/benchmarks/overhead.py --logged 20 --output overhead.json
+    python examples/benchmarks/overhead.py                              # a tiny GPT, three stages
+    python examples/benchmarks/overhead.py --size all --brief           # five sizes, a line for each rank
+    python examples/benchmarks/overhead.py --size modules5000 --microbatches 16 --output overhead.json
 
-Each rank's main thread keeps the time that it works, not the time that it waits (``time.thread_time``), so other programs on
-the machine change little. The time of a step is divided among the parts below; a part's time is without that of parts inside.
-What the strategy adds is compared with the whole step.
+A step's time is divided among parts, and a part's time is without that of parts inside. Each rank's main thread keeps the time
+that it works (``time.thread_time``), which other programs change little, and the time that it waits besides. What one device or
+a pipeline written by hand would need, too, is not the strategy's: what the stages and the user's step take by themselves,
+autograd's backward pass, torch's schedule, the optimizer's kernel, Lightning's loops and the user's own loader. Everything else
+is: what it adds to the step and the stages while they run, votes, waiting outside of the schedule, the loader's wrapper, its share
+of the optimizer step. Means over 100 steps, those with more checks among them.
+
+Each size runs with M and with 2M microbatches of the same size; from the difference comes what a microbatch costs.
 """
 
 from __future__ import annotations
@@ -21,28 +27,141 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step_time import Work, loss_of, make_batches, make_model, make_optimizer, make_trainer
 
-# Where the time goes that one device would need, too, and the schedule's; everything else is the strategy's.
-NOT_OURS = ("stages", "user's step", "schedule and backward", "Lightning and optimizer")
+# Where the time goes that one device or a pipeline written by hand would need, too.
+NOT_OURS = ("stages", "user's step", "backward", "torch's schedule", "optimizer", "Lightning and the loader")
+AROUND = {"stages": "around the stages' code", "user's step": "around the user's step"}
+WIDTH = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is measured.
+
+    Attributes:
+        size: Name of a model in ``MODELS``.
+        microbatches: Of a batch.
+        rows: Samples in a microbatch.
+        stages: Of the pipeline.
+        schedule: Its schedule.
+        logged: Values that the step logs.
+        warmup_steps: Steps that are not measured.
+        steps: Steps that are.
+    """
+
+    size: str = "tiny"
+    microbatches: int = 8
+    rows: int = 2
+    stages: int = 3
+    schedule: str = "1f1b"
+    logged: int = 1
+    warmup_steps: int = 4
+    steps: int = 100
+
+
+# --------------------------------------------------------------------------- the models
+
+
+def tiny_gpt() -> Any:
+    import step_time
+
+    return step_time.make_model(step_time.Work(dim=WIDTH, num_layers=4, num_heads=4, context=WIDTH))
+
+
+def mlp(num_layers: int, *, around: int = 0) -> Any:
+    """Layers in a row, each with some modules that do nothing around it."""
+    from torch import nn
+
+    def layer() -> Any:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), *(nn.Identity() for _ in range(around)))
+
+    return nn.Sequential(*(layer() for _ in range(num_layers)))
+
+
+def many_parameters(num_layers: int, num_each: int) -> Any:
+    """Layers with many small parameters each."""
+    import torch
+    from torch import nn
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(torch.ones(WIDTH) for _ in range(num_each))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.stack(list(self.scales)).mean(0)
+
+    return nn.Sequential(*(Scaled() for _ in range(num_layers)))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "tiny": tiny_gpt,
+    "layers200": lambda: mlp(200),
+    "modules1000": lambda: mlp(100, around=7),
+    "modules5000": lambda: mlp(100, around=47),
+    "parameters10000": lambda: many_parameters(100, 100),
+}
+
+
+def make_batches(work: Work) -> Any:
+    """(samples, ...): noisy sequences for the GPT, rows of numbers for the others."""
+    import step_time
+    import torch
+
+    rows = work.rows * work.microbatches
+    if work.size == "tiny":
+        sizes = step_time.Work(context=WIDTH, batch_size=rows, warmup_steps=work.warmup_steps, steps=work.steps)
+        return step_time.make_batches(sizes).flatten(0, 1)
+    return torch.randn((work.warmup_steps + work.steps) * rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    """A batch's inputs and targets."""
+    return (batch[:, :-1], batch[:, 1:]) if not batch.is_floating_point() else (batch, batch)
+
+
+def loss_of(output: Any, targets: Any) -> Any:
+    import torch.nn.functional as F
+
+    if targets.is_floating_point():
+        return F.mse_loss(output, targets)
+    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+# --------------------------------------------------------------------------- the clock
+
+
+@dataclass
+class Spent:
+    """Seconds that a thread has worked, and those that it has waited besides."""
+
+    worked: float = 0.0
+    waited: float = 0.0
 
 
 class Parts:
-    """Divides this thread's working time among parts."""
+    """Divides this thread's time among parts."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.after_steps: list[dict[str, float]] = []
-        self._stack = ["Lightning and optimizer"]
-        self._since = time.thread_time()
+        self.spent: dict[str, Spent] = defaultdict(Spent)
+        self.counts: dict[str, int] = defaultdict(int)
+        self.alone: dict[str, Callable[[], float]] = {}  # seconds that one run of a part takes by itself, measured afterwards
+        self._stack = ["Lightning and the loader"]
+        self._since = time.thread_time(), time.perf_counter()
+
+    def begin(self) -> None:
+        """From here on it counts."""
+        self._charge()
+        self.spent.clear()
+        self.counts.clear()
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -54,6 +173,7 @@ class Parts:
 
     def _enter(self, name: str) -> None:
         self._charge()
+        self.counts[name] += 1
         self._stack.append(name)
 
     def _leave(self) -> None:
@@ -61,49 +181,70 @@ class Parts:
         self._stack.pop()
 
     def _charge(self) -> None:
-        now = time.thread_time()
-        self.seconds[self._stack[-1]] += now - self._since
+        now = time.thread_time(), time.perf_counter()
+        worked, passed = (new - old for new, old in zip(now, self._since, strict=True))
+        spent = self.spent[self._stack[-1]]
+        spent.worked += worked
+        spent.waited += max(0.0, passed - worked)
         self._since = now
 
-    def end_step(self) -> None:
-        self._charge()
-        self.after_steps.append(dict(self.seconds))
+    def wrap(self, part: str, owner: Any, *names: str) -> None:
+        """Charges calls of the owner's functions to a part."""
+        for name in names:
+            function = getattr(owner, name)
 
-    # ------------------------------------------------------------------ what is measured
+            @functools.wraps(function)
+            def timed(*args: Any, function: Callable[..., Any] = function, **kwargs: Any) -> Any:
+                with self.part(part):
+                    return function(*args, **kwargs)
 
-    def wrap(self, part: str, owner: Any, name: str) -> None:
-        """Charges calls of ``owner.name`` to a part."""
-        function = getattr(owner, name)
+            setattr(owner, name, timed)
 
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.part(part):
-                return function(*args, **kwargs)
+    def wrap_context(self, part: str, owner: Any, *names: str) -> None:
+        """Charges entering and leaving the context managers that they make to a part; the block is not part of it."""
+        for name in names:
+            make = getattr(owner, name)
 
-        setattr(owner, name, timed)
-
-    def wrap_context(self, part: str, owner: Any, name: str) -> None:
-        """Charges entering and leaving the context manager that ``owner.name`` makes to a part; the block is not part of it."""
-        make = getattr(owner, name)
-
-        @contextmanager
-        def timed(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            self._enter(part)
-            try:
-                with make(*args, **kwargs) as value:
+            @contextmanager
+            def timed(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Iterator[Any]:
+                self._enter(part)
+                try:
+                    with make(*args, **kwargs) as value:
+                        self._leave()
+                        try:
+                            yield value
+                        finally:
+                            self._enter(part)
+                finally:
                     self._leave()
-                    try:
-                        yield value
-                    finally:
-                        self._enter(part)
-            finally:
-                self._leave()
 
-        setattr(owner, name, timed)
+            setattr(owner, name, timed)
+
+    def per_step(self, num_steps: int) -> dict[str, tuple[float, float]]:
+        """Seconds worked and waited in each part, a step; what runs around the user's code is a part of its own."""
+        found = {name: (spent.worked / num_steps, spent.waited / num_steps) for name, spent in self.spent.items()}
+        for name, alone in self.alone.items():
+            worked, waited = found.get(name, (0.0, 0.0))
+            plain = min(worked, alone() * self.counts[name] / num_steps)
+            found |= {name: (plain, waited), AROUND[name]: (worked - plain, 0.0)}
+        return found
 
 
 # Here the strategy does not find it: what a step reaches of its own is the step's, and every rank gets the last stage's.
 PARTS: ContextVar[Parts] = ContextVar("parts")
+
+
+def median_seconds(run: Callable[[], Any], times: int = 50) -> float:
+    """What a call takes by itself."""
+    spent = []
+    for _ in range(times):
+        start = time.thread_time()
+        run()
+        spent.append(time.thread_time() - start)
+    return statistics.median(spent)
+
+
+# --------------------------------------------------------------------------- what is charged to what
 
 
 def instrument(parts: Parts) -> None:
@@ -114,63 +255,74 @@ def instrument(parts: Parts) -> None:
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
     from lightning_fxpipe.microbatch.rewind import Rewind
-    from lightning_fxpipe.runtime import batch_result, batch_run, one_f_one_b, region_pass, region_run
+    from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
     from lightning_fxpipe.runtime.attributes import StepAttributes
     from lightning_fxpipe.schedules.pipelining import Pipeline
     from lightning_fxpipe.strategy import session
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
 
-    for name in ("training_step", "backward", "optimizer_step"):
-        parts.wrap("strategy hooks", FxPipeStrategy, name)
-    parts.wrap_context("user hooks see the whole model", Hooks, "running")
-    parts.wrap_context("user hooks see the whole model", Hooks, "suspend")
+    parts.wrap("strategy's hooks", FxPipeStrategy, "training_step", "backward", "optimizer_step", "batch_to_device", "reduce")
+    parts.wrap_context("user hooks see the whole model", Hooks, "running", "suspend", "around_optimizers")
+    parts.wrap("votes on hooks", Hooks, "_vote")
     parts.wrap("split the batch", batch_run, "count_samples")
+    parts.wrap("split the batch", region_run, "split_batch")
     parts.wrap("find trace and schedule", batch_run.BatchTraces, "find")
     parts.wrap("find trace and schedule", batch_run.PassSetups, "get")
     parts.wrap("random numbers", region_pass, "seed_generators")
-    for module in (batch_result, batch_run, region_run):
-        parts.wrap("random numbers", module, "rng_state")
-    for name in ("rewind", "have_drawn"):
-        parts.wrap("random numbers", Rewind, name)
+    parts.wrap_context("random numbers", region_pass, "isolated_rng")
+    parts.wrap_context("random numbers", one_f_one_b, "isolated_rng")
+    parts.wrap("random numbers", Rewind, "rewind", "have_drawn", "is_at")
     parts.wrap_context("logging", StepLog, "capture")
     parts.wrap("logging", StepLog, "_add")
     parts.wrap("logging", session, "replay")
     parts.wrap("share with the other ranks", ResultChannel, "share")
-    for name in ("tell", "hears_of", "hear"):
-        parts.wrap("share with the other ranks", Commands, name)
-    for name in ("__init__", "begin_region", "changes"):
-        parts.wrap("attributes of the module", StepAttributes, name)
-    for name in ("parameters_by_name", "check_same_parameters"):
-        parts.wrap("parameters of the module", session, name)
+    parts.wrap("share with the other ranks", Commands, "tell", "hears_of", "hear")
+    parts.wrap("attributes of the module", StepAttributes, "__init__", "begin_region", "changes")
+    parts.wrap("parameters of the module", session, "parameters_by_name", "check_same_parameters")
     parts.wrap("metrics of the module", session, "held_metrics")
-    for name in ("__init__", "changes"):
-        parts.wrap("metrics of the module", session.MetricStates, name)
-    for name in ("_forward_one", "_backward_one"):
-        parts.wrap("around the microbatches", region_pass.RegionPass, name)
+    parts.wrap("metrics of the module", session.MetricStates, "__init__", "changes")
+    parts.wrap("around the microbatches", region_pass.RegionPass, "_forward_one", "_backward_one")
     parts.wrap("around the microbatches", one_f_one_b.InterleavedPass, "_one")
+    parts.wrap("gradients put in place", one_f_one_b.InterleavedPass, "install")
     parts.wrap("step of each microbatch, undone", one_f_one_b.StepTail, "run")
-    parts.wrap("Lightning and optimizer", torch.optim.Optimizer, "zero_grad")
-    parts.wrap("Lightning and optimizer", torch.optim.AdamW, "step")
-    parts.wrap("schedule and backward", Pipeline, "step")
-    parts.wrap("schedule and backward", torch.autograd, "backward")
     parts.wrap("whole batch", batch_run.PipelineRuntime, "run")
-    compute = region_pass.StageRun.compute
+    parts.wrap("torch's schedule", Pipeline, "step")
+    parts.wrap("backward", torch.autograd, "backward")
+    parts.wrap("optimizer", torch.optim.AdamW, "step")
+    parts.wrap("optimizer", torch.optim.Optimizer, "zero_grad")
+    time_stages(parts, region_pass.StageRun)
+
+
+def time_stages(parts: Parts, runs: Any) -> None:
+    """Charges the stages' code, and keeps what it was called with, to run it by itself afterwards."""
+    import torch
+
+    compute = runs.compute
 
     def timed_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.setup.stage.module
         if not hasattr(module, "timed"):
-            module.timed = True
-            parts.wrap("stages", module, "forward")
+            module.timed, forward = True, module.forward
+
+            def timed(*inputs: Any) -> Any:
+                if "stages" not in parts.alone:
+                    kept = [t.detach().clone().requires_grad_(t.requires_grad) if torch.is_tensor(t) else t for t in inputs]
+                    parts.alone["stages"] = lambda: median_seconds(lambda: forward(*kept))
+                with parts.part("stages"):
+                    return forward(*inputs)
+
+            module.forward = timed
         return compute(self, *args, **kwargs)
 
-    region_pass.StageRun.compute = timed_compute  # type: ignore[method-assign]
+    runs.compute = timed_compute
 
 
 # --------------------------------------------------------------------------- in the ranks
 
 
-def run_worker(work: Work, logged: int, output: Path) -> None:
+def run_worker(work: Work, output: Path) -> None:
     import lightning as L
+    import step_time
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -179,58 +331,79 @@ def run_worker(work: Work, logged: int, output: Path) -> None:
     instrument(parts)
     PARTS.set(parts)
 
-    class LitGPT(L.LightningModule):
+    class Lit(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = make_model(work)
+            self.model = MODELS[work.size]()
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with PARTS.get().part("user's step"):
-                (ids,) = batch
-                loss = loss_of(self.model(ids[:, :-1]), ids[:, 1:])
-                for index in range(logged):
+                inputs, targets = split(batch[0])
+                loss = loss_of(self.model(inputs), targets)
+                for index in range(work.logged):
                     self.log(f"loss_{index}", loss, on_step=True, on_epoch=True)
                 return loss
 
         def configure_optimizers(self) -> Any:
-            return make_optimizer(self.parameters())
+            return step_time.make_optimizer(self.parameters())
 
-    class Snapshots(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            PARTS.get().end_step()
+    class Begin(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == work.warmup_steps:
+                PARTS.get().begin()
 
-    trainer = make_trainer(work, Snapshots())
-    batches = make_batches(work)
-    trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
-    measured = parts.after_steps[work.warmup_steps - 1 :]
-    steps = [{name: b[name] - a.get(name, 0.0) for name in b} for a, b in zip(measured, measured[1:], strict=False)]
-    output.write_text(json.dumps(steps))
+    samples = make_batches(work)
+    trained = step_time.Work(microbatches=work.microbatches, stages=work.stages, schedule=work.schedule)
+    trainer = step_time.make_trainer(trained, Begin())
+    parts.alone["user's step"] = functools.partial(step_alone, samples[: work.rows])
+    trainer.fit(Lit(), DataLoader(TensorDataset(samples), batch_size=work.rows * work.microbatches))
+    output.write_text(json.dumps(parts.per_step(work.steps)))
 
 
-# --------------------------------------------------------------------------- the table
+def step_alone(samples: Any) -> float:
+    """Seconds that the step's code takes for a microbatch, without the model and without logging."""
+    import torch
+
+    inputs, targets = split(samples)
+    result = torch.randn(*inputs.shape, 256) if not inputs.is_floating_point() else torch.randn_like(inputs)
+    result.requires_grad_()
+    return median_seconds(lambda: loss_of(result, split(samples)[1]))
+
+
+# --------------------------------------------------------------------------- the tables
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in asdict(Work(warmup_steps=10, steps=20)).items():
+    parser.add_argument("--size", choices=(*MODELS, "all"), default="tiny", help="which model")
+    for name, value in list(asdict(Work()).items())[1:]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--logged", type=int, default=3, help="values that the step logs")
-    parser.add_argument("--output", type=Path, help="write every step's times here as JSON")
+    parser.add_argument("--brief", action="store_true", help="no parts: what the strategy takes in all")
+    parser.add_argument("--output", type=Path, help="write the times here as JSON")
     parser.add_argument("--worker", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
-    logged, output, worker = options.pop("logged"), options.pop("output"), options.pop("worker")
+    brief, output, worker = options.pop("brief"), options.pop("output"), options.pop("worker")
     work = Work(**options)
     if worker:
-        run_worker(work, logged, worker)
+        run_worker(work, worker)
         return
-    steps = launch(work, logged)
-    report(work, logged, steps)
+    sizes = MODELS if work.size == "all" else (work.size,)
+    found: dict[str, list[list[Times]]] = {}
+    for size in sizes:
+        single = replace(work, size=size)
+        found[size] = [launch(single), launch(replace(single, microbatches=2 * work.microbatches))]
+        if not brief:
+            report_parts(single, found[size][0])
+    report(work, found)
     if output:
-        output.write_text(json.dumps({"work": asdict(work), "logged": logged, "seconds": steps}, indent=1))
+        output.write_text(json.dumps({"work": asdict(work), "seconds": found}, indent=1))
 
 
-def launch(work: Work, logged: int) -> list[list[dict[str, float]]]:
-    """Each rank's steps: seconds by part."""
+Times = dict[str, tuple[float, float]]  # seconds worked and waited in a step, by part
+
+
+def launch(work: Work) -> list[Times]:
+    """Each rank's times."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -246,7 +419,7 @@ def launch(work: Work, logged: int) -> list[list[dict[str, float]]]:
                 "MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
             }
-            command = [sys.executable, __file__, *flags, "--logged", str(logged), "--worker", f"{folder}/{rank}.json"]
+            command = [sys.executable, __file__, *flags, "--worker", f"{folder}/{rank}.json"]
             with open(f"{folder}/{rank}.log", "w") as log:
                 processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         codes = [process.wait(timeout=900) for process in processes]
@@ -256,26 +429,46 @@ def launch(work: Work, logged: int) -> list[list[dict[str, float]]]:
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(work.stages)]
 
 
-def report(work: Work, logged: int, ranks: list[list[dict[str, float]]]) -> None:
-    """Prints each part's median time per step, and its share of the median step, for each rank."""
+def report_parts(work: Work, ranks: Sequence[Times]) -> None:
+    """Prints what each part takes in a step, for each rank."""
     from lightning_fxpipe.reporting.table import render_table
 
-    def median(of: Callable[[dict[str, float]], float], rank: int) -> float:
-        return statistics.median(of(step) for step in ranks[rank])
+    names = sorted({name for rank in ranks for name in rank}, key=lambda name: (name not in NOT_OURS, name))
+    rows = [(name, *(cell(rank.get(name, (0.0, 0.0))) for rank in ranks)) for name in names]
+    rows.append(("The strategy, all parts", *(cell(ours(rank)) for rank in ranks)))
+    rows.append(("The step", *(cell(sum_of(rank.values())) for rank in ranks)))
+    headers = ("Part", *(f"Rank {rank}: ms + waited" for rank in range(len(ranks))))
+    print(render_table(f"A step: {work}", headers, rows, right_aligned=headers[1:]))
 
-    totals = [median(lambda step: sum(step.values()), rank) for rank in range(len(ranks))]
-    names = sorted({name for steps in ranks for step in steps for name in step}, key=lambda n: (n not in NOT_OURS, n))
 
-    def row(name: str, of: Callable[[dict[str, float]], float]) -> tuple[str, ...]:
-        times = [median(of, rank) for rank in range(len(ranks))]
-        cells = [(f"{1000 * t:.2f}", f"{100 * t / total:.2f} %") for t, total in zip(times, totals, strict=True)]
-        return (name, *(cell for pair in cells for cell in pair))
+def report(work: Work, found: dict[str, list[list[Times]]]) -> None:
+    """Prints what the strategy takes on each rank, by size."""
+    from lightning_fxpipe.reporting.table import render_table
 
-    rows = [row(name, lambda step, name=name: step.get(name, 0.0)) for name in names]  # type: ignore[misc]
-    rows.append(row("The strategy, all parts", lambda step: sum(t for name, t in step.items() if name not in NOT_OURS)))
-    rows.append(row("The step", lambda step: sum(step.values())))
-    headers = ("Part", *(text for rank in range(len(ranks)) for text in (f"Rank {rank} ms", "Share")))
-    print(render_table(f"Working time of a step: {work}, {logged} logged values", headers, rows, right_aligned=headers[1:]))
+    rows = []
+    for size, (few, many) in found.items():
+        for rank, (one, two) in enumerate(zip(few, many, strict=True)):
+            all_few, all_many = ours(one)[0], ours(two)[0]
+            each = (all_many - all_few) / work.microbatches
+            times = (all_few, ours(one)[1], each, all_few - each * work.microbatches, sum_of(one.values())[0])
+            rows.append((size, str(rank), *(f"{1000 * seconds:.2f}" for seconds in times)))
+    headers = ("Size", "Rank", "Strategy ms", "Waited ms", "Each microbatch", "Else", "Whole step")
+    title = f"Working time of the strategy in a step of {work.microbatches} microbatches, {work.stages} stages, {work.schedule}"
+    print(render_table(title, headers, rows, right_aligned=headers[1:]))
+
+
+def sum_of(times: Any) -> tuple[float, float]:
+    pairs = list(times)
+    return sum(worked for worked, _ in pairs), sum(waited for _, waited in pairs)
+
+
+def ours(rank: Times) -> tuple[float, float]:
+    return sum_of(times for name, times in rank.items() if name not in NOT_OURS)
+
+
+def cell(times: tuple[float, float]) -> str:
+    worked, waited = times
+    return f"{1000 * worked:.2f} + {1000 * waited:.1f}"
 
 
 if __name__ == "__main__":

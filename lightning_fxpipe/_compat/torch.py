@@ -247,6 +247,14 @@ def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dictionaries in which a module has its submodules, parameters and buffers.
+
+    The public iterators walk through the whole module, which takes too long to be done at each batch. torch 2.11-2.15.
+    """
+    return module._modules, module._parameters, module._buffers
+
+
 def version_of(tensor: Tensor) -> int:
     """Grows with every in-place change of a tensor or of a view of it. torch 2.11-2.15."""
     return int(tensor._version)

@@ -22,6 +22,7 @@ from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.members import Members
 
 _logger = logging.getLogger("lightning_fxpipe")
 
@@ -31,12 +32,18 @@ _METHODS = ("forward", "update", "compute", "reset", "increment")
 _MAX_DEPTH = 4
 
 
-def held_metrics(root: nn.Module) -> dict[str, nn.Module]:
-    """The metrics of a LightningModule, by where they are: its submodules, its lists and dicts, and those of its callbacks."""
-    found: dict[int, tuple[str, nn.Module]] = {}
+def held_metrics(root: nn.Module, members: Members | None = None) -> dict[str, nn.Module]:
+    """The metrics of a LightningModule, by where they are: its submodules, its lists and dicts, and those of its callbacks.
+
+    Args:
+        root: The LightningModule.
+        members: Its members, where they have been listed.
+    """
+    submodules = (members or Members(root)).of_type(METRICS)
+    found = {id(module): (name, module) for name, module in submodules.items()}
     trainer: Any = vars(root).get("_trainer")
     owners = [("", root), *((f"callbacks[{i}].", each) for i, each in enumerate(getattr(trainer, "callbacks", ())))]
-    holders = [("", root)]
+    holders: list[tuple[str, nn.Module]] = []
     for prefix, owner in owners:
         for name, value in vars(owner).items():
             holders += _inside(value, f"{prefix}{name}", _MAX_DEPTH)

@@ -26,6 +26,7 @@ from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's, and
@@ -56,6 +57,7 @@ class StepAttributes:
 
     Args:
         module: The LightningModule.
+        members: Its members, listed anew.
         buffers: Its buffers that every rank has, by FQN.
         *functions: The step, if it is no method of the module.
         staged: The buffers of stages, by FQN.
@@ -64,11 +66,14 @@ class StepAttributes:
     def __init__(
         self,
         module: nn.Module,
+        members: Members,
         buffers: Mapping[str, Tensor],
         *functions: Any,
         staged: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._module = module
+        self._members = members
+        self._buffers_before = members.buffers
         self._buffers = {fqn: (buffer, version_of(buffer)) for fqn, buffer in buffers.items()}
         self._staged = staged or {}
         roots, shallow = roots_of(module, *functions)
@@ -104,13 +109,13 @@ class StepAttributes:
         return [*found, *self._changed_buffers()]
 
     def _changed_buffers(self) -> Iterator[Change]:
+        today = self._members.renewed().buffers
         for fqn, (buffer, version) in self._buffers.items():
-            now = self._module.get_buffer(fqn)
+            now = today[fqn] if fqn in today else self._module.get_buffer(fqn)
             if now is not buffer or version_of(now) != version:
                 yield self._buffer_change(fqn, now, is_in_place=now is buffer)
         # Those of a stage are changed by it, on its rank; but the step can put others there.
-        today = dict(self._module.named_buffers()) if self._staged else {}
-        for fqn, buffer in self._staged.items():
+        for fqn, buffer in self._staged.items() if today is not self._buffers_before else ():
             if (now := today.get(fqn, buffer)) is not buffer:
                 yield self._buffer_change(fqn, now, is_in_place=False)
 

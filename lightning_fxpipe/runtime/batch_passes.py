@@ -18,6 +18,7 @@ from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.runtime.stage_traces import StageTrace
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.undo import undo_after
 
@@ -27,6 +28,7 @@ class BatchPasses:
 
     Args:
         root: The LightningModule, with this rank's stage on its device.
+        members: Its members, listed anew for each batch.
         topology: This rank's place.
         setups: Makes the stages.
         interleaving: Whether a batch goes forward and backward by turns.
@@ -37,9 +39,16 @@ class BatchPasses:
     """
 
     def __init__(
-        self, root: nn.Module, topology: Topology, setups: PassSetups, interleaving: Interleaving, commands: Commands
+        self,
+        root: nn.Module,
+        members: Members,
+        topology: Topology,
+        setups: PassSetups,
+        interleaving: Interleaving,
+        commands: Commands,
     ) -> None:
         self._root = root
+        self._members = members
         self._topology = topology
         self._setups = setups
         self._interleaving = interleaving
@@ -109,11 +118,8 @@ class BatchPasses:
             buffers = [] if tries is None else tries.buffers()
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
             return False
-        self._interleaving.decide(setup, one.saved_bytes, self._own_parameters(), tail, joined or ())
+        self._interleaving.decide(setup, one.saved_bytes, self._members.own_parameters(), tail, joined or ())
         return True
-
-    def _own_parameters(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._root.parameters() if not parameter.is_meta]
 
     def _run_interleaved(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, tail: StepTail | None
@@ -129,7 +135,7 @@ class BatchPasses:
             setup=setup,
             values=values,
             random_key=step.random_key,
-            parameters=self._own_parameters(),
+            parameters=self._members.own_parameters(),
             tail=tail,
             weights=() if tail is None else self._interleaving.weights(tail),
             scale=step.scale,

@@ -41,6 +41,7 @@ from lightning_fxpipe.schedules.pipelining import ScheduleName
 from lightning_fxpipe.tracing.region import no_model_called
 from lightning_fxpipe.tracing.signals import StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, loss_of
 
 
@@ -49,6 +50,7 @@ class PipelineRuntime:
 
     Args:
         root: The LightningModule, with this rank's stage on its device.
+        members: Its members, listed anew for each batch.
         plan: Where each parameter lives.
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
@@ -68,6 +70,7 @@ class PipelineRuntime:
     def __init__(
         self,
         root: nn.Module,
+        members: Members,
         plan: PartitionPlan,
         topology: Topology,
         *,
@@ -80,18 +83,19 @@ class PipelineRuntime:
         no_placeholders: Callable[[], AbstractContextManager[TorchFunctionMode | None]] = nullcontext,
     ) -> None:
         self._root = root
+        self._members = members
         self._no_placeholders = no_placeholders
         self._topology = topology
         self._batch_dim = plan.batch_dim
         self._num_microbatches = num_microbatches
         self.stage_traces = StageTraces(root, plan, topology, trace_log)
-        self.batch_traces = BatchTraces(root, topology, self.stage_traces, sparing)
+        self.batch_traces = BatchTraces(root, members, topology, self.stage_traces, sparing)
         interleaving = Interleaving(schedule=schedule, options=loss or LossOptions(), topology=topology, log=trace_log)
         self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule != "gpipe")
         self._sparing = sparing
         self._log = trace_log
         self._told_of_one_piece = False
-        self.passes = BatchPasses(root, topology, self._setups, interleaving, commands)
+        self.passes = BatchPasses(root, members, topology, self._setups, interleaving, commands)
 
     # ------------------------------------------------------------------ a batch
 
@@ -200,6 +204,7 @@ class PipelineRuntime:
             make_setup=partial(self._setups.get, trace, sizes, num_samples, count, training=training, before=before),
             draws=draws,
             attributes=attributes,
+            members=self._members,
         )
 
     def _agree(self, step: Step, batch: Any) -> None:

@@ -18,6 +18,7 @@ from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.stage_traces import StageTrace, StageTraces, ValuesNeeded
 from lightning_fxpipe.tracing.guards import guarded_values
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, StepKind
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -33,13 +34,17 @@ class BatchTraces:
 
     Args:
         root: The LightningModule.
+        members: Its members, listed anew for each batch.
         topology: This rank's place.
         traces: The traces of its steps.
         sparing: Knows the ranks that get batches without values; None where all have them.
     """
 
-    def __init__(self, root: nn.Module, topology: Topology, traces: StageTraces, sparing: Sparing | None) -> None:
+    def __init__(
+        self, root: nn.Module, members: Members, topology: Topology, traces: StageTraces, sparing: Sparing | None
+    ) -> None:
         self._root = root
+        self._members = members
         self._topology = topology
         self._traces = traces
         self._found: LruCache[Hashable, Found] = LruCache(_MAX_FOUND)
@@ -108,8 +113,7 @@ class BatchTraces:
                 step.kind,
                 size,
                 constants,
-                tuple(module.training for module in self._root.modules()),
-                tuple(parameter.requires_grad for parameter in self._root.parameters()),
+                self._members.flags(),
                 tuple(guarded_values(self._root, self._traces.guard_keys).values()),
             )
 

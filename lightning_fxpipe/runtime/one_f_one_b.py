@@ -47,6 +47,7 @@ from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.step_code import may_differ_between_batches
@@ -113,6 +114,7 @@ class StepTail:
         rng_after_prelude: State of the generators when it came to the region.
         draws: Makes what the step draws.
         attributes: What the step can change, as it was when the step began.
+        members: The LightningModule's, listed when the step came to the region.
     """
 
     root: nn.Module
@@ -128,6 +130,7 @@ class StepTail:
     rng_after_prelude: dict[str, Any]
     draws: BatchDraws
     attributes: StepAttributes | None
+    members: Members
 
     @cached_property
     def prelude_draws(self) -> bool:
@@ -146,7 +149,7 @@ class StepTail:
     def undone_runs(self) -> UndoneRuns:
         """Undoes all runs of a batch."""
         before = None if self.attributes is None else self.attributes.still()
-        return UndoneRuns(self.root, self.step.function, before=before)
+        return UndoneRuns(self.members, self.root, self.step.function, before=before)
 
     def run(self, number: int, results: Sequence[Tensor], runs: UndoneRuns | None = None) -> TailRun:
         """The step on a microbatch, as a dry run.

@@ -25,6 +25,7 @@ from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.runtime.stage_traces import StageTrace
 from lightning_fxpipe.stages.build import boundary_specs
 from lightning_fxpipe.tracing.region import Leaving, StageExit
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step
 
 
@@ -44,6 +45,7 @@ class RegionRun:
         make_setup: Makes the microbatches; anew where the batch turns out not to be cut.
         draws: Makes what the step draws.
         attributes: What the step can change, as it was when the step began; on the last stage.
+        members: The LightningModule's, listed when the step began.
         watch: Watches the step's own code, and not what runs in the region.
         has_run: Whether all ranks have done their part.
         leaving: How the step has left the region.
@@ -61,6 +63,7 @@ class RegionRun:
     make_setup: Callable[[], PassSetup]
     draws: BatchDraws
     attributes: StepAttributes | None
+    members: Members
     watch: TorchFunctionMode | None = None
     has_run: bool = False
     leaving: Leaving = field(default_factory=Leaving)
@@ -149,6 +152,7 @@ class RegionRun:
             rng_after_prelude=after_prelude,
             draws=BatchDraws(sum(part.count * part.size for part in passes), self.batch_dim),
             attributes=self.attributes,
+            members=self.members.renewed(),
         )
 
     def _varying(self, what: str, observed: str, expected: str) -> UnsupportedError:

@@ -33,6 +33,7 @@ from lightning_fxpipe.hooks.user_hooks import Frame, Hooks
 from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes, take_over
 from lightning_fxpipe.user_code.exchange import exchanged_tensors, named_tensors
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.placement import Placement
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
@@ -81,7 +82,7 @@ class ExampleRuns:
     def _graph(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
-            before = StepAttributes(self._module, {})
+            before = StepAttributes(self._module, Members(self._module), {})
             with self._hooks.running(trainer) as frame, self._traceable(frame):
                 result = hook(*args, **kwargs)
             if frame.values is not None:  # on every rank, if any rank has looked at another's

@@ -47,10 +47,11 @@ from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.shard import drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
-from lightning_fxpipe.tracing.parameter_use import check_same_parameters, parameters_by_name
+from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
 from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, StepKind
 from lightning_fxpipe.user_code.undo import Remembered
 
@@ -111,8 +112,12 @@ class Session:
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
+        self._members = Members(module)
+        # As they were listed, those that every rank has, and those of stages.
+        self._buffers: tuple[Any, dict[str, Tensor], dict[str, Tensor]] = (None, {}, {})
         self._runtime = PipelineRuntime(
             module,
+            self._members,
             plan,
             topology,
             num_microbatches=num_microbatches,
@@ -200,16 +205,16 @@ class Session:
             What the step returned; on the other stages the value of its loss, in a dict with whatever else hooks are to see.
             None if the step returned None, which skips the batch.
         """
-        names = parameters_by_name(self.module, memory=False)  # a module's forward may give them other memory
+        self._begin_batch()
+        before = self._members.parameters  # a module's forward may give them other memory
         if self._joint is not None:
-            self._take_materials()
             output = self._joint.run(step, batch)
-            check_same_parameters(self.module, names, memory=False)
+            check_none_exchanged(before, self._members.renewed().parameters)
             return output
         if self._old_gradients is None:
             self._old_gradients = OldGradients(self.module.trainer, self.module)
         loss, output = self._run(replace(step, outdated=self._old_gradients.parameters()), batch)
-        check_same_parameters(self.module, names, memory=False)
+        check_none_exchanged(before, self._members.renewed().parameters)
         if loss is None:
             self._runtime.passes.end_batch()
             return None
@@ -257,12 +262,12 @@ class Session:
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
+        self._begin_batch()
         if step.kind in self._jointly_evaluated:
             return self._evaluate_jointly(step, batch)
         return self._run(step, batch)[1]
 
     def _evaluate_jointly(self, step: Step, batch: Any) -> Any:
-        self._take_materials()
         output = self._joint_steps.run(step, batch)
         return output if self._topology.is_last or self.hooks.sendable_output(step.kind.value, output) else None
 
@@ -314,9 +319,8 @@ class Session:
         Returns:
             The loss, and what the step would have returned for the whole batch; on other stages None unless a hook needs it.
         """
-        self._take_materials()
         is_last = self._topology.is_last
-        metrics = held_metrics(self.module)
+        metrics = held_metrics(self.module, self._members)
         # The first batch is tried: later ones pay for no watch.
         is_tried = not step.is_training and step.kind not in self._ran and not self._whole_steps.takes(step.kind)
         start = Remembered(self.module) if is_tried else None
@@ -365,10 +369,11 @@ class Session:
         take_over_states(metrics, news.metric_states, self._topology.device)
         return news.output[0] if news.output else None
 
-    def _take_materials(self) -> None:
+    def _begin_batch(self) -> None:
         if self._materials is not None:  # the checkpoint that was to come has come
             self._materials.finish((), draws=True)
             self._materials = None
+        self._members.renewed()
 
     def _run_once(
         self, step: Step, batch: Any, metrics: Mapping[str, nn.Module], attributes: StepAttributes | None
@@ -390,6 +395,7 @@ class Session:
         """
         if start is not None:
             start.restore()
+        self._members.renewed()
         if self._whole_steps.take(step.kind, reason):
             return self._run(step, batch)
         self._jointly_evaluated.add(step.kind)
@@ -400,11 +406,13 @@ class Session:
         self._whole_steps.give_back()
 
     def _attributes(self, step: Step) -> StepAttributes:
-        common: dict[str, Tensor] = {}  # no stage holds them, so that every rank has them
-        staged: dict[str, Tensor] = {}
-        for fqn, buffer in self.module.named_buffers():
-            (staged if self.plan.stages_of(fqn) else common)[fqn] = buffer
-        return StepAttributes(self.module, common, step.function, staged=staged)
+        known, common, staged = self._buffers
+        if known is not self._members.buffers:
+            # What no stage holds every rank has.
+            common = {fqn: buffer for fqn, buffer in self._members.buffers.items() if not self.plan.stages_of(fqn)}
+            staged = {fqn: buffer for fqn, buffer in self._members.buffers.items() if fqn not in common}
+            self._buffers = (self._members.buffers, common, staged)
+        return StepAttributes(self.module, self._members, common, step.function, staged=staged)
 
 
 @contextmanager

@@ -90,11 +90,10 @@ def is_in_place(func: Callable[..., Any]) -> bool:
     return name.endswith("_") and func not in _KEEPING
 
 
-def parameters_by_name(root: nn.Module, *, memory: bool = True) -> dict[str, tuple[int, int]]:
+def parameters_by_name(root: nn.Module) -> dict[str, tuple[int, int]]:
     """The identities of a module's parameters, and of their memory where that is not the step's own affair."""
     with unwatched_torch():
-        named = root.named_parameters()
-        return {fqn: (id(parameter), _memory_of(fqn, parameter) if memory else 0) for fqn, parameter in named}
+        return {fqn: (id(parameter), _memory_of(fqn, parameter)) for fqn, parameter in root.named_parameters()}
 
 
 def with_todays_memory(root: nn.Module, before: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
@@ -108,28 +107,52 @@ def _memory_of(fqn: str, parameter: Tensor) -> int:
     return storage_key(parameter) if parameter.layout is torch.strided and not _is_the_steps(fqn, parameter) else 0
 
 
-def check_same_parameters(root: nn.Module, before: Mapping[str, tuple[int, int]], *, memory: bool = True) -> None:
+def check_same_parameters(root: nn.Module, before: Mapping[str, tuple[int, int]]) -> None:
     """Called after a step.
 
     Args:
         root: The module.
         before: What :func:`parameters_by_name` has said before it.
-        memory: Whether with their memory.
 
     Raises:
         ParameterMisuse: It has put a parameter in another's place, or other memory under one, which no call of torch shows.
     """
-    after = parameters_by_name(root, memory=memory)
+    after = parameters_by_name(root)
     for fqn in sorted(before.keys() | after.keys()):
         was, is_now = before.get(fqn), after.get(fqn)
         if was != is_now:
             is_same = was is not None and is_now is not None and was[0] == is_now[0]
-            raise ParameterMisuse(
-                "The step changes a parameter." if is_same else "The step makes, replaces or removes a parameter.",
-                observed=f"{fqn} has other memory" if is_same else fqn,
-                expected="the parameters from before the step",
-                todo=_TODO,
-            )
+            raise _changes_by_itself(fqn) if is_same else _exchanges(fqn)
+
+
+def check_none_exchanged(before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+    """Called after a step with a module's parameters before it and now.
+
+    Raises:
+        ParameterMisuse: It has put a parameter in another's place; their memory is not looked at.
+    """
+    if before is not after:  # lists are made anew where a buffer has been exchanged, too
+        for fqn in sorted(before.keys() | after.keys()):
+            if before.get(fqn) is not after.get(fqn):
+                raise _exchanges(fqn)
+
+
+def _exchanges(fqn: str) -> ParameterMisuse:
+    return ParameterMisuse(
+        "The step makes, replaces or removes a parameter.",
+        observed=fqn,
+        expected="the parameters from before the step",
+        todo=_TODO,
+    )
+
+
+def _changes_by_itself(fqn: str) -> ParameterMisuse:
+    return ParameterMisuse(
+        "The step changes a parameter.",
+        observed=f"{fqn} has other memory",
+        expected="the parameters from before the step",
+        todo=_TODO,
+    )
 
 
 def check_changes(root: nn.Module, storages: Iterable[int]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.writes import Writes
 
@@ -62,6 +63,7 @@ class UndoneRuns:
     not put back.
 
     Args:
+        members: The module's, listed anew.
         root: The module.
         *functions: Code that runs beside its methods.
         before: What they can change, where that is known.
@@ -70,10 +72,12 @@ class UndoneRuns:
         has_assigned: After the block, whether something but tensors had changed; it is what it was again.
     """
 
-    def __init__(self, root: nn.Module, *functions: Callable[..., Any], before: Snapshot | None = None) -> None:
+    def __init__(
+        self, members: Members, root: nn.Module, *functions: Callable[..., Any], before: Snapshot | None = None
+    ) -> None:
         self.has_assigned = False
         self._before = before or user_state(root, *functions, enters_modules=False)
-        self._writes = Writes([*self._before.tensors(), *root.parameters(), *root.buffers()])
+        self._writes = Writes([*self._before.tensors(), *members.parameters.values(), *members.buffers.values()])
 
     def __enter__(self) -> UndoneRuns:
         return self

@@ -221,6 +221,17 @@ def test_storage_key_is_equal_for_tensors_that_share_memory(fake: bool) -> None:
         assert all(_compat.storage_key(tensor) != _compat.storage_key(x) for tensor in copies)
 
 
+def test_registries_are_the_dictionaries_that_a_module_itself_uses() -> None:
+    module = nn.BatchNorm1d(2)
+    modules, parameters, buffers = _compat.registries(module)
+    assert (list(modules), list(parameters)) == ([], ["weight", "bias"])
+    assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    module.inner = nn.Linear(2, 2)
+    module.bias = None
+    assert modules == {"inner": module.inner}
+    assert parameters["bias"] is None
+
+
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_version_of_grows_with_changes_of_a_tensor_and_its_views(fake: bool) -> None:
     world = FakeWorld()

@@ -32,6 +32,7 @@ from lightning_fxpipe.stages.build import concrete_size
 from lightning_fxpipe.tracing.region import StepCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from lightning_fxpipe.tracing.trace_log import MANY_TRACES, TraceLog
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step, StepKind
 from tests.staging import assert_stages_equal_whole, call_of
 
@@ -439,7 +440,9 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
     plan = make_plan(root, batches[0], num_stages=2)
     topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
     commands = Commands(None, source=0)
-    stages = runtime.PipelineRuntime(root, plan, topology, num_microbatches=2, commands=commands, trace_log=messages.log())
+    stages = runtime.PipelineRuntime(
+        root, Members(root), plan, topology, num_microbatches=2, commands=commands, trace_log=messages.log()
+    )
     for index, batch in enumerate(batches):
         step = Step(
             kind=StepKind.TRAIN, function=root.training_step, rest=(index,), context=nullcontext, random_key=("train", index)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.runtime.attributes import StepAttributes, take_over
+from lightning_fxpipe.user_code.members import Members
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,7 @@ def state(module: nn.Module) -> dict[str, Any]:
 
 def run_on_both(here: Holder, there: Holder, after_the_call: Callable[[Holder], Any]) -> list[Any]:
     """One step of which only the first module sees what comes after the model's call."""
-    before = StepAttributes(here, dict(here.named_buffers()))
+    before = StepAttributes(here, Members(here), dict(here.named_buffers()))
     after_the_call(here)
     changes = before.changes()
     take_over(there, changes, CPU)
@@ -171,7 +172,7 @@ def test_a_growing_list_is_sent_by_its_new_entries() -> None:
 
 def test_what_both_ranks_have_appended_before_the_call_is_there_once() -> None:
     here, there = Holder(), Holder()
-    before = StepAttributes(here, {})
+    before = StepAttributes(here, Members(here), {})
     for module in (here, there):
         module.losses.append("before the call")
     here.losses.append("after it")
@@ -233,7 +234,7 @@ def test_a_learning_rate_that_a_step_sets_is_set_on_every_rank() -> None:
 
 def test_what_has_not_changed_since_is_known_without_another_look() -> None:
     here = Holder()
-    before = StepAttributes(here, {})
+    before = StepAttributes(here, Members(here), {})
     still = before.still()
     assert still is not None
     here.number = 7  # type: ignore[assignment]
@@ -241,4 +242,4 @@ def test_what_has_not_changed_since_is_known_without_another_look() -> None:
     assert still.restore()
     assert before.still() is still
     here.batches = iter([1, 2])
-    assert StepAttributes(here, {}).still() is None, "what was drawn from it could not be put back"
+    assert StepAttributes(here, Members(here), {}).still() is None, "what was drawn from it could not be put back"

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric
 
+from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.undo import Remembered, UndoneRuns, undo_after
 
 
@@ -182,7 +183,7 @@ def test_several_runs_are_undone_with_one_look() -> None:
     """Each run's writes are undone after it, for the next run to begin as the first; the rest after all of them."""
     module = Holder()
     before = state(module)
-    runs = UndoneRuns(module)
+    runs = UndoneRuns(Members(module), module)
     with runs:
         for has_written in (True, False):
             with runs.one() as run:
