@@ -8,8 +8,8 @@ A step's time is divided among parts, and a part's time is without that of parts
 that it works (``time.thread_time``), which other programs change little, and the time that it waits besides. What one device or
 a pipeline written by hand would need, too, is not the strategy's: what the stages and the user's step take by themselves,
 autograd's backward pass, torch's schedule, the optimizer's kernel, Lightning's loops and the user's own loader. Everything else
-is: what it adds to the step and the stages while they run, votes, waiting outside of the schedule, the loader's wrapper, its share
-of the optimizer step. Means over 100 steps, those with more checks among them.
+is: what it adds to the step and the stages while they run, votes, waiting outside of the schedule, the loader's wrapper,
+its share of the optimizer step. Means over 100 steps, those with more checks among them.
 
 Each size runs with M and with 2M microbatches of the same size; from the difference comes what a microbatch costs.
 """
@@ -260,6 +260,7 @@ def instrument(parts: Parts) -> None:
     from lightning_fxpipe.schedules.pipelining import Pipeline
     from lightning_fxpipe.strategy import session
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
+    from lightning_fxpipe.user_code.members import Members
 
     parts.wrap("strategy's hooks", FxPipeStrategy, "training_step", "backward", "optimizer_step", "batch_to_device", "reduce")
     parts.wrap_context("user hooks see the whole model", Hooks, "running", "suspend", "around_optimizers")
@@ -278,7 +279,7 @@ def instrument(parts: Parts) -> None:
     parts.wrap("share with the other ranks", ResultChannel, "share")
     parts.wrap("share with the other ranks", Commands, "tell", "hears_of", "hear")
     parts.wrap("attributes of the module", StepAttributes, "__init__", "begin_region", "changes")
-    parts.wrap("parameters of the module", session, "parameters_by_name", "check_same_parameters")
+    parts.wrap("members of the module", Members, "renewed", "flags", "own_parameters")
     parts.wrap("metrics of the module", session, "held_metrics")
     parts.wrap("metrics of the module", session.MetricStates, "__init__", "changes")
     parts.wrap("around the microbatches", region_pass.RegionPass, "_forward_one", "_backward_one")
