@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import weakref
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
