@@ -1,8 +1,9 @@
 """Private names of torch and Lightning, and nothing else; each has its reason, its versions and a canary test.
 
-- ``torch``: torch's, but for those of the next three.
+- ``torch``: torch's, but for those of the next four.
 - ``autograd``: of its autograd engine.
 - ``modes``: of its stack of function modes.
+- ``pipelining``: of the stages of its pipelines.
 - ``checkpoints``: around the files of its checkpoints.
 - ``roots``: ``lightning`` and ``pytorch_lightning``, the same code under two names.
 - ``lightning``: Lightning's.

@@ -242,7 +242,7 @@ class PipelineRuntime:
         return loss
 
     def forget(self) -> None:
-        """Gives back what is kept for later batches: receive buffers and graphs."""
+        """Gives back what is kept for later batches: schedules and graphs."""
         self._setups.forget()
         self.batch_traces.forget()
         self.passes.end_batch()

@@ -34,23 +34,20 @@ class JoinedResults:
         """Whether all microbatches' are there."""
         return self.num_rows_there == self._num_rows
 
-    def put(self, results: Sequence[Tensor], start: int, rows: int, received: Sequence[Tensor] = ()) -> None:
+    def put(self, results: Sequence[Tensor], start: int, rows: int) -> None:
         """Takes those of a microbatch.
 
         Args:
             results: They.
             start: The microbatch's first row.
             rows: How many it has.
-            received: Memory that the next microbatch overwrites.
         """
-        overwritten = {tensor.untyped_storage().data_ptr() for tensor in received}
         is_whole, is_first = rows == self._num_rows, not self._tensors
         self.num_rows_there += rows
         for number, (result, shape, dim) in enumerate(zip(results, self._shapes, self._dims, strict=True)):
             if is_whole or dim is None:
                 if is_first:
-                    is_safe = result.untyped_storage().data_ptr() not in overwritten
-                    self._tensors.append(result if is_safe else result.clone())
+                    self._tensors.append(result)
                 continue
             if is_first:
                 self._tensors.append(_empty_like(result, shape))

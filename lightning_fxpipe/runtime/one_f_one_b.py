@@ -358,7 +358,7 @@ class InterleavedPass:
         assert self.tail is not None
         if self.keeps_results:  # as they are before the step, which may change its own in place
             given = tuple(output.detach() for output in outputs)
-            self._results.put(given, leg.row(index), leg.rows, received)
+            self._results.put(given, leg.row(index), leg.rows)
         trained = [output for output in outputs if output.requires_grad]
         ends = [get_gradient_edge(output) for output in trained]
         done = self.tail.run(number, outputs, self._runs)

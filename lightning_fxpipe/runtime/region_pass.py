@@ -304,9 +304,8 @@ class RegionPass:
             *tensors, state = received
             received = tuple(tensors)
         if self.training:
-            # Into memory of its own: the next pass receives into the same.
             received = tuple(
-                tensor.clone().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
+                tensor.detach().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
                 for tensor, spec in zip(received, leg.received, strict=True)
             )
         if self.tries is not None and number == 0:
@@ -326,7 +325,7 @@ class RegionPass:
             return contiguous if state is None else (*contiguous, state)
         if state is not None:
             set_generator_state(state)
-        self._results.put(detached, leg.row(index), leg.rows, () if self.training else received)
+        self._results.put(detached, leg.row(index), leg.rows)
         return (torch.zeros((), device=setup.device),)
 
     # ------------------------------------------------------------------ backward

@@ -7,6 +7,7 @@ How the public classes are used (seen in torch 2.13 and 2.15; ``tests/ranks/test
   ``mb=torch.arange(M)``, which torch cuts into M one-element tensors.
 * The backward pass of a region is a pipeline of its own, in the reverse order of the stages. Only 1F1B leaves it to torch:
   there the last stage's forward returns the weighted loss; ``loss_fn`` hands it through, ``scale_grads=False``.
+* Between two steps nothing of a batch is kept, nor memory for the next one (``_compat.pipelining``).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Literal
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+from lightning_fxpipe._compat.pipelining import FrugalStage
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.stages.build import TensorSpec
 
@@ -74,7 +76,7 @@ class Pipeline:
     ) -> None:
         self._adapter = _MicrobatchAdapter()
         scalar = torch.empty((), device="meta", requires_grad=is_interleaved)
-        stage = PipelineStage(
+        stage = FrugalStage(
             self._adapter,
             stage_index,
             num_stages,
@@ -95,7 +97,8 @@ class Pipeline:
         """Runs all microbatches. Called by every rank of the pipeline.
 
         Args:
-            run: Computes one microbatch, from its index and what was received. Returns what is sent; on the last rank a scalar.
+            run: Computes one microbatch, from its index and what was received, which is its own. Returns what is sent; on the
+                last rank a scalar.
 
         Raises:
             Exception: What ``run`` raised, without the wrapper that torch puts around it.

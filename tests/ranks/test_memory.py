@@ -10,14 +10,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.stages.build import TensorSpec
 from tests.lit import make_trainer
 from tests.livebytes import LiveBytes, without_garbage
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net
+from tests.ranks.test_schedule import make_group
 
 Ranks = Callable[[int], RankPool]
 WIDTH = 64  # of weights that nothing else is as large as
@@ -133,3 +137,56 @@ def test_gradients_are_there_once(ranks: Ranks, schedule: str) -> None:
         assert len(found) == 6
         for start, peak in found[1:]:
             assert peak - start < num_bytes / 2, (start, peak, num_bytes)  # a microbatch's own, of one layer after the other
+
+
+# ------------------------------------------------------------------ what crosses the cuts
+
+NUM_ENTRIES = 10_000  # of what crosses each cut; a stage saves nothing else
+NUM_MICROBATCHES = 8
+
+
+def run_pipeline(training: bool) -> list[tuple[float, float]]:
+    """Runs on every rank: for each of three steps, how many boundaries' bytes live when it begins, and at most."""
+    group = make_group()
+    index, num_stages = dist.get_rank(group), dist.get_world_size(group)
+    parameter = nn.Parameter(torch.ones(1))
+    spec = TensorSpec(shape=(NUM_ENTRIES,), dtype=torch.float32, requires_grad=True)
+
+    def run(_: int, received: tuple[Tensor, ...]) -> Tensor:
+        with torch.set_grad_enabled(training):
+            made = received[0] + parameter if received else parameter.expand(NUM_ENTRIES).clone()
+            return made.sum() if index == num_stages - 1 else made
+
+    pipeline = Pipeline(
+        stage_index=index,
+        num_stages=num_stages,
+        received=(spec,) if index else (),
+        sent=(spec,) if index < num_stages - 1 else None,
+        num_microbatches=NUM_MICROBATCHES,
+        is_interleaved=training,
+        device=torch.device("cpu"),
+        group=group,
+    )
+    found: list[tuple[float, float]] = []
+    with without_garbage():
+        for _ in range(3):
+            live = LiveBytes()
+            start = live.now
+            with live:
+                pipeline.step(run)
+            found.append((start, live.peak))
+    one = NUM_ENTRIES * 4
+    return [((start - found[0][0]) / one, (peak - start) / one) for start, peak in found]
+
+
+def test_1f1b_has_boundaries_of_as_many_microbatches_as_stages(ranks: Ranks) -> None:
+    """torch made buffers for all microbatches, and kept them: of up to eight shapes of batches."""
+    for found in ranks(3).run(run_pipeline, True):
+        for start, most in found[1:]:
+            assert start < 0.1, found
+            assert most < 2 * 3 + 2.1, found  # received and sent by three; and gradients, of which one comes and one goes
+
+
+def test_evaluation_keeps_no_boundaries(ranks: Ranks) -> None:
+    for found in ranks(3).run(run_pipeline, False):
+        assert max(start for start, _ in found) < 0.1, found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,20 +40,6 @@ def test_parts_come_to_their_places(sizes: list[int], dim: int, entries: int, ot
 
 def test_what_has_no_samples_is_the_firsts() -> None:
     assert joined(torch.tensor([1.0, 2.0]), None, [2, 1], 3).tolist() == [1.0, 2.0]
-
-
-@pytest.mark.parametrize("rows", [[2, 2], [4]], ids=str)
-def test_a_result_does_not_share_memory_that_is_overwritten(rows: list[int]) -> None:
-    """The last stage may give back what it has received, and receives the next microbatch into the same memory."""
-    results, received = JoinedResults([(4, 3), (3,)], [0, None], 4), torch.ones(4, 3)
-    start = 0
-    for number in rows:
-        results.put([received[:number], received[0]], start, number, received=[received])
-        received.add_(1)
-        start += number
-    joined, fixed = results.take()
-    assert joined[:, 0].tolist() == [1.0 + k for k, number in enumerate(rows) for _ in range(number)]
-    assert fixed.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_images_stay_in_their_memory_format() -> None:
