@@ -39,7 +39,8 @@ from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, bui
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
 
-# Each is made in about 15 ms, and holds no memory of batches. A step that every rank runs makes several calls, each with and without gradients.
+# Each is made in about 15 ms, and holds no memory between batches. A step that every rank runs makes several calls, each with
+# and without gradients.
 _MAX_SETUPS = 8
 _MAX_SETUPS_OF_CALLS = 40
 

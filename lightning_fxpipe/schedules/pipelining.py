@@ -76,7 +76,7 @@ class Pipeline:
     ) -> None:
         self._adapter = _MicrobatchAdapter()
         scalar = torch.empty((), device="meta", requires_grad=is_interleaved)
-        stage = FrugalStage(
+        self._stage = FrugalStage(
             self._adapter,
             stage_index,
             num_stages,
@@ -90,7 +90,7 @@ class Pipeline:
         self._failed = False
         kind = Schedule1F1B if is_interleaved and num_microbatches >= num_stages else ScheduleGPipe
         self._schedule = kind(
-            stage, num_microbatches, loss_fn=_pass_loss_through if is_interleaved else None, scale_grads=False
+            self._stage, num_microbatches, loss_fn=_pass_loss_through if is_interleaved else None, scale_grads=False
         )
 
     def step(self, run: RunMicrobatch) -> None:
@@ -114,6 +114,7 @@ class Pipeline:
         try:
             target = torch.zeros(count) if self._has_losses else None
             self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
+            self._stage.clear_runtime_states()  # torch does so with the next step only
             self._failed = False
             return
         except RuntimeError as error:
