@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.fx.experimental import symbolic_shapes
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -58,6 +59,23 @@ def test_fake_tensor_mode_computes_shapes_without_data() -> None:
     assert y.requires_grad
     assert y.shape[1] == 5
     assert y.shape[0] is x.shape[0] or _compat.symbolic_expression(y.shape[0]) == _compat.symbolic_expression(x.shape[0])
+
+
+def test_symbols_do_not_look_for_the_code_they_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For that torch imports its compiler. The first line is what a symbol does without this."""
+    asked = []
+
+    def files() -> set[str]:
+        asked.append(True)
+        return set()
+
+    monkeypatch.setattr(symbolic_shapes, "uninteresting_files", files)
+    symbolic_shapes.ShapeEnv()._get_stack_summary()
+    assert asked
+    asked.clear()
+    x = FakeWorld().input(torch.ones(6, 4), [0])
+    assert x.shape[0] + 1 > 1
+    assert not asked
 
 
 def test_dim_dynamic_static_keeps_a_size_a_number() -> None:
