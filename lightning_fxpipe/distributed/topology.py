@@ -41,7 +41,7 @@ class Topology:
     device: torch.device
     backward_group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
-    _parts: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _parts: dict[Any, dist.ProcessGroup] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
         """Itself: process groups belong to this process, and cannot be copied."""
@@ -66,11 +66,17 @@ class Topology:
         """Global rank that holds a stage."""
         return self.last_stage - stage
 
-    def group_of(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """A group of some of the ranks, made once. Called by every rank, with the same ranks in the same order of calls."""
-        key = tuple(sorted(ranks))
+    def group_of(self, ranks: Iterable[int], *, controls: bool = False) -> dist.ProcessGroup:
+        """A group of some of the ranks, made once. Called by every rank, with the same ranks in the same order of calls.
+
+        Args:
+            ranks: Global ranks.
+            controls: Whether it is for small messages between CPUs.
+        """
+        key = (*sorted(ranks),), controls and self.control_group is not self.group
         if key not in self._parts:
-            self._parts[key] = dist.new_group(list(key), self.timeout)
+            members, needs_gloo = key
+            self._parts[key] = dist.new_group(list(members), self.timeout, backend="gloo" if needs_gloo else None)
             if isinstance(self._parts[key], dist.ProcessGroup):  # else this rank is no member
                 closed_with(self, [self._parts[key]])
         return self._parts[key]

@@ -24,7 +24,7 @@ class PipelinePrecision:
 
     Args:
         plugin: As Lightning has it.
-        group: The pipeline's ranks, for messages between CPUs.
+        group: The pipeline's ranks.
         clip_by_norm: Clips the gradients of an optimizer by the norm of the whole model's.
         outside: Makes a function one that sees this rank's stage only.
     """
@@ -53,19 +53,19 @@ class PipelinePrecision:
         """Leaves the plugin as it was."""
         self._patches.close()
 
-    @property
     def scale(self) -> float:
-        """By which the plugin multiplies a loss."""
+        """By which the plugin multiplies a loss; the host waits for the device to know it."""
         scaler = scaler_of(self._plugin)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _share_overflow(self, found: dict[torch.device, Tensor]) -> None:
         """Every rank has the flags of all: a step is skipped by all stages or by none."""
-        flag = torch.stack([flag.detach().cpu().reshape(()) for flag in found.values()]).amax()
+        first, *others = found.values()
+        flag = torch.stack([first.detach().reshape(()), *(other.to(first.device).reshape(()) for other in others)]).amax()
         if self._group is not None:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         for own in found.values():
-            own.fill_(flag)
+            own.copy_(flag.expand_as(own))
 
 
 def scaler_of(plugin: Any) -> Any:

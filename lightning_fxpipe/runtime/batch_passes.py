@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightning_fxpipe.distributed.commands import Command, Commands
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import LogEntry
+from lightning_fxpipe.runtime.known_numbers import KnownNumbers
 from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, ParkedLoss, StepTail
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
@@ -56,6 +58,7 @@ class BatchPasses:
         self._forward: RegionPass | None = None
         self._interleaved: InterleavedPass | None = None
         self._installed: list[float] = []  # by which factor the gradients of the latter count, where a backward pass says so
+        self._numbers = KnownNumbers()  # of that backward pass
         self.has_ended_step = False
         self._changes_nothing = False  # the step's tail, and what else runs beside it; as the batch after a look has shown
 
@@ -138,7 +141,7 @@ class BatchPasses:
             parameters=self._members.own_parameters(),
             tail=tail,
             weights=() if tail is None else self._interleaving.weights(tail),
-            scale=step.scale,
+            scale=1.0 if tail is None else step.scale(),
             keeps_results=not may_end,
             undoes_together=self._changes_nothing,
         )
@@ -214,19 +217,20 @@ class BatchPasses:
         if self._interleaved is None:
             return output
         self._interleaved.check(value, losses, loss.dtype, step)
-        parked = self._park(step, loss, self._interleaved)
+        parked = self._park(loss, self._interleaved)
         return {**output, "loss": parked} if isinstance(output, dict) else parked
 
-    def logged_loss(self, step: Step) -> tuple[Tensor, float, list[LogEntry]]:
+    def logged_loss(self) -> tuple[Tensor, float, list[LogEntry]]:
         """The loss of a step that has ended with the region, which brings the gradients; its value; and what it logs."""
         assert self._interleaved is not None
         loss, value, entries = self._interleaved.logged_loss()
-        return self._park(step, loss, self._interleaved), value, entries
+        return self._park(loss, self._interleaved), value, entries
 
-    def _park(self, step: Step, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
-        def install(factor: float) -> None:
-            self._installed.append(factor / step.scale)
-            interleaved.install(factor / step.scale)
+    def _park(self, loss: Tensor, interleaved: InterleavedPass) -> Tensor:
+        def install(gradient: Tensor) -> None:
+            factor = self._numbers.read(gradient) / interleaved.scale
+            self._installed.append(factor)
+            interleaved.install(factor)
 
         anchor = torch.zeros((), requires_grad=True)
         parked: Tensor = ParkedLoss.apply(anchor, loss.detach(), install)  # type: ignore[no-untyped-call]
@@ -241,8 +245,10 @@ class BatchPasses:
         """
         if self._forward is not None:
             self._forward.retains = retains
-        self._installed = []
-        run()
+        self._installed, self._numbers = [], KnownNumbers()
+        follows = self._interleaved is not None and self._topology.device != torch.device("cpu")
+        with self._numbers if follows else nullcontext():
+            run()
         self._commands.tell(Command.DONE, *self._installed[:1])
 
     def follow(self) -> None:

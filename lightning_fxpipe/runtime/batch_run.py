@@ -137,7 +137,7 @@ class PipelineRuntime:
         if call is not None and call.leaving.has_ended_step():
             if not self.passes.has_ended_step:
                 return BatchResult()
-            output, told, entries = self.passes.logged_loss(step)
+            output, told, entries = self.passes.logged_loss()
             return BatchResult(output=output, loss=told, entries=entries)
         if not self._topology.is_last:  # a step that skips its model skips it on every rank
             return BatchResult()

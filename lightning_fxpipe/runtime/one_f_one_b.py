@@ -424,7 +424,7 @@ class ParkedLoss(torch.autograd.Function):
     """The batch's loss, whose backward pass has been: it tells by which factor the gradients count."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, install: Callable[[float], None]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, install: Callable[[Tensor], None]) -> Tensor:
         """The loss.
 
         Args:
@@ -439,5 +439,5 @@ class ParkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Installs the gradients."""
-        ctx.install(float(gradient))
+        ctx.install(gradient)
         return None, None, None

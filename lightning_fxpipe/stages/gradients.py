@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
+
+from lightning_fxpipe.distributed.topology import Topology
 
 
 class SharedParameters:
@@ -19,21 +21,17 @@ class SharedParameters:
     Args:
         copies: For each shared tensor its holders' global ranks, first holder first, and this rank's copy if it has one.
             In the same order on every rank: the constructor asks for process groups, so it is called by every rank.
-        group_of: Gives the process group of some ranks.
+        topology: This rank's place.
     """
 
-    def __init__(
-        self,
-        copies: Iterable[tuple[tuple[int, ...], Tensor | None]],
-        group_of: Callable[[Iterable[int]], dist.ProcessGroup],
-    ) -> None:
-        self._mine: list[tuple[Tensor, dist.ProcessGroup]] = []
+    def __init__(self, copies: Iterable[tuple[tuple[int, ...], Tensor | None]], topology: Topology) -> None:
+        self._mine: list[tuple[Tensor, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = []  # with groups of its holders
         self._secondary: set[int] = set()
         for ranks, tensor in copies:
-            group = group_of(ranks)
+            group, control_group = topology.group_of(ranks), topology.group_of(ranks, controls=True)
             if tensor is None:
                 continue
-            self._mine.append((tensor, group))
+            self._mine.append((tensor, (group, control_group)))
             dist.broadcast(tensor.data, src=ranks[0], group=group)
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
@@ -53,15 +51,14 @@ class SharedParameters:
                     tensor.grad = earlier if tensor.grad is None else earlier.add_(tensor.grad)
 
     def _sum_gradients(self) -> None:
-        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        for tensor, group in self._mine:
+        by_groups: dict[tuple[dist.ProcessGroup, dist.ProcessGroup], list[Tensor]] = {}
+        for tensor, groups in self._mine:
             if tensor.requires_grad:
-                by_group.setdefault(group, []).append(tensor)
-        for group, parameters in by_group.items():
+                by_groups.setdefault(groups, []).append(tensor)
+        for (group, control_group), parameters in by_groups.items():
             # No copy may have one, as when the loss does not depend on it; then it must stay None, or AdamW would decay it.
-            has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-            flags = has_gradient.to(parameters[0].device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+            flags = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device="cpu")
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control_group)
             for parameter, flag in zip(parameters, flags.tolist(), strict=True):
                 if flag:
                     if parameter.grad is None:
@@ -74,17 +71,17 @@ class SharedParameters:
 
 
 def clip_by_global_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, shared: SharedParameters, group: dist.ProcessGroup | None
+    parameters: Iterable[nn.Parameter], max_norm: float, shared: SharedParameters, topology: Topology
 ) -> Tensor:
     """Clips by the norm of the whole model's gradients, and returns that norm. Called by every rank of the pipeline.
 
-    As ``torch.nn.utils.clip_grad_norm_``, whose norm would be that of one stage.
+    As ``torch.nn.utils.clip_grad_norm_``, whose norm would be that of one stage. The host does not wait for the norm.
     """
     mine = [parameter for parameter in parameters if parameter.grad is not None]
     counted = [parameter.grad for parameter in mine if not shared.is_secondary(parameter) and parameter.grad is not None]
-    local = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros(())
-    square = local.to(device="cpu", dtype=torch.float64).square()
-    dist.all_reduce(square, group=group)
+    local = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=topology.device)
+    square = local.to(topology.device, torch.float64).square()
+    dist.all_reduce(square, group=topology.group)
     total = square.sqrt()
     torch.nn.utils.clip_grads_with_norm_(mine, max_norm, total.to(torch.float32))
     return total

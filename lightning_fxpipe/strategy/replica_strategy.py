@@ -114,17 +114,22 @@ class ReplicaStrategy(Base):
         is_computing = self._replica is not None and self._replica.is_computing  # a step comes to its end on one rank only
         return dist.is_initialized() and not is_computing and not has_failed()
 
+    @property
+    def _control_group(self) -> dist.ProcessGroup | None:
+        """For messages between CPUs, for which the host need not wait for its device."""
+        return None if self._topology is None else self._topology.control_group
+
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._others_answer:
-            dist.barrier()
+            dist.barrier(self._control_group)
 
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
         if not self._others_answer:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src)
+        dist.broadcast_object_list(objects, src, self._control_group)
         return objects[0]
 
     @override
@@ -136,8 +141,8 @@ class ReplicaStrategy(Base):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not self._others_answer:
             return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
+        votes = torch.tensor(int(decision), device="cpu")
+        dist.all_reduce(votes, group=self._control_group)
         return int(votes) == self.topology.num_stages if all else int(votes) > 0
 
     @override

@@ -273,7 +273,7 @@ class Session:
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
-        return clip_by_global_norm(parameters, max_norm, self._shared, self._topology.control_group)
+        return clip_by_global_norm(parameters, max_norm, self._shared, self._topology)
 
     def end_run(self, optimizers: Sequence[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
         """Makes the module whole after a run that ended well; after another one, not every rank may come here.
@@ -461,7 +461,7 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
         if len(stages) > 1:
             ranks = tuple(topology.rank_of(stage) for stage in stages)
             copies.append((ranks, tensor if topology.stage_index in stages else None))
-    shared = SharedParameters(copies, topology.group_of)
+    shared = SharedParameters(copies, topology)
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):
         if topology.num_stages > 1 and fqn == names[fqn] and not plan.stages_of(fqn):

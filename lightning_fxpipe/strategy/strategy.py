@@ -276,7 +276,7 @@ class PipelineStrategy(ReplicaStrategy):
         self.setup_precision_plugin()
         self._detach_precision()
         self._precision = PipelinePrecision(
-            self.precision_plugin, self.topology.control_group, self._clip_grad_by_norm, self.session.hooks.outside
+            self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
         )
         self.barrier("setup")
 
@@ -463,9 +463,7 @@ class PipelineStrategy(ReplicaStrategy):
                 batch_counter(trainer, kind.value),
                 *(r for r in rest if isinstance(r, int)),
             ),
-            scale=self._precision.scale / trainer.accumulate_grad_batches
-            if kind is StepKind.TRAIN and self._precision
-            else 1.0,
+            scale=lambda: self._precision.scale() / trainer.accumulate_grad_batches if self._precision else 1.0,
         )
 
 

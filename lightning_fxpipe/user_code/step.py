@@ -35,7 +35,7 @@ class Step:
         rest: Its arguments after the batch.
         context: Makes the precision plugin's context for it.
         random_key: Identifies the batch within the run, for the stages' random numbers.
-        scale: By which the loss is probably multiplied before its backward pass.
+        scale: Says, in training, by which the loss is probably multiplied before its backward pass.
         outdated: Parameters whose gradients nobody looks at any more once the step has come to the model.
     """
 
@@ -44,7 +44,7 @@ class Step:
     rest: tuple[Any, ...]
     context: Callable[[], AbstractContextManager[Any]]
     random_key: tuple[int | str, ...]
-    scale: float = 1.0
+    scale: Callable[[], float] = lambda: 1.0
     outdated: Sequence[nn.Parameter] = ()
 
     @property

@@ -69,8 +69,8 @@ MUTANTS = [
     ),
     Mutant(
         _TOPOLOGY,
-        "dist.new_group(list(key), self.timeout)",
-        "dist.new_group(list(key))",
+        "dist.new_group(list(members), self.timeout, ",
+        "dist.new_group(list(members), ",
         ("ranks/test_failure.py::test_a_rank_waits_in_no_group_longer_than_it_is_told",),
         "ranks that share a parameter wait for each other for half an hour",
     ),

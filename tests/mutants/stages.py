@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         _GRADIENTS,
-        "            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)\n",
+        "            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control_group)\n",
         "",
         (f"{_TEST_GRADIENTS}::test_a_copy_without_a_gradient_takes_the_others",),
         "a copy without a gradient does not know that another has one",
@@ -118,7 +118,7 @@ MUTANTS = [
     ),
     Mutant(
         _GRADIENTS,
-        "    dist.all_reduce(square, group=group)\n",
+        "    dist.all_reduce(square, group=topology.group)\n",
         "",
         (f"{_TEST_GRADIENTS}::test_clipping_is_that_of_the_whole_list",),
         "each stage clips by its own norm",

@@ -29,6 +29,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import lightning_fxpipe.distributed.topology as topology
@@ -156,7 +157,10 @@ class RenamedDevice(TorchDispatchMode):
 
             return read
 
-        to, cpu = Tensor.to, Tensor.cpu
+        to, cpu, group = Tensor.to, Tensor.cpu, clip_grad._group_tensors_by_device_and_dtype
+
+        def grouped(lists: Any, *args: Any) -> Any:  # by C++, which knows no names of ours
+            return {(asked(found[0][0][0]), key[1]): found for key, found in group(lists, *args).items()}
 
         @functools.wraps(to)
         def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -189,6 +193,7 @@ class RenamedDevice(TorchDispatchMode):
         return [
             *((torch, name, making(name)) for name in ("tensor", "as_tensor")),
             (Tensor, "device", property(asked)),
+            (clip_grad, "_group_tensors_by_device_and_dtype", grouped),
             *((Tensor, name, reading(name)) for name in methods),
             (Tensor, "to", moved),
             (Tensor, "cpu", to_host),

@@ -47,7 +47,7 @@ def share(absent: tuple[tuple[int, int], ...] = (), frozen: tuple[int, ...] = ()
         if index in mine:
             mine[index].requires_grad_(False)
     topology = make_topology(torch.device("cpu"))  # has the groups
-    shared = SharedParameters([(ranks, mine.get(index)) for index, ranks in enumerate(HOLDERS)], topology.group_of)
+    shared = SharedParameters([(ranks, mine.get(index)) for index, ranks in enumerate(HOLDERS)], topology)
     with shared.summed_gradients():
         for index, parameter in mine.items():
             if (index, rank) not in absent:
@@ -106,7 +106,7 @@ def accumulate() -> list[float]:
     """Runs on every rank: the gradient of a parameter that both copies train in each of two batches."""
     parameter = nn.Parameter(torch.ones(1)) if start() < 2 else None
     topology = make_topology(torch.device("cpu"))
-    shared = SharedParameters([((1, 0), parameter)], topology.group_of)
+    shared = SharedParameters([((1, 0), parameter)], topology)
     for _ in range(2):
         with shared.summed_gradients():
             if parameter is not None:
@@ -158,11 +158,11 @@ def clip(max_norm: float, changed: dict[str, Any]) -> tuple[float, dict[str, Ten
     rank = start()
     mine = {name: nn.Parameter(torch.zeros(4, 2)) for name, places in PLACES.items() if rank in places}
     topology = make_topology(torch.device("cpu"))
-    shared = SharedParameters([(PLACES["tied"], mine.get("tied"))], topology.group_of)
+    shared = SharedParameters([(PLACES["tied"], mine.get("tied"))], topology)
     for name, parameter in mine.items():
         parameter.grad = gradient_of(name, changed)
     # Any iterable will do: Lightning's ``main_params`` is a generator.
-    norm = clip_by_global_norm((parameter for parameter in mine.values()), max_norm, shared, dist.group.WORLD)
+    norm = clip_by_global_norm((parameter for parameter in mine.values()), max_norm, shared, topology)
     return float(norm), {name: parameter.grad for name, parameter in mine.items()}
 
 

@@ -178,10 +178,10 @@ def fit(kind: type[LitModel], **options: Any) -> dict[str, Any]:
     spared, again = 0, 0
     originals: Any = BatchPasses.logged_loss, RegionPass.__init__
 
-    def counted(one: Any, step: Any) -> Any:
+    def counted(one: Any) -> Any:
         nonlocal spared
         spared += 1
-        return originals[0](one, step)
+        return originals[0](one)
 
     def counted_pass(one: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal again

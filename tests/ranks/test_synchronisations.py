@@ -144,6 +144,10 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     # Lightning reads what the progress bar shows, on one device, too.
     "a progress bar": ({"logged": {"loss": {"prog_bar": True, "on_step": True}}}, 2, 1),
     "accumulation": ({"options": {"accumulate_grad_batches": 2}}, 1, 0),
+    "clipping": ({"options": {"gradient_clip_val": 0.1}}, 1, 0),
+    "a weight of two stages": ({"module": "Tied"}, 1, 0),
+    # torch's scaler asks before it steps, on one device, too; 1F1B asks for the scale, and for a gradient that is scaled.
+    "a scaled loss": ({"scaled": True}, 2, 1),
 }
 
 
@@ -157,7 +161,7 @@ def test_a_step_waits_once_on_the_last_stage_and_never_on_the_others(ranks: Rank
     results = ranks(stages).run(fit_all, stages, list(CASES), schedule=schedule, timeout_seconds=200)
     for rank, found in enumerate(results):
         for (name, (_, on_last, elsewhere)), waits in zip(CASES.items(), found, strict=True):
-            limit = elsewhere if rank else on_last + (schedule == "1f1b")
+            limit = elsewhere if rank else on_last + 2 * (schedule == "1f1b" and name == "a scaled loss")
             assert sum(waits.values()) == limit, f"{name}, rank {rank}: {waits}"
 
 
