@@ -43,8 +43,8 @@ from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, readers, short
 from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
-from lightning_fxpipe.pytree.portable import sendable
-from lightning_fxpipe.pytree.sizes import plain_number
+from lightning_fxpipe.pytree.portable import on_host, sendable
+from lightning_fxpipe.pytree.sizes import held_number, plain_number, plain_numbers
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
 
@@ -359,7 +359,7 @@ class Hooks:
                     arguments["value"] = values[arguments["name"]]
                 options = {key: option for key, option in arguments.items() if key not in ("self", "dictionary")}
                 numbers_logged = {name: value for name, value in values.items() if _is_number(value)}
-                self._frame.logged += [{**options, "name": name, "value": _portable(v)} for name, v in numbers_logged.items()]
+                self._frame.logged += [{**options, "name": name, "value": _kept(v)} for name, v in numbers_logged.items()]
             self._agreed = True  # log_dict calls log
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -370,9 +370,10 @@ class Hooks:
 
     def _agree(self, values: Any) -> Any:
         """The values, with rank 0's where the ranks have others; what is no number is left as it is."""
-        numbers_logged = {name: plain_number(value) for name, value in values.items() if _is_number(value)}
-        if not numbers_logged:
+        held = {name: held_number(value) for name, value in values.items() if _is_number(value)}
+        if not held:
             return values
+        numbers_logged = dict(zip(held, *plain_numbers([*held.values()]), strict=True))
         digest = _digest_of([(name, value.hex()) for name, value in numbers_logged.items()])
         are_others_back = True
         while are_others_back:  # to look at something, before they come to this call
@@ -389,7 +390,7 @@ class Hooks:
         mine = Counter(entry["name"] for entry in logged)
         self._agreed = True
         try:
-            for entry in of_last_stage(logged, self._topology):
+            for entry in of_last_stage(on_host(logged) if self._topology.is_last else logged, self._topology):
                 if mine[entry["name"]]:
                     mine[entry["name"]] -= 1
                     continue
@@ -425,8 +426,9 @@ def _as(value: Any, number: float) -> Any:
     return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
 
 
-def _portable(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def _kept(value: Any) -> Any:
+    """The value as it is now, whatever the hook goes on to do with it."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _digest_of(*values: Any) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.pytree.portable import require_picklable
+from lightning_fxpipe.pytree.portable import on_host, require_picklable
 from lightning_fxpipe.user_code.contents import same_mapping
 from lightning_fxpipe.user_code.snapshot import Difference
 
@@ -46,8 +46,7 @@ class MetricStates:
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
-        on_cpu = cache(lambda tensor: tensor.detach().cpu())  # metrics of a collection share tensors; so do their copies
-        found = []
+        found: list[tuple[tuple[str, str], int | None, Any]] = []
         for name, metric in self._metrics.items():
             before = self._before[name]
             for attribute, value in _state(metric).items():
@@ -55,11 +54,12 @@ class MetricStates:
                 if remembered is not None and remembered.is_same(value):
                     continue
                 start = remembered.num_kept(value) if remembered is not None else None
-                news = value if start is None else value[start:]
-                news = tree_map(lambda leaf: on_cpu(leaf) if isinstance(leaf, Tensor) else leaf, news)
-                require_picklable(news, partial(_not_sendable, name, attribute))
-                found.append(Difference((name, attribute), start, news))
-        return found
+                found.append(((name, attribute), start, value if start is None else value[start:]))
+        # Together: metrics of a collection share tensors; so do their copies.
+        values = on_host([value for _, _, value in found])
+        for ((name, attribute), _, _), value in zip(found, values, strict=True):
+            require_picklable(value, partial(_not_sendable, name, attribute))
+        return [Difference(path, start, value) for (path, start, _), value in zip(found, values, strict=True)]
 
 
 def _not_sendable(metric: str, attribute: str, observed: str) -> UnsupportedError:
@@ -74,7 +74,7 @@ def _not_sendable(metric: str, attribute: str, observed: str) -> UnsupportedErro
 def take_over_states(metrics: Mapping[str, nn.Module], changes: Iterable[Difference], device: torch.device) -> None:
     """Makes the same changes to this rank's metrics."""
     for change in changes:
-        value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, change.value)
+        value = tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, change.value)
         metric, attribute = change.path
         attributes = vars(metrics[metric])
         if change.start is None:

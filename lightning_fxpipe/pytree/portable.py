@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe._compat.torch import tree_leaves, tree_map
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.pytree.sizes import as_bytes
+
+_HOST = torch.device("cpu")
+_SMALL_BYTES = 1 << 16
 
 
 def sendable(value: Any, refusal: Callable[[str], UnsupportedError]) -> Any:
@@ -19,9 +24,45 @@ def sendable(value: Any, refusal: Callable[[str], UnsupportedError]) -> Any:
         value: Anything.
         refusal: Makes the error where the value cannot be pickled, from what was observed.
     """
-    value = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)
+    (value,) = on_host([value])
     require_picklable(value, refusal)
     return value
+
+
+def on_host(values: Sequence[Any]) -> list[Any]:
+    """The values with their tensors on the CPU and without gradients; one that they have several times, so once.
+
+    Small ones of a device are copied together: for each copy the host waits until the device has done all that it was given.
+    """
+    tensors = {id(leaf): leaf for leaf in tree_leaves(list(values)) if isinstance(leaf, Tensor)}
+    small = [tensor for tensor in tensors.values() if _is_small(tensor)]
+    copies = _copied_together(small) if len(small) > 1 else {}
+    for key, tensor in tensors.items():
+        if key not in copies:
+            copies[key] = tensor.detach().cpu()
+    return [tree_map(lambda leaf: copies[id(leaf)] if isinstance(leaf, Tensor) else leaf, value) for value in values]
+
+
+def _is_small(tensor: Tensor) -> bool:
+    if tensor.device == _HOST or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    return 0 < tensor.nbytes <= _SMALL_BYTES and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _copied_together(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Copies by the tensor's identity."""
+    # Those of larger elements first, so that each begins where its dtype may.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.element_size())
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in ordered:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    copies: dict[int, Tensor] = {}
+    for group in by_device.values():
+        memory = torch.cat([as_bytes(tensor.contiguous()) for tensor in group]).cpu()
+        for tensor, part in zip(group, torch.split(memory, [tensor.nbytes for tensor in group]), strict=True):
+            # Pickle takes all the memory that a tensor is a view of.
+            copies[id(tensor)] = part.view(tensor.dtype).reshape(tensor.shape).clone()
+    return copies
 
 
 def require_picklable(value: Any, refusal: Callable[[str], UnsupportedError]) -> None:

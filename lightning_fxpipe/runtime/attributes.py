@@ -324,7 +324,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _arrive(tensor: Tensor, stays: bool, device: torch.device | None = None) -> Tensor:
-    return tensor if stays or device is None else tensor.to(device)
+    return tensor if stays or device is None else tensor.to(device, non_blocking=True)
 
 
 def _is_each_ranks(path: Path) -> bool:

@@ -288,7 +288,8 @@ def _is_of_host(value: Any) -> bool:
 
 
 def _is_real(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    is_tensor = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
+    return is_tensor and not tensor.is_meta and tensor.layout is torch.strided  # others' memory cannot be told apart
 
 
 def _has_fakes() -> bool:
