@@ -33,6 +33,7 @@ from lightning_fxpipe.user_code.frames import user_source
 
 # Values that travel with the first message, beside whether there is more; more need a second one.
 _INLINE_VALUES = MAX_NUMBERS - 2
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,7 @@ class StepLog:
         self._calls: list[LogEntry] = []
         self._metrics = metrics
         self._names = {id(metric): name for name, metric in metrics.items()}
+        self._collects: StepLog = self
 
     @property
     def entries(self) -> list[LogEntry]:
@@ -91,15 +93,33 @@ class StepLog:
         owner = lightning_class(module)
         # Of Lightning's own method: what a dry run has put in its place holds the module, and with it the Trainer.
         signature = _signature_of(inspect.unwrap(owner.log)) if owner is not None else inspect.Signature()
+        options = signature.parameters.keys() - {"self", "name", "value"}
 
         def log(*args: Any, **kwargs: Any) -> None:
-            arguments = signature.bind(module, *args, **kwargs).arguments
-            arguments.pop("self")
+            if len(args) == 2 and kwargs.keys() <= options:  # as nearly all calls are: to bind them takes a while
+                name, value = args
+            else:
+                kwargs = signature.bind(module, *args, **kwargs).arguments
+                kwargs.pop("self")
+                name, value = kwargs.pop("name"), kwargs.pop("value")
             with unwatched_torch():  # what we do with the value is no part of the step
-                self._add(arguments.pop("name"), arguments.pop("value"), arguments)
+                self._collects._add(name, value, kwargs)
 
         with patched_attributes(*log_replaced(module, log, "log")), metrics_as_one_call(self._metrics.values(), count=True):
             yield
+
+    @contextmanager
+    def redirected(self, to: StepLog) -> Iterator[None]:
+        """During the block, within :meth:`capture`, another log collects."""
+        self._collects, before = to, self._collects
+        try:
+            yield
+        finally:
+            self._collects = before
+
+    def like(self) -> StepLog:
+        """An empty one with the same metrics."""
+        return StepLog(self._metrics)
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
         # Every rank logs the same values, so there is nothing to synchronise.
@@ -107,7 +127,8 @@ class StepLog:
             options.pop(about_ranks, None)
         explicit = options.pop("batch_size", None)
         for option, given in options.items():  # which the other ranks must be told of
-            require_picklable(given, partial(_unsendable_option, name, option, given))
+            if not isinstance(given, _PLAIN):
+                require_picklable(given, partial(_unsendable_option, name, option, given))
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
         self.values.append(0.0 if metric is not None else _check_number(name, value))
         self._calls.append(

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -75,12 +76,20 @@ class Structure:
         if len(tensors) != self.num_tensors or len(sizes) != self.num_sizes:
             raise ValueError(f"{len(tensors)} tensors and {len(sizes)} sizes for {self.num_tensors} and {self.num_sizes}")
 
+        if self.is_one_tensor:
+            return tensors[0]
+
         def value_of(slot: _Hole | _Plain | _Reference) -> Any:
             if isinstance(slot, _Hole):
                 return sizes[slot.index] if slot.is_size else tensors[slot.index]
             return slot.value
 
         return _Reader(io.BytesIO(self.skeleton), [value_of(slot) for slot in self.slots]).load()
+
+    @cached_property
+    def is_one_tensor(self) -> bool:
+        """Whether the value is a tensor, and nothing around it."""
+        return self == _ONE_TENSOR
 
     @property
     def references(self) -> tuple[Any, ...]:
@@ -256,3 +265,6 @@ def closure_of(function: FunctionType) -> dict[str, Any]:
         with suppress(ValueError):
             found[name] = cell.cell_contents
     return found
+
+
+_ONE_TENSOR = Template.of(torch.empty(0)).structure  # made here: a run that counts torch's calls would count this one

@@ -61,6 +61,10 @@ class StepAttributes:
         buffers: Its buffers that every rank has, by FQN.
         *functions: The step, if it is no method of the module.
         staged: The buffers of stages, by FQN.
+        known: The state of another moment, which may still be right; it is used up.
+
+    Attributes:
+        state: What it is.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class StepAttributes:
         buffers: Mapping[str, Tensor],
         *functions: Any,
         staged: Mapping[str, Tensor] | None = None,
+        known: Snapshot | None = None,
     ) -> None:
         self._module = module
         self._members = members
@@ -77,7 +82,8 @@ class StepAttributes:
         self._buffers = {fqn: (buffer, version_of(buffer)) for fqn, buffer in buffers.items()}
         self._staged = staged or {}
         roots, shallow = roots_of(module, *functions)
-        self._before = Snapshot(roots, shallow=shallow, enters_modules=False)
+        is_known = known is not None and known.renew(roots, shallow)
+        self.state = known if known is not None and is_known else Snapshot(roots, shallow=shallow, enters_modules=False)
         self._own_iterators: dict[int, tuple[Rewindable, int]] = {}
 
     def begin_region(self) -> None:
@@ -89,7 +95,7 @@ class StepAttributes:
 
     def still(self) -> Snapshot | None:
         """What the step's code can change, if it is as it was, and there are no iterators among it."""
-        return self._before if not self._before.has_iterators and self._before.is_current() else None
+        return self.state if not self.state.has_iterators and self.state.is_current() else None
 
     def changes(self, made: StepIterators | None = None) -> list[Change]:
         """What differs now. Tensors are on the CPU and outside of any graph.
@@ -101,8 +107,8 @@ class StepAttributes:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
         found = [
-            _change(self._module, self._before, each, made, is_in_place=is_in_place)
-            for is_in_place, differences in ((False, self._before.differences()), (True, self._before.written_tensors()))
+            _change(self._module, self.state, each, made, is_in_place=is_in_place)
+            for is_in_place, differences in ((False, self.state.differences()), (True, self.state.written_tensors()))
             for each in differences
             if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
         ]
@@ -121,7 +127,7 @@ class StepAttributes:
 
     def _buffer_change(self, fqn: str, now: Tensor, *, is_in_place: bool) -> Change:
         difference = Difference((_BUFFERS, fqn), None, now)
-        return _change(self._module, self._before, difference, is_in_place=is_in_place)
+        return _change(self._module, self.state, difference, is_in_place=is_in_place)
 
     def _is_own_iterator(self, difference: Difference, made: StepIterators | None) -> bool:
         """Whether every rank has made itself this iterator, which often cannot be sent, and has it at the same item."""

@@ -125,7 +125,7 @@ class PipelineRuntime:
             return BatchResult()
         log = StepLog(metrics)
         draws = BatchDraws(num_samples, self._batch_dim)
-        call = None if found is None else self._region_call(step, batch, num_samples, found, draws, metrics, attributes)
+        call = None if found is None else self._region_call(step, batch, num_samples, found, draws, log, attributes)
         around = _without_model(self._root, draws) if call is None else call.in_place()
         before = rng_state() if call is None else None
         try:
@@ -184,7 +184,7 @@ class PipelineRuntime:
         num_samples: int,
         found: Found,
         draws: BatchDraws,
-        metrics: Mapping[str, nn.Module],
+        log: StepLog,
         attributes: StepAttributes | None,
     ) -> RegionRun:
         trace, shapes = found
@@ -197,7 +197,7 @@ class PipelineRuntime:
             passes=self.passes,
             step=step,
             batch=batch,
-            metrics=metrics,
+            log=log,
             batch_dim=self._batch_dim,
             trace=trace,
             sizes=sizes,

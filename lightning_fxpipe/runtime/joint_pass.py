@@ -160,7 +160,7 @@ class JointPass:
         if torch.is_grad_enabled() and any(spec.requires_grad for spec in self.setup.joined_specs):
             anchor = self.backwards.anchor()
             joined = Operation.apply(anchor, self.setup, joined, self._backward, *self.inputs)  # type: ignore[no-untyped-call]
-        return self.setup.run_tail(joined, (*self.inputs, *self.drawn))
+        return self.setup.run_tail(joined, (*self.inputs, *self.drawn).__getitem__)
 
     def _backward(self, ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Runs the stages backward, from the gradients of the joined results to those of the inputs."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class StepTail:
 
     Attributes:
         root: The LightningModule.
-        metrics: Its metrics, by name.
+        log: Collects what the step logs; its runs here have logs of their own.
         step: The step.
         batch: The batch.
         batch_sizes: Values of the region's symbols for it.
@@ -118,7 +119,7 @@ class StepTail:
     """
 
     root: nn.Module
-    metrics: Mapping[str, nn.Module]
+    log: StepLog
     step: Step
     batch: Any
     batch_sizes: Mapping[Any, int]
@@ -137,10 +138,17 @@ class StepTail:
         """Whether the step draws before it comes to the region; a microbatch's, where the batch's has not, does more."""
         return not self.at_start.is_at(self.rng_after_prelude)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """Samples in each microbatch."""
         return [leg.part.size for leg in self.setup.legs for _ in range(leg.part.count)]
+
+    @cached_property
+    def _places(self) -> list[tuple[Leg, int, int]]:
+        """Of each microbatch its leg, its number there, and its first sample."""
+        legs = [(leg, index) for leg in self.setup.legs for index in range(leg.part.count)]
+        starts = accumulate(self.sizes, initial=0)
+        return [(leg, index, start) for (leg, index), start in zip(legs, starts, strict=False)]
 
     def state(self) -> Snapshot:
         """What its runs may change, but for attributes of submodules."""
@@ -159,13 +167,12 @@ class StepTail:
             results: What the last stage gave for it.
             runs: Undoes it; None: it is undone by itself, whatever it changes.
         """
-        leg, index = self._leg(number)
-        own = [
-            v if v is None else cut(v, dim, leg.row(index), leg.rows)
-            for v, dim in zip(self.values, self.setup.input_dims, strict=True)
-        ]
-        samples = (sum(self.sizes[:number]), leg.part.size)
-        return self._run(self.microbatches[number], leg.sizes, samples, (results, own), runs, is_first=number == 0)
+        leg, index, start = self._places[number]
+
+        def region() -> list[Tensor]:
+            return self.setup.run_tail(results, lambda i: self._cut_input(i, leg, index))
+
+        return self._run(self.microbatches[number], leg.sizes, (start, leg.part.size), region, runs, is_first=number == 0)
 
     def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
         """Finds out whether the batch's loss is a sum over its microbatches, and if the step does more; nothing is left behind.
@@ -177,7 +184,8 @@ class StepTail:
         """
         with torch.no_grad():
             samples = (0, sum(self.sizes))
-            whole = self._run(self.batch, self.batch_sizes, samples, (joined, self.values), None, is_first=True)
+            region = partial(self.setup.run_tail, joined, self.values.__getitem__)
+            whole = self._run(self.batch, self.batch_sizes, samples, region, None, is_first=True)
             parts = [self.run(number, self._cut(joined, number)) for number in range(len(self.sizes))]
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
@@ -186,25 +194,23 @@ class StepTail:
         only_logs = logged is not None and all(own == logged for _, own in of_parts)
         return replace(found, only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function))
 
+    def _cut_input(self, position: int, leg: Leg, index: int) -> Tensor | None:
+        value = self.values[position]
+        return value if value is None else cut(value, self.setup.input_dims[position], leg.row(index), leg.rows)
+
     def _cut(self, joined: Sequence[Tensor], number: int) -> list[Tensor]:
-        leg, index = self._leg(number)
+        leg, index, _ = self._places[number]
         return [
             cut(tensor, dim, leg.row(index), leg.rows, num_rows=self.setup.num_rows)
             for tensor, dim in zip(joined, self.setup.joined_dims, strict=True)
         ]
-
-    def _leg(self, number: int) -> tuple[Leg, int]:
-        """The leg of a microbatch, and its number there."""
-        legs = self.setup.legs
-        leg = next(leg for leg in legs if leg.part.first <= number < leg.part.first + leg.part.count)
-        return leg, number - leg.part.first
 
     def _run(
         self,
         batch: Any,
         sizes: Mapping[Any, int],
         samples: tuple[int, int],
-        made: tuple[Sequence[Tensor], Sequence[Tensor | None]],
+        outputs: Callable[[], list[Tensor]],
         runs: UndoneRuns | None,
         *,
         is_first: bool,
@@ -215,11 +221,10 @@ class StepTail:
             batch: The part.
             sizes: Values of the region's symbols for it.
             samples: Where it begins in the batch, and how many it has.
-            made: What the last stage gave for it, and the region's inputs.
+            outputs: Gives the region's for it.
             runs: Undoes it; None: it is undone by itself.
             is_first: Whether what it draws begins with what the step draws.
         """
-        results, values = made
         at_region: Rewind | None = None
 
         def region(_: Sequence[Tensor]) -> list[Tensor]:
@@ -229,12 +234,12 @@ class StepTail:
                 if is_first:
                     set_rng_state(self.rng_after_prelude)
                 at_region = Rewind(rng_state())
-            return self.setup.run_tail(results, values)
+            return outputs()
 
-        function, log = self.step.function, StepLog(self.metrics)
+        function, log = self.step.function, self.log.like()
         undoing = None if runs is None else runs.one()
         with dry_run(
-            self.root, function, (batch, *self.step.rest), {}, undoing=undoing, logging=log.capture(self.root)
+            self.root, function, (batch, *self.step.rest), {}, undoing=undoing, logging=self.log.redirected(log)
         ) as again:
             self.at_start.rewind()
             self.draws.begin_microbatch(*samples)

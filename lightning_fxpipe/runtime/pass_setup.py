@@ -245,6 +245,7 @@ class PassSetups:
             input_dims=(None,) * num_values if division is None else division.input_dims,
             joined_dims=joined,
             joined_specs=boundary_specs(stages.results, sizes),
+            input_shapes=tuple(spec.shape for spec in boundary_specs(traced.input_nodes, sizes)),
             sample_dims=dims,
             fixed=frozenset() if division is None else fixed_nodes(traced, division),
             carries_random_state=bool(carried),

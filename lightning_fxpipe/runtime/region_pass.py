@@ -94,6 +94,7 @@ class PassSetup:
         input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
         joined_specs: Specs of the joined results.
+        input_shapes: Shapes of the region's inputs for the whole batch.
         sample_dims: Of the graph's nodes, by name, the dimension of their results that has the samples, where one has. Results
             that are joined may have several entries for each row; those of others count as none.
         fixed: The graph's nodes, by name, whose results are the same for all samples.
@@ -109,6 +110,7 @@ class PassSetup:
     input_dims: tuple[int | None, ...]
     joined_dims: tuple[int | None, ...]
     joined_specs: tuple[TensorSpec, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
     sample_dims: Mapping[str, int]
     fixed: frozenset[str]
     carries_random_state: bool
@@ -135,15 +137,15 @@ class PassSetup:
         """Takes what the last stage gives for the microbatches."""
         return JoinedResults([spec.shape for spec in self.joined_specs], self.joined_dims, self.num_rows)
 
-    def run_tail(self, joined: Sequence[Tensor], values: Sequence[Tensor | None]) -> list[Tensor]:
+    def run_tail(self, joined: Sequence[Tensor], value: Callable[[int], Tensor | None]) -> list[Tensor]:
         """The region's outputs.
 
         Args:
             joined: What the last stage gave.
-            values: The region's inputs and draws.
+            value: Gives the region's inputs and draws, by number.
         """
         assert self.tail is not None
-        return list(self.tail.module(*joined, *(values[i] for i in self.tail.region_inputs)))
+        return list(self.tail.module(*joined, *map(value, self.tail.region_inputs)))
 
 
 @dataclass(frozen=True, eq=False)

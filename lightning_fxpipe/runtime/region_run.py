@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.microbatch.split import split_batch
@@ -23,7 +24,6 @@ from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.runtime.stage_traces import StageTrace
-from lightning_fxpipe.stages.build import boundary_specs
 from lightning_fxpipe.tracing.region import Leaving, StageExit
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step
@@ -38,7 +38,7 @@ class RegionRun:
         passes: Sends the batch through the stages.
         step: The step.
         batch: The batch.
-        metrics: The module's metrics, by name.
+        log: Collects what the step logs.
         batch_dim: The batch's dimension of samples.
         trace: What the step calls.
         sizes: Values of the trace's symbols for the batch.
@@ -56,7 +56,7 @@ class RegionRun:
     passes: BatchPasses
     step: Step
     batch: Any
-    metrics: Mapping[str, nn.Module]
+    log: StepLog
     batch_dim: int
     trace: StageTrace
     sizes: Mapping[Any, int]
@@ -108,7 +108,7 @@ class RegionRun:
         """
         if self.attributes is not None:
             self.attributes.begin_region()
-        expected = tuple(spec.shape for spec in boundary_specs(self.trace.traced.input_nodes, self.sizes))
+        expected = self._setup.input_shapes
         actual = tuple(tuple(tensor.shape) for tensor in inputs)
         if actual != expected:
             raise self._varying("inputs of other shapes", str(actual), str(expected))
@@ -121,7 +121,7 @@ class RegionRun:
         self.has_run = True
         if joined is None:
             raise StageExit(())  # the step is over for this rank
-        return self._setup.run_tail(joined, values)
+        return self._setup.run_tail(joined, values.__getitem__)
 
     def _pass(self, inputs: list[Tensor]) -> tuple[bool, tuple[Tensor, ...] | None, list[Tensor | None]]:
         """Whether the batch's pass through the stages counts, the joined results, and the region's inputs and draws."""
@@ -140,7 +140,7 @@ class RegionRun:
         passes = [leg.part for leg in self._setup.legs]
         return StepTail(
             root=self.root,
-            metrics=self.metrics,
+            log=self.log,
             step=self.step,
             batch=self.batch,
             batch_sizes=self.sizes,

@@ -75,8 +75,11 @@ class StepMode(TorchFunctionMode):
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
-        with self.refusing():
+        try:  # not in a block of :meth:`refusing`, which costs more than the check
             check_call(self._root, func, args, kwargs)
+        except FxPipeError as error:
+            self._refused = self._refused or error
+            raise
         if func in _NUMBERS and type(args[0]) is Tensor and args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
         return self._draws.call(func, args, kwargs or {})

@@ -52,6 +52,7 @@ from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.exchange import named_tensors
 from lightning_fxpipe.user_code.members import Members
+from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step import Step, StepKind
 from lightning_fxpipe.user_code.undo import Remembered
 
@@ -142,6 +143,7 @@ class Session:
         self._jointly_evaluated: set[StepKind] = set()
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
+        self._state: Snapshot | None = None  # what a step can change, as it was when the last one began
         self._old_gradients: OldGradients | None = None
 
     def begin_with(self, kind: StepKind, planned: Planned) -> None:
@@ -292,6 +294,7 @@ class Session:
             self._make_whole(num_copies, must=gathers is True)
         for optimizer in optimizers:
             optimizer.end_run()
+        self._state = None  # it holds what user code has let go since
 
     def _make_whole(self, num_copies: int, *, must: bool) -> None:
         """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank."""
@@ -412,7 +415,9 @@ class Session:
             common = {fqn: buffer for fqn, buffer in self._members.buffers.items() if not self.plan.stages_of(fqn)}
             staged = {fqn: buffer for fqn, buffer in self._members.buffers.items() if fqn not in common}
             self._buffers = (self._members.buffers, common, staged)
-        return StepAttributes(self.module, self._members, common, step.function, staged=staged)
+        found = StepAttributes(self.module, self._members, common, step.function, staged=staged, known=self._state)
+        self._state = found.state
+        return found
 
 
 @contextmanager

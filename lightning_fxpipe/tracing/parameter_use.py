@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.modes import unwatched_torch
-from lightning_fxpipe._compat.torch import FakeTensor, storage_key, written_arguments
+from lightning_fxpipe._compat.torch import FakeTensor, is_writing, storage_key, written_arguments
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.torch_calls import is_query
 from lightning_fxpipe.user_code.frames import user_source
@@ -47,27 +47,40 @@ def check_call(
         ParameterMisuse: It looks at a parameter's gradient or sets it, changes a parameter under whatever name, gives away its
             memory, or uses one of another stage.
     """
-    if func in (_GET_GRADIENT, _SET_GRADIENT) and isinstance(args[0], nn.Parameter):
-        raise _misuse("The step looks at the gradient of a parameter.", root, args[0], "gradients are used after the step")
-    if func == _SET_DATA and isinstance(args[0], nn.Parameter):
-        raise _changes(root, args[0])
-    if func in (_SET_REQUIRES, Tensor.requires_grad_) and isinstance(args[0], nn.Parameter):
-        wished = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-        if bool(wished) != args[0].requires_grad:
-            raise _misuse("The step freezes or thaws a parameter.", root, args[0], "parameters that train in the whole step")
-    if written := written_by(func, args, kwargs or {}):
-        check_changes(root, written)
+    name = getattr(func, "__name__", "")
+    # What most calls are not comes first: this runs at each call of each microbatch's step.
+    if name.endswith("_") or (kwargs and "out" in kwargs) or func in _GIVING_MEMORY or is_writing(func):
+        if isinstance(args[0] if args else None, nn.Parameter):
+            _check_attribute(root, func, args, kwargs or {})
+        if written := written_by(func, args, kwargs or {}):
+            check_changes(root, written)
     if is_query(func):
         return
     for argument in args:
-        for leaf in argument if isinstance(argument, (list, tuple)) else (argument,):
-            if isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor):
-                raise _misuse(
-                    "The step uses a parameter, outside of the model's call, that another rank holds.",
-                    root,
-                    leaf,
-                    "the parameters of this rank's stage",
-                )
+        if isinstance(argument, Tensor):
+            _check_is_here(root, argument)
+        elif isinstance(argument, (list, tuple)):
+            for leaf in argument:
+                if isinstance(leaf, Tensor):
+                    _check_is_here(root, leaf)
+
+
+def _check_attribute(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    parameter = args[0]
+    if func in (_GET_GRADIENT, _SET_GRADIENT):
+        raise _misuse("The step looks at the gradient of a parameter.", root, parameter, "gradients are used after the step")
+    if func == _SET_DATA:
+        raise _changes(root, parameter)
+    if func in (_SET_REQUIRES, Tensor.requires_grad_):
+        wished = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if bool(wished) != parameter.requires_grad:
+            raise _misuse("The step freezes or thaws a parameter.", root, parameter, "parameters that train in the whole step")
+
+
+def _check_is_here(root: nn.Module, tensor: Tensor) -> None:
+    if tensor.is_meta and not isinstance(tensor, FakeTensor):
+        what = "The step uses a parameter, outside of the model's call, that another rank holds."
+        raise _misuse(what, root, tensor, "the parameters of this rank's stage")
 
 
 def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:

@@ -87,7 +87,7 @@ def dry_run(
     """
     # On copies, because a step may change its batch in place; one for a tensor that the batch has twice.
     copies: dict[int, Tensor] = {}
-    args, kwargs = tree_map(lambda leaf: _copy(root, leaf, copies), (args, dict(kwargs)))
+    args, kwargs = _copied(root, (args, dict(kwargs)), copies)
     with silencing() as said:
         with undoing or undo_after(root, function) as found:
             run = DryRun(args, kwargs, found.before)
@@ -139,6 +139,17 @@ def dry_run_of_prelude(
             left_at = None  # it has this frame, too, and would keep all of them
             is_fixed = not (looks.happened or has_drawn or depends)
             run.facts = PreludeFacts(guards=tuple(guards), is_fixed=is_fixed, looks_at_values=looks.happened)
+
+
+def _copied(root: nn.Module, value: Any, copies: dict[int, Tensor]) -> Any:
+    """A copy of arguments: of the tensors, and of what holds them. This runs for each microbatch; a tree's map takes longer."""
+    if type(value) in (tuple, list):
+        return type(value)([_copied(root, entry, copies) for entry in value])
+    if type(value) is dict:
+        return {key: _copied(root, entry, copies) for key, entry in value.items()}
+    if isinstance(value, Tensor) or is_value(value):
+        return _copy(root, value, copies)
+    return tree_map(lambda leaf: _copy(root, leaf, copies), value)
 
 
 def _copy(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:

@@ -53,6 +53,8 @@ def _set_class_attribute(cls: type, name: str, value: Any) -> None:
 
 def _take_function(function: FunctionType) -> dict[str, Any]:
     """What its closure holds, and its default values, which may be containers; nothing of our own watches over user code."""
+    if function.__closure__ is None and function.__defaults__ is None and function.__kwdefaults__ is None:
+        return {}  # as most have nothing
     if str(function.__globals__.get("__name__")).startswith("lightning_fxpipe."):
         return {}
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

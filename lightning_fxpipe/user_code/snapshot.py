@@ -17,7 +17,8 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from operator import is_
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,6 +82,39 @@ class _Record:
         return now is ABSENT or not self.kind.is_same(now, self.contents)
 
 
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """A class, or the global variables of a file: code in it may name what was not there when it was searched.
+
+    Attributes:
+        names: What is there, by name.
+        known: The values of a class; the names of global variables, whose values change.
+    """
+
+    names: Mapping[str, Any]
+    known: list[Any]
+
+    def is_current(self) -> bool:
+        """Whether the same is there now."""
+        if isinstance(self.names, dict):
+            return len(self.names) == len(self.known)
+        return len(self.names) == len(self.known) and all(map(is_, self.names.values(), self.known))
+
+
+def _differ_in_plain_values(kind: Kind, before: Any, now: Any) -> bool:
+    """Whether each object that can be looked into is where it was."""
+    old, new = dict(kind.entries(before)), dict(kind.entries(now))
+    changed = [key for key in {**old, **new} if old.get(key, ABSENT) is not new.get(key, ABSENT)]
+    return all(type(value) in _UNCHANGING for key in changed for value in (old.get(key), new.get(key)))
+
+
+def _same_objects(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two mappings have the same objects; a method is another object each time it is asked for."""
+    return one.keys() == other.keys() and all(
+        value is other[name] or (isinstance(value, MethodType) and value == other[name]) for name, value in one.items()
+    )
+
+
 class Snapshot:
     """What can be reached from some objects, at one moment.
 
@@ -93,6 +127,8 @@ class Snapshot:
     def __init__(
         self, roots: Mapping[str, Any], *, shallow: Mapping[str, Any] | None = None, enters_modules: bool = True
     ) -> None:
+        self._roots, self._shallow = dict(roots), dict(shallow or {})
+        self._spaces: list[_Space] = []
         self._records: list[_Record] = []
         self._seen: dict[int, Any] = {}  # by id, which no other object can get so
         self._seen_types: set[type] = set()
@@ -110,6 +146,27 @@ class Snapshot:
                 self._seen[id(value)] = value
                 self._reach(value, parent, key)
         self._waiting.clear()
+
+    def renew(self, roots: Mapping[str, Any], shallow: Mapping[str, Any]) -> bool:
+        """Makes it one of this moment, where only plain values have changed. This takes an eighth of the time.
+
+        Returns:
+            Whether it is; it is no snapshot of any moment otherwise.
+        """
+        if self._iterators or self._marks or not (_same_objects(roots, self._roots) and _same_objects(shallow, self._shallow)):
+            return False
+        if not all(space.is_current() for space in self._spaces):
+            return False
+        for record in self._records:
+            now = record.kind.take(record.owner)
+            if now is ABSENT or record.kind is ITERATOR:
+                return False
+            if not record.kind.is_same(now, record.contents):
+                if not _differ_in_plain_values(record.kind, record.contents, now):
+                    return False
+                record.contents = now
+        self._tensors = [(tensor, version_of(tensor), parent, key) for tensor, _, parent, key in self._tensors]
+        return True
 
     def restore(self) -> bool:
         """Makes all objects what they were; returns whether one was not."""
@@ -212,6 +269,7 @@ class Snapshot:
             return
         if issubclass(cls, type):
             if is_users(value):
+                self._spaces.append(_Space(vars(value), list(vars(value).values())))
                 index = self._remember(value, CLASS, parent, key)
                 self._waiting += [(f, index, ("code", position)) for position, f in enumerate(functions_of(value))]
             return
@@ -225,6 +283,8 @@ class Snapshot:
         indices = [index for kind in kinds if (index := self._remember(value, kind, parent, key)) >= 0]
         if not indices:
             return
+        if isinstance(value, Globals):
+            self._spaces.append(_Space(value.values, list(value.values)))
         if isinstance(value, FunctionType):
             self._waiting += [(found, indices[0], ("globals", found.module)) for found in globals_of(value)]
             if (wrapped := getattr(value, "__wrapped__", None)) is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.torch import TorchDispatchMode, storage_key, written_arguments
+from lightning_fxpipe._compat.torch import TorchDispatchMode, is_writing, storage_key, written_arguments
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -28,6 +28,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not is_writing(func):
+            return func(*args, **(kwargs or {}))
         for tensor in written_arguments(func, args, kwargs or {}):
             if _has_memory(tensor):
                 key = storage_key(tensor)

@@ -239,6 +239,22 @@ def test_storage_key_is_equal_for_tensors_that_share_memory(fake: bool) -> None:
         assert all(_compat.storage_key(tensor) != _compat.storage_key(x) for tensor in copies)
 
 
+def test_a_dispatch_mode_sees_operators_and_is_called_as_it_is_written() -> None:
+    seen: list[str] = []
+
+    def note(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    mode = type("Mode", (_compat.TorchDispatchMode,), {"__torch_dispatch__": note})
+    with _compat.TorchDispatchMode(), pytest.raises(NotImplementedError):
+        torch.ones(1)  # the one of torch, with nothing to do
+    with mode():
+        F.linear(torch.ones(2, 3), torch.ones(4, 3))
+    assert "mm.default" in seen
+    assert vars(mode)["__torch_dispatch__"] is note, "torch has put something around it, which takes longer than it does itself"
+
+
 def test_registries_are_the_dictionaries_that_a_module_itself_uses() -> None:
     module = nn.BatchNorm1d(2)
     modules, parameters, buffers = _compat.registries(module)
@@ -641,6 +657,9 @@ def test_schemas_tell_what_an_operator_writes(call: Any, written: str) -> None:
         call(x, y)
     assert "".join(sorted(found)) == written
     assert _compat.written_arguments(torch.Tensor.mul_, (x, 2.0), {}) == []  # no operator
+    assert _compat.is_writing(torch.ops.aten.mul_.Scalar)
+    assert not _compat.is_writing(torch.ops.aten.mul.Scalar)
+    assert not _compat.is_writing(torch.Tensor.mul_)
 
 
 # ------------------------------------------------------------------ what moves along with a module

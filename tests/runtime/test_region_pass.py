@@ -78,6 +78,7 @@ def setup_of(
         input_dims=(0,),
         joined_dims=joined,
         joined_specs=specs,
+        input_shapes=(),
         sample_dims={},
         fixed=frozenset(),
         carries_random_state=False,

@@ -231,6 +231,89 @@ def test_all_changes_are_put_back(names: list[str]) -> None:
     assert state(module) == before
 
 
+@given(
+    st.lists(st.sampled_from(sorted(CHANGES)), max_size=6, unique=True),
+    st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=6, unique=True),
+)
+@settings(deadline=None, max_examples=100)
+def test_a_renewed_snapshot_is_one_of_that_moment(earlier: list[str], later: list[str]) -> None:
+    module = Holder()
+    roots = {"self": module}
+    taken = Snapshot(roots)
+    for name in earlier:
+        CHANGES[name](module)
+    if not taken.renew(roots, {}):
+        return
+    before, fresh = state(module), Snapshot(roots)
+    for name in later:
+        CHANGES[name](module)
+    found = [(each.path[1:], each.start) for each in taken.differences()]
+    assert sorted(map(str, found)) == sorted(str((each.path[1:], each.start)) for each in fresh.differences())
+    taken.restore()
+    assert state(module) == before
+
+
+PLAIN_CHANGES = [
+    "nested dict",
+    "new key",
+    "list in nested dict",
+    "slot",
+    "counter",
+    "set",
+    "array",
+    "closure",
+    "globals",
+    "removed",
+]
+
+
+@pytest.mark.parametrize("name", PLAIN_CHANGES)
+def test_changes_of_plain_values_need_no_new_snapshot(name: str) -> None:
+    module = Holder()
+    CHANGES["globals"](module)  # makes a variable
+    taken = Snapshot({"self": module})
+    CHANGES[name](module)
+    assert taken.renew({"self": module}, {})
+    assert taken.is_current()
+
+
+def make_function(m: Holder) -> None:
+    type(m).extra = lambda self: GLOBAL_COUNTS  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "list", []),
+        lambda m: m.stats.update(val=[1]),
+        lambda m: m.lists.reverse(),
+        lambda m: setattr(m, "items", iter([1])),
+        lambda m: vars(m).pop("meter"),
+        make_function,
+        lambda m: globals().update(MADE_BY_A_TEST=[1]),
+    ],
+    ids=["a new object", "another object", "another place", "an iterator", "gone", "a new function", "a new global variable"],
+)
+def test_where_other_objects_can_be_reached_the_snapshot_is_taken_anew(change: Callable[[Any], Any]) -> None:
+    try:
+        module = Holder()
+        taken = Snapshot({"self": module})
+        change(module)
+        assert not taken.renew({"self": module}, {})
+    finally:
+        globals().pop("MADE_BY_A_TEST", None)
+        if "extra" in vars(Holder):
+            del Holder.extra  # type: ignore[attr-defined]
+
+
+def test_a_snapshot_of_other_roots_is_not_renewed() -> None:
+    module, other = Holder(), Holder()
+    assert Snapshot({"self": module, "step": module.update}).renew({"self": module, "step": module.update}, {})
+    assert not Snapshot({"self": module}).renew({"self": other}, {})
+    assert not Snapshot({"self": module}).renew({"self": module, "step": module.update}, {})
+    assert not Snapshot({"self": module}, shallow={"trainer": other}).renew({"self": module}, {"trainer": module})
+
+
 @pytest.mark.parametrize("name", sorted(CHANGES))
 def test_each_change_is_seen_and_put_back(name: str) -> None:
     module = Holder()
