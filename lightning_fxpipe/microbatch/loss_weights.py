@@ -19,6 +19,7 @@ from torch import Tensor, autograd
 from torch.autograd.graph import GradientEdge
 
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.rng import isolated_rng
 
 LossReductionName = Literal["auto", "mean", "sum"]
@@ -70,7 +71,7 @@ class LossOptions:
         if self.weight is None:
             return loss_weights(reduction, sizes)
         with torch.no_grad(), isolated_rng():
-            counts = [float(self.weight(microbatch)) for microbatch in microbatches]
+            (counts,) = plain_numbers([held_number(self.weight(microbatch)) for microbatch in microbatches])
         if any(not math.isfinite(count) or count < 0 for count in counts) or not any(counts):
             raise UnsupportedError(
                 "The function given as loss_weight returned weights that make no mean.",

@@ -8,6 +8,7 @@ Buffers are allowed to change, and the user is told: most are statistics.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.pytree.sizes import plain_numbers
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
 # Of what trains, so much may be frozen for copies of it to be kept: a teacher is as large as its student, but what adapters are
@@ -33,9 +35,12 @@ class _Totals:
     sizes: float
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _Totals:
-        detached = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-        return cls(*(float(each.sum(dtype=torch.float64)) for each in (detached, detached.abs())))
+    def of(cls, parameters: Mapping[str, Tensor]) -> dict[str, _Totals]:
+        """Of each parameter, by its name; the device is asked once."""
+        detached = {fqn: p.detach() for fqn, p in parameters.items()}
+        real = {fqn: torch.view_as_real(p) if p.is_complex() else p for fqn, p in detached.items()}
+        sums = [[p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)] for p in real.values()]
+        return {fqn: cls(*found) for fqn, found in zip(real, plain_numbers(*sums), strict=True)}
 
     def differ(self, others: _Totals, tolerance: float = 0.0) -> bool:
         """Whether by more than a share of the sizes."""
@@ -73,13 +78,14 @@ class StageChanges:
         self._trained = {fqn: p for fqn, p in summed.items() if p.requires_grad and id(p) not in bounded}
         self._totals_after_first: dict[str, _Totals] = {}
         copies = sum(p.numel() * p.element_size() for p in frozen.values()) <= _COPIED_SHARE * num_trained
-        self._frozen = {fqn: _Frozen(p, _Totals.of(p), p.detach().clone() if copies else None) for fqn, p in frozen.items()}
+        totals = _Totals.of(frozen)
+        self._frozen = {fqn: _Frozen(p, totals[fqn], p.detach().clone() if copies else None) for fqn, p in frozen.items()}
         self._after_first: dict[str, Any] = {}
 
     def note_first(self) -> None:
         """Called when the first microbatch has gone through: what changes once, such as a flag, is no count."""
         self._after_first = self._counts()
-        self._totals_after_first = {fqn: _Totals.of(parameter) for fqn, parameter in self._trained.items()}
+        self._totals_after_first = _Totals.of(self._trained)
 
     def reason(self) -> str | None:
         """Why batches must not be cut, after all microbatches; None if they may.
@@ -87,8 +93,10 @@ class StageChanges:
         Raises:
             UnsupportedError: What has changed cannot be put back.
         """
-        trained = [fqn for fqn, totals in self._totals_after_first.items() if self._is_moved_again(fqn, totals)]
-        frozen = [fqn for fqn, each in self._frozen.items() if each.totals.differ(_Totals.of(each.parameter))]
+        now = _Totals.of({fqn: self._trained[fqn] for fqn in self._totals_after_first})
+        trained = [fqn for fqn, totals in now.items() if self._is_moved_again(fqn, totals)]
+        now = _Totals.of({fqn: each.parameter for fqn, each in self._frozen.items()})
+        frozen = [fqn for fqn, each in self._frozen.items() if each.totals.differ(now[fqn])]
         lost = [*trained, *(fqn for fqn in frozen if self._frozen[fqn].copy is None)]
         if lost:
             raise UnsupportedError(
@@ -100,13 +108,12 @@ class StageChanges:
             )
         if frozen:
             return f"the model's forward changes {frozen[0]}, which is frozen"
-        now = self._counts()
-        counted = [name for name, value in self._after_first.items() if now.get(name) != value]
+        counts = self._counts()
+        counted = [name for name, value in self._after_first.items() if counts.get(name) != value]
         return f"the model's forward changes {counted[0]} with each call" if counted else None
 
-    def _is_moved_again(self, fqn: str, after_first: _Totals) -> bool:
-        parameter = self._trained[fqn]
-        return after_first.differ(_Totals.of(parameter), 2 * torch.finfo(parameter.dtype).eps)
+    def _is_moved_again(self, fqn: str, now: _Totals) -> bool:
+        return self._totals_after_first[fqn].differ(now, 2 * torch.finfo(self._trained[fqn].dtype).eps)
 
     def buffers(self) -> list[str]:
         """Names of the buffers that have changed, but for those of BatchNorm, which are moved once for a batch."""

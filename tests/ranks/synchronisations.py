@@ -46,6 +46,7 @@ _TAKES_HOST = {"copy_", "fill_", "_to_copy", "set_", "index", "index_put_", "_in
 _TENSOR_COLLECTIVES = ("all_reduce", "broadcast", "send", "recv", "isend", "irecv", "reduce", "all_gather")
 _OBJECT_COLLECTIVES = ("broadcast_object_list", "all_gather_object", "gather_object", "send_object_list", "recv_object_list")
 _OF_HOST = "for tensors of the host"
+_MODES = ("writes.py", "known_numbers.py", "modes.py")  # which see what others do
 _SOURCES = {"lightning_fxpipe": "", "lightning": "lightning/", "torchmetrics": "torchmetrics/"}
 
 
@@ -77,6 +78,7 @@ class RenamedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.batches: list[list[Synchronisation]] = [[]]
+        self._is_reading = False
         self._storages: dict[int, StorageWeakRef] = {}  # which are the device's; an address is not used again while it is here
 
     # ------------------------------------------------------------------ whose a tensor is
@@ -151,9 +153,13 @@ class RenamedDevice(TorchDispatchMode):
         def reading(name: str) -> Callable[..., Any]:
             @functools.wraps(methods[name])
             def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if self.has(tensor):
-                    self.note(name)
-                return methods[name](tensor, *args, **kwargs)
+                is_outer, self._is_reading = not self._is_reading, True  # a function mode comes here once more
+                try:
+                    if is_outer and self.has(tensor):
+                        self.note(name)
+                    return methods[name](tensor, *args, **kwargs)
+                finally:
+                    self._is_reading = not is_outer
 
             return read
 
@@ -321,7 +327,7 @@ def _where() -> str:
 @functools.cache
 def _place_of(filename: str) -> tuple[str | None, str]:
     parts = Path(filename).parts
-    if Path(filename) == Path(__file__) or "torch" in parts or not filename.endswith(".py"):
+    if Path(filename) == Path(__file__) or "torch" in parts or parts[-1] in _MODES or not filename.endswith(".py"):
         return None, ""
     for name, prefix in _SOURCES.items():
         if name in parts:

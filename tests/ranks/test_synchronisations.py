@@ -154,6 +154,18 @@ def fit(
     return [counted(batch) for batch in device.batches]
 
 
+class Hooked(Net):
+    """Logs in a hook, too."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"twice": outputs["loss"] * 2, "thrice": outputs["loss"] * 3}, **EPOCH)
+
+
+def weigh(batch: Any) -> Tensor:
+    """As a number of tokens, which is known on the device only."""
+    return torch.ones_like(batch[1]).sum()
+
+
 # What a step is, and how often the host may wait in one: on the last stage's rank, and on each other.
 CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "nothing logged": ({}, 1, 0),
@@ -165,6 +177,9 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "clipping": ({"options": {"gradient_clip_val": 0.1}}, 1, 0),
     "a weight of two stages": ({"module": "Tied"}, 1, 0),
     # torch's scaler asks before it steps, on one device, too; 1F1B asks for the scale, and for a gradient that is scaled.
+    "a time limit": ({"options": {"max_time": "00:01:00:00"}}, 1, 0),
+    # Whether a hook logs the same on all ranks is asked for each call.
+    "two values logged in a hook": ({"module": "Hooked"}, 2, 1),
     "a scaled loss": ({"scaled": True}, 2, 1),
     # Metrics' states go together, a tensor that the step keeps by itself; MeanMetric and MaxMetric ask for nan, six times.
     "metrics and an attribute": ({"module": "Counting"}, 3 + 6, 0),
@@ -204,3 +219,8 @@ def test_a_value_that_a_stage_reads_is_noted(ranks: Ranks) -> None:
     expected = [1, 0]
     for waits, without in zip(ranks(2).run(fit_reading, 2), expected, strict=True):
         assert sum(waits[-2].values()) == without + 4
+
+
+def test_weights_of_microbatches_are_read_at_once(ranks: Ranks) -> None:
+    found = ranks(2).run(fit, 2, schedule="1f1b", loss_weight=weigh)
+    assert [sum(waits[-2].values()) for waits in found] == [2, 0]
