@@ -80,8 +80,8 @@ MUTANTS = [
     ),
     Mutant(
         _WEIGHTS,
-        "with torch.no_grad(), isolated_rng():\n            counts",
-        "with torch.no_grad():\n            counts",
+        "with torch.no_grad(), isolated_rng():\n            (counts,)",
+        "with torch.no_grad():\n            (counts,)",
         (f"{_TEST_WEIGHTS}::test_counting_draws_no_random_numbers_from_the_run",),
         "the user's function of weights moves the run's random numbers",
     ),

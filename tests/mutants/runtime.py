@@ -5,9 +5,38 @@ from tests.mutants.mutant import Mutant
 _REGION, _SETUP, _JOINED = "runtime/region_pass.py", "runtime/pass_setup.py", "runtime/joined_results.py"
 _CHOICE, _TURNS, _CHANGES = "runtime/schedule_choice.py", "runtime/one_f_one_b.py", "runtime/stage_changes.py"
 _TEST_REGION, _TEST_CHOICE = "runtime/test_region_pass.py", "runtime/test_schedule_choice.py"
+_NUMBERS, _TEST_NUMBERS = "runtime/known_numbers.py", "runtime/test_known_numbers.py"
 _ONE_DEVICE = "strategy/test_one_device.py::test_fit_is_that_of_the_default_strategy"
 
 MUTANTS = [
+    Mutant(
+        _NUMBERS,
+        "if tensor is None or version_of(tensor) != version else number",
+        "if tensor is None else number",
+        (f"{_TEST_NUMBERS}::test_a_gradient_is_that_of_the_device",),
+        "a hook that writes to the loss's gradient has no effect on 1F1B's",
+    ),
+    Mutant(
+        _NUMBERS,
+        "elif func in _FOLLOWED and not result.dim():",
+        "elif False:",
+        (f"{_TEST_NUMBERS}::test_a_gradient_is_that_of_the_device",),
+        "1F1B waits for the device to know the gradient of the loss",
+    ),
+    Mutant(
+        "pytree/sizes.py",
+        "to(torch.float64, copy=True)",
+        "to(torch.float64)",
+        ("pytree/test_sizes.py::test_a_number_is_that_of_the_moment_whatever_happens_to_the_tensor_later",),
+        "what is logged is what the step makes of the tensor later",
+    ),
+    Mutant(
+        "pytree/portable.py",
+        "if len(small) > 1 else {}",
+        "if False else {}",
+        ("pytree/test_portable.py::test_copies_are_equal_and_the_host_waits_once_for_all_that_are_small",),
+        "the host waits for each state of a metric",
+    ),
     Mutant(
         _REGION,
         "or output.dtype != spec.dtype or loses_gradient:",
