@@ -7,6 +7,7 @@ that uses it. Where torch does so itself, there is nothing to do here.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,11 +56,17 @@ class FrugalStage(PipelineStage):
             for each in infos.values():
                 self._drop_buffers(each)
         for info in infos[index]:
-            if info.buffer is not None:
-                info.buffer = torch.empty_like(info.buffer, device=self.device)
+            if (like := info.buffer) is not None:
+                info.buffer = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
     def _drop_buffers(self, infos: tuple[Any, ...]) -> None:
         """Leaves tensors without memory in their places, which say what is to be made."""
         for info in infos:
             if info.buffer is not None and not info.buffer.is_meta:
-                info.buffer = torch.empty_like(info.buffer, device="meta")
+                info.buffer = _without_memory(info.buffer.shape, info.buffer.stride(), info.buffer.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _without_memory(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of this kind; torch takes longer to make one than to make one with memory."""
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
