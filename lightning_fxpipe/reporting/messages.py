@@ -13,8 +13,11 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
+from tqdm import tqdm
 
 from lightning_fxpipe.user_code.frames import user_frame
 
@@ -22,6 +25,11 @@ logger = logging.getLogger("lightning_fxpipe")
 
 # A trace that is over before nobody has asked what the program is doing.
 _LONG_SECONDS = 2.0
+# Longer than this a line that does not move looks like a program that has stopped.
+_BAR_SECONDS = 5.0
+_REFRESH_SECONDS = 0.2
+
+_running: ContextVar[Any] = ContextVar("running", default=None)
 
 
 class _Terminal(logging.Handler):
@@ -65,7 +73,7 @@ def warn(message: str) -> None:
 
 @contextmanager
 def telling(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None]:
-    """Says on rank 0 what takes long: that it has begun, and in the end how long it took.
+    """Says on rank 0 what takes long: that it has begun, and how long it took; between, with a bar, that it goes on.
 
     Args:
         what: It, as in ``"Tracing the training step"``.
@@ -79,9 +87,31 @@ def telling(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None
     else:
         inform(f"{what} …")
     try:
-        yield
+        with _bar(what):
+            yield
     finally:
         timer.cancel()
     seconds = time.perf_counter() - begin
     if seconds >= after_seconds:
         inform(f"{what}: {seconds:.1f} s")
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[None]:
+    """On rank 0, after some seconds, a bar that moves with each :func:`went_on` of the block; it leaves nothing behind."""
+    is_quiet = getattr(rank_zero_only, "rank", 0) != 0 or not logger.isEnabledFor(logging.INFO)
+    stream = getattr(sys.stderr, "not_silenced", sys.stderr)  # what user code prints meanwhile is not seen
+    looks = {"desc": what, "unit": " modules", "leave": False, "file": stream, "disable": is_quiet}
+    with tqdm(**looks, delay=_BAR_SECONDS, mininterval=_REFRESH_SECONDS) as bar:
+        token = _running.set(bar)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+
+def went_on() -> None:
+    """What is told of now (:func:`telling`) has got a module further."""
+    bar = _running.get()
+    if bar is not None:
+        bar.update()

@@ -37,6 +37,7 @@ from lightning_fxpipe._compat.torch import (
 )
 from lightning_fxpipe.microbatch.draws import Draw, can_be_drawn_ahead, drawn_now_or_ahead, shape_drawn_ahead
 from lightning_fxpipe.pytree.structure import graft
+from lightning_fxpipe.reporting.messages import went_on
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.tracing.activation_checkpointing import Checkpoint
@@ -226,6 +227,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a module: recorded as one node, or inside a node for each of its calls."""
+        went_on()
         path = self._module_paths.get(id(module))
         if self.is_paused or path is None or self._in_own_call[-1:] == [module]:
             return self._call_inside(original_call, path, module, args, kwargs)

@@ -1,0 +1,55 @@
+"""What is told of that which takes long."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_fxpipe.reporting import messages
+from lightning_fxpipe.reporting.messages import telling, went_on
+
+
+def bar_of(capsys: pytest.CaptureFixture[str], num_steps: int = 3) -> str:
+    """What ``telling`` writes besides its lines, which go to the logger."""
+    with telling("Tracing the training step", after_seconds=0):
+        for _ in range(num_steps):
+            went_on()
+    return capsys.readouterr().err
+
+
+def test_lines_say_what_begins_and_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_fxpipe"), telling("Tracing the training step", after_seconds=0):
+        assert caplog.messages == ["Tracing the training step …"]
+    assert caplog.messages[1:] == ["Tracing the training step: 0.0 s"]
+
+
+def test_nothing_is_said_of_what_is_over_at_once(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    with caplog.at_level(logging.INFO, "lightning_fxpipe"), telling("Tracing the training step"):
+        went_on()
+    assert caplog.messages == []
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_shows_that_it_goes_on_where_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "modules" not in bar_of(capsys)
+    monkeypatch.setattr(messages, "_BAR_SECONDS", 1e-9)
+    monkeypatch.setattr(messages, "_REFRESH_SECONDS", 0.0)
+    shown = bar_of(capsys)
+    assert "Tracing the training step: " in shown
+    assert " modules" in shown
+    assert shown.endswith("\r")  # and is gone afterwards
+
+
+def test_other_ranks_show_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(messages, "_BAR_SECONDS", 1e-9)
+    monkeypatch.setattr(messages, "_REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    assert bar_of(capsys) == ""
+
+
+def test_a_module_that_runs_at_another_time_moves_no_bar() -> None:
+    went_on()
