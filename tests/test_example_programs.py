@@ -89,6 +89,15 @@ def test_the_step_time_benchmark_compares_equal_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_start_time_benchmark_takes_both_to_their_first_step() -> None:
+    command = [sys.executable, EXAMPLES / "benchmarks" / "start_time.py", "--layers=2", "--dim=16", "--rounds=1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (ddp,), (fxpipe,) = ([line for line in run.stdout.splitlines() if line.split()[:1] == [name]] for name in ("ddp", "fxpipe"))
+    assert len(ddp.split()) + 1 == len(fxpipe.split())  # and a ratio with its range
+
+
+@pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--dim=16", "--num-layers=2", "--num-heads=2", "--context=8", "--batch-size=4", "--microbatches=2"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes, "--warmup-steps=2", "--steps=3"]

@@ -34,7 +34,10 @@ KNOW_LIGHTNING = {
 }
 WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.plan"}
 ANY_EXCEPTION = ("Exception", "BaseException")
-KNOW_PRIVATE_NAMES = {"_compat.torch", "_compat.checkpoints", "_compat.autograd", "_compat.modes", "_compat.lightning"}
+KNOW_PRIVATE_NAMES = {
+    *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),
+    "_compat.lightning",
+}
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.
 PUBLIC_UNDERSCORED = {"_fields", "_replace", "_asdict"}

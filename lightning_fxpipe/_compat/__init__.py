@@ -1,6 +1,7 @@
 """Private names of torch and Lightning, and nothing else; each has its reason, its versions and a canary test.
 
-- ``torch``: torch's, but for those of the next four.
+- ``torch``: torch's, but for those of the next six.
+- ``fake_calls``, ``fake_sizes``: of operators on tensors without data, and of arithmetic on their sizes.
 - ``autograd``: of its autograd engine.
 - ``modes``: of its stack of function modes.
 - ``pipelining``: of the stages of its pipelines.

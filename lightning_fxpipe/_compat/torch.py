@@ -51,6 +51,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+from lightning_fxpipe._compat.fake_calls import repeated_calls
+from lightning_fxpipe._compat.fake_sizes import Sizes
+
 # Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
 NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
 
@@ -69,21 +72,11 @@ SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _META = torch.device("meta")
 
 
-class _TerseShapeEnv(ShapeEnv):
-    """Does not note in whose code a symbol or guard comes about.
-
-    Nobody asks for it here. To find out, torch imports its compiler: 17 MiB, and 0.2 seconds of each process. torch 2.11-2.15.
-    """
-
-    def _get_user_frame(self) -> None:
-        return None
-
-
 class FakeWorld:
     """One trace's fake tensors, with the symbols of their sizes and the guards on those symbols."""
 
     def __init__(self) -> None:
-        self.shape_env = _TerseShapeEnv()
+        self.shape_env = Sizes()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self._num_inputs = 0
         self._group_sizes: dict[int, Any] = {}
@@ -129,8 +122,11 @@ class FakeWorld:
     def active(self) -> Iterator[None]:
         """During the block all new tensors are this world's fakes."""
         # Without the python dispatcher, F.pad and interpolate specialise the batch size.
-        with enable_python_dispatcher(), self.mode:
-            yield
+        try:
+            with enable_python_dispatcher(), self.mode, repeated_calls(self.mode):
+                yield
+        finally:
+            self.shape_env.results.clear()
 
     def guards(self) -> list[Any]:
         """Sympy conditions on the symbols that the recorded graph relies on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 
 from torch import nn
@@ -16,7 +17,7 @@ from lightning_fxpipe.tracing.trace import TracedRegion
 GOOD_ENOUGH = 1.05
 
 
-def open_until_balanced(trace: Callable[..., TracedRegion], call: Recordable, num_stages: int) -> Chain:
+def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, num_stages: int) -> Chain:
     """Traces at the coarsest granularity whose best partition is good enough.
 
     Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
@@ -25,15 +26,34 @@ def open_until_balanced(trace: Callable[..., TracedRegion], call: Recordable, nu
 
     Args:
         trace: Traces the call; its further arguments are those of ``trace_region`` of ``tracing.trace``.
+        root: The module that paths are relative to.
         call, num_stages: The call, and how many stages it gets.
     """
-    opened: set[str] = set()
+    opened = _too_heavy(root, num_stages)
     while True:
         chain = build_chain(trace(opened=opened, check=False))
         candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
         if not candidates:
             return chain
         opened |= candidates
+
+
+def _too_heavy(root: nn.Module, num_stages: int) -> set[str]:
+    """Modules that no partition could leave whole, as their parameters tell without a trace: each is by itself heavier than a
+    stage may be."""
+    if num_stages < 2:
+        return set()
+    sizes = {id(parameter): parameter.numel() for parameter in root.parameters()}
+    holders = Counter(id(parameter) for module in root.modules() for parameter in module.parameters(recurse=False))
+    closed = max((_weight(m, sizes) for m in root.modules() if next(m.children(), None) is None), default=0)
+    bound = max(-(-sum(sizes.values()) // num_stages), closed)
+    own = {key: size for key, size in sizes.items() if holders[key] == 1}  # what others hold, too, may count elsewhere
+    parents = ((path, module) for path, module in root.named_modules() if path and next(module.children(), None) is not None)
+    return {path for path, module in parents if _weight(module, own) > GOOD_ENOUGH * bound}
+
+
+def _weight(module: nn.Module, sizes: Mapping[int, int]) -> int:
+    return sum(sizes.get(id(parameter), 0) for parameter in module.parameters())
 
 
 def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: set[str]) -> set[str]:

@@ -113,18 +113,18 @@ def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: t
 def _plan_region(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> Planned:
     trace = partial(trace_region, root, call, device=device)
     try:
-        return _plan_traced(partial(trace, answers_looks=False), call, num_stages)
+        return _plan_traced(partial(trace, answers_looks=False), root, call, num_stages)
     except PartitionError:  # modules that look at values stayed whole, and may not have to
-        return _plan_traced(partial(trace, answers_looks=True), call, num_stages)
+        return _plan_traced(partial(trace, answers_looks=True), root, call, num_stages)
 
 
-def _plan_traced(trace: Callable[..., TracedRegion], call: Recordable, num_stages: int) -> Planned:
-    chain = open_until_balanced(trace, call, num_stages)
+def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, num_stages: int) -> Planned:
+    chain = open_until_balanced(trace, root, call, num_stages)
     assignment = _best_assignment(chain, call, num_stages)
     needed = _opened_by_a_cut(assignment)
-    # Once more, now compared with a second recording; what could not be opened is asked for again, so that the plan says why.
+    # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
-    chain = build_chain(trace(opened={*needed, *unable}))
+    chain = build_chain(trace(opened={*needed, *unable}, first=chain.traced))
     assignment = _best_assignment(chain, call, num_stages)
     return Planned(plan=describe_plan(assignment, call), region=call, traced=chain.traced)
 

@@ -31,6 +31,8 @@ from lightning_fxpipe.user_code.snapshot import Snapshot
 # (comparisons) to 30 (sums) GB/s, gloo between two of its processes 3.9 GB/s, so there 2 to 8; between machines or GPUs it is
 # 10 (NVLink) to 250 (a 100 Gbit network). A receiver also waits for a message, and not for what it computes beforehand.
 TRAFFIC_PER_SENT_BYTE = 20
+# Nodes with tensors that are no results.
+_TAKING = ("placeholder", "get_attr", "call_module")
 # A message takes time however short it is: 56 us for 4 KiB in the same measurement, in which a core moves 1 MB.
 TRAFFIC_PER_MESSAGE = 512 * 1024
 
@@ -84,8 +86,18 @@ def find_recomputed(traced: TracedRegion, is_kept_apart: Callable[[fx.Node], boo
         traced: The graph.
         is_kept_apart: Whether a ``get_attr`` or ``call_module`` node uses a tensor that only some stages may have.
     """
+    apart = frozenset(node for node in traced.graph.nodes if node.op in _TAKING and is_kept_apart(node))
+    hooked = frozenset(node for node in traced.graph.find_nodes(op="call_module") if _has_hooks(traced.root, node))
+    key = find_recomputed, apart, hooked
+    if key not in traced.known:
+        traced.known[key] = _find_recomputed(traced, apart, hooked)
+    found: Recomputation = traced.known[key]
+    return found
+
+
+def _find_recomputed(traced: TracedRegion, apart: Collection[fx.Node], hooked: Collection[fx.Node]) -> Recomputation:
     with isolated_rng():
-        trial = _Trial(traced, is_kept_apart)
+        trial = _Trial(traced, apart, hooked)
         trial.run()
     work, operands = trial.work, trial.operands
     groups = _groups(traced, operands)
@@ -105,6 +117,10 @@ def find_recomputed(traced: TracedRegion, is_kept_apart: Callable[[fx.Node], boo
         if users and users <= chosen:
             chosen |= groups[node]  # nothing else uses it, so it runs where they run
     return Recomputation(nodes=frozenset(chosen), needs=needs, unread=trial.unread)
+
+
+def _has_hooks(root: nn.Module, node: fx.Node) -> bool:
+    return any(map(has_hooks, root.get_submodule(str(node.target)).modules()))
 
 
 def _is_cheaper(group: frozenset[fx.Node], needs: Mapping[fx.Node, Iterable[fx.Node]], work: Mapping[fx.Node, int]) -> bool:
@@ -173,12 +189,12 @@ class _Trial:
         unread: Other operands, at whose values it does not look.
     """
 
-    def __init__(self, traced: TracedRegion, is_kept_apart: Callable[[fx.Node], bool]) -> None:
+    def __init__(self, traced: TracedRegion, apart: Collection[fx.Node], hooked: Collection[fx.Node]) -> None:
         self.work: dict[fx.Node, int] = {}
         self.operands: dict[fx.Node, set[fx.Node]] = {}
         self.unread: dict[fx.Node, frozenset[fx.Node]] = {}
         self._traced = traced
-        self._is_kept_apart = is_kept_apart
+        self._apart, self._hooked = apart, hooked
         self._changed = _changed_storages(traced)
         self._repeat = Repeat(traced)
         self._results: dict[fx.Node, Any] = {}
@@ -199,7 +215,7 @@ class _Trial:
     def _is_source(self, node: fx.Node) -> bool:
         """Whether every stage can have the same tensor: nothing changes it, and nothing trains it."""
         value: Tensor = _value(node)
-        return not value.requires_grad and storage_key(value) not in self._changed and not self._is_kept_apart(node)
+        return not value.requires_grad and storage_key(value) not in self._changed and node not in self._apart
 
     def _may_run(self, node: fx.Node) -> bool:
         """What can be said without running it."""
@@ -211,9 +227,8 @@ class _Trial:
         if not all(self._repeat.is_known(symbol) for symbol in size_symbols((node.args, node.kwargs))):
             return False
         if node.op == "call_module":
-            module = self._traced.root.get_submodule(str(node.target))
             own = node.meta.get("module_storages", frozenset())
-            return not (self._is_kept_apart(node) or own & self._changed or any(map(has_hooks, module.modules())))
+            return not (node in self._apart or own & self._changed or node in self._hooked)
         return is_of_torch(node)
 
     def _can_be_blank(self, node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ stage is built (``stages.build``), on whichever tensor that stage has. So no int
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.objects import PLAIN_TYPES, is_plain, is_value, same_answer
-from lightning_fxpipe.user_code.snapshot import Snapshot
+from lightning_fxpipe.user_code.snapshot import Snapshot, passing_over
 
 DRAW_PREFIX = "region_draw_"
 _UNREACHED = "region_unreached"  # in the place of what cannot be reached yet
@@ -459,11 +459,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @contextmanager
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
-        with ExitStack() as stack:
-            # Recurrent layers of torch keep lists of their weights, which are exchanged for the run.
-            if any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in module.modules()):
-                for state in self._watches:
-                    stack.enter_context(state.passing_over())
+        # Recurrent layers of torch keep lists of their weights, which are exchanged for the run.
+        has_any = any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in module.modules())
+        with passing_over(self._watches if has_any else ()):
             yield
 
     @property

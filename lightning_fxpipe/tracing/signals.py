@@ -77,6 +77,16 @@ class Learned:
     watches_state: bool = False
     given: set[tuple[Any, ...]] = field(default_factory=set)
 
+    def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
+        """The same for another recording, which has ``given`` other values, and may learn more."""
+        return Learned(
+            kept_whole=dict(self.kept_whole),
+            inner_results=dict(self.inner_results),
+            probed_inside=set(self.probed_inside),
+            watches_state=self.watches_state,
+            given=given,
+        )
+
     def add_inner_result(self, path: str, place: InnerPlace) -> None:
         """A tensor is used that a module inside a whole one has returned: the whole one, at ``path``, is to return it, too."""
         self.inner_results[path] = tuple(dict.fromkeys((*self.inner_results.get(path, ()), place)))

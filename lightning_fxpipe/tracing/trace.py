@@ -43,6 +43,27 @@ from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class _Recording:
+    """What another recording of the same call is compared with, and begins with.
+
+    Attributes:
+        calls: The graph's calls in words.
+        drew: Whether the code has drawn from Python's or numpy's generators.
+        learned: What the recorder knew.
+    """
+
+    calls: tuple[tuple[str, str, str], ...]
+    drew: bool
+    learned: Learned
+
+    @classmethod
+    def of_graph(cls, graph: fx.Graph, drew: bool, learned: Learned) -> _Recording:
+        """That of a graph which is just written, and in the order in which the calls were made."""
+        calls = ((n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes)
+        return cls(calls=tuple(calls), drew=drew, learned=learned)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TracedRegion:
     """The recorded graph and what is needed to cut it and to use it.
 
@@ -71,6 +92,8 @@ class TracedRegion:
     drawing: frozenset[str] = frozenset()
     guards: Mapping[GuardKey, Any] = field(default_factory=dict, repr=False)
     looks: tuple[Look, ...] = field(default=(), repr=False)
+    recording: _Recording = field(repr=False)
+    known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others have found out about the graph
 
     @cached_property
     def input_nodes(self) -> tuple[fx.Node, ...]:
@@ -165,6 +188,7 @@ def trace_region(
     opened: Collection[str] | None = (),
     device: torch.device | None = None,
     check: bool = True,
+    first: TracedRegion | None = None,
     answers_looks: bool = True,
 ) -> TracedRegion:
     """Records the call of one module.
@@ -179,14 +203,18 @@ def trace_region(
             everything down to torch.nn's own modules.
         device: Device that the module is taken to be on; by default that of the call's tensors.
         check: Whether to record twice and compare; without, the graph is good for planning only.
+        first: A graph that was recorded without such a check, of the same call, for the same device and with the same
+            ``answers_looks``: where just these modules are opened in it, a second recording is enough.
         answers_looks: Whether modules that look at values of the inputs may be opened; otherwise they stay whole.
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
     """
     signature, _ = sign(root, call)
+    if first is not None and (opened is None or {*opened} != {*first.opened, *first.kept_whole}):
+        first = None
     with FirstCalls(root) as first_calls:
-        learned = Learned(given=first_calls.paths)
+        learned = Learned(given=first_calls.paths) if first is None else first.recording.learned.known_again(first_calls.paths)
         record = partial(_record, root, call, signature, device=device, answers_looks=answers_looks, learned=learned)
 
         def keep_whole(stop: MustStayWhole) -> None:
@@ -196,9 +224,10 @@ def trace_region(
             learned.kept_whole[stop.path] = f"{stop.reason}, {stop.source}" if stop.source else stop.reason
 
         while True:
+            earlier, first = first, None  # it is of no use where more is learned now
             try:
-                traced, drew = record(opened)
-                again = record(opened)[0] if check else traced
+                earlier = earlier or record(opened)
+                traced = record(opened) if check else earlier
             except FirstCallSets as sets:
                 if not first_calls.give(sets.values):
                     keep_whole(sets.otherwise)
@@ -210,7 +239,7 @@ def trace_region(
             except RecordError as error:
                 raise _untraceable(root, call, error.reason, error.source) from error
             else:
-                _check_deterministic(root, call, traced.graph, again.graph, drew)
+                _check_deterministic(root, call, earlier.recording, traced.recording)
                 drawing = traced.drawing - set(learned.kept_whole)
                 if opened is None or not drawing:
                     return traced
@@ -226,8 +255,7 @@ def _record(
     device: torch.device | None,
     answers_looks: bool,
     learned: Learned,
-) -> tuple[TracedRegion, bool]:
-    """The recorded region, and whether its code has drawn from Python's or numpy's generators."""
+) -> TracedRegion:
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
@@ -269,7 +297,7 @@ def _record(
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
     structure = StructureKey.of_graph(recorder.graph, actually_opened)
-    traced = TracedRegion(
+    return TracedRegion(
         graph=recorder.graph,
         root=root,
         signature=signature,
@@ -290,8 +318,8 @@ def _record(
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
+        recording=_Recording.of_graph(recorder.graph, drew, learned),
     )
-    return traced, drew
 
 
 @contextmanager
@@ -317,14 +345,10 @@ def _taken_apart(result: Any, lasting: Mapping[int, Any]) -> Template:
     return output
 
 
-def _check_deterministic(root: nn.Module, call: Recordable, first: fx.Graph, second: fx.Graph, drew: bool) -> None:
+def _check_deterministic(root: nn.Module, call: Recordable, first: _Recording, second: _Recording) -> None:
     """A graph that depends on random numbers, as with layer drop, would freeze one of the outcomes."""
-
-    def described(graph: fx.Graph) -> list[tuple[str, str, str]]:
-        return [(n.op, getattr(n.target, "__qualname__", str(n.target)), f"{n.args} {n.kwargs}") for n in graph.nodes]
-
-    differing = [a for a, b in zip_longest(described(first), described(second)) if a != b]
-    if not differing and not drew:
+    differing = [a for a, b in zip_longest(first.calls, second.calls) if a != b]
+    if not differing and not first.drew:
         return
     raise TraceError(
         f"The code of {_name(root, call)} may take another path each time it runs.",

@@ -36,6 +36,7 @@ class Kind:
     Attributes:
         name: The kind's; with a key it is a step of a path.
         take: A copy of what is in an object; :data:`ABSENT` where it is left alone.
+        peek: The same to compare at once, which may be no copy; by default it is one.
         entries: Keys and values in the contents.
         look: ``look(object, key)`` is one of them as it is now. Raises whatever a missing one raises.
         put: Makes an object have such contents again; by default it is left, as what cannot change.
@@ -51,6 +52,12 @@ class Kind:
     put: Callable[[Any, Any], None] = lambda value, contents: None
     set: Callable[[Any, Any, Any], None] = lambda value, key, new: None
     is_same: Callable[[Any, Any], bool] = lambda one, other: True
+    peek: Callable[[Any], Any] | None = None
+
+    def is_still(self, owner: Any, contents: Any) -> bool:
+        """Whether an object still has such contents."""
+        now = (self.peek or self.take)(owner)
+        return now is not ABSENT and self.is_same(now, contents)
 
 
 def kind_by_name(
@@ -93,6 +100,8 @@ def _same_sequence(one: Any, other: Any) -> bool:
 
 def same_mapping(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     """Whether two mappings have the same objects, in the same order."""
+    if not one and not other:
+        return True
     if len(one) != len(other) or not all(map(is_, one.values(), other.values())):
         return False
     return all(map(is_, one, other)) or list(one) == list(other)
@@ -177,6 +186,11 @@ ModuleContents = tuple[dict[str, Any], dict[str, Any]]
 def _take_module(module: nn.Module) -> ModuleContents:
     attributes = _of_dict(module)
     return dict(attributes), {name: attributes[name].copy() for name in _TORCHS_OWN if name in attributes}
+
+
+def _peek_module(module: nn.Module) -> ModuleContents:
+    attributes = _of_dict(module)
+    return attributes, {name: attributes[name] for name in _TORCHS_OWN if name in attributes}
 
 
 def _put_module(module: nn.Module, contents: ModuleContents) -> None:
@@ -291,6 +305,7 @@ def _same_state(one: Any, other: Any) -> bool:
 ATTRIBUTES = Kind(
     "attribute",
     lambda value: dict(_of_dict(value)),
+    peek=_of_dict,
     look=lambda value, key: _of_dict(value)[key],
     put=lambda value, contents: _put_mapping(_of_dict(value), contents),
     set=lambda value, key, new: set_key(_of_dict(value), key, new),
@@ -299,6 +314,7 @@ ATTRIBUTES = Kind(
 MODULE = Kind(
     "attribute",
     _take_module,
+    peek=_peek_module,
     entries=_module_entries,
     look=_look_in_module,
     put=_put_module,

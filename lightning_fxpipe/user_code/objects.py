@@ -74,11 +74,14 @@ class Unsent(Tensor):
 def refill(structure: Structure, sent: Sequence[int]) -> Callable[..., Any]:
     """A function that makes a new object from the tensors at ``sent`` and the sizes; the others' places get stand-ins."""
 
+    missing = sorted(set(range(structure.num_tensors)) - set(sent))
+    stand_ins: dict[int, Unsent] = {}  # nobody can change one, so the same do for every call
+
     def refilled(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-        values: list[Any] = [Unsent.with_name("A tensor of an argument") for _ in range(structure.num_tensors)]
-        for index, tensor in zip(sent, tensors, strict=True):
-            values[index] = tensor
-        return structure.fill(values, sizes)
+        if not stand_ins:
+            stand_ins.update({index: Unsent.with_name("A tensor of an argument") for index in missing})
+        values = stand_ins | dict(zip(sent, tensors, strict=True))
+        return structure.fill([values[index] for index in range(structure.num_tensors)], sizes)
 
     refilled.makes_objects = True  # type: ignore[attr-defined]
     return refilled

@@ -14,8 +14,8 @@ at. The functions of installed libraries are not searched for global variables.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
 from types import FunctionType, MethodType
@@ -78,8 +78,7 @@ class _Record:
 
     def has_changed(self) -> bool:
         """Whether something else is in the object now."""
-        now = self.kind.take(self.owner)
-        return now is ABSENT or not self.kind.is_same(now, self.contents)
+        return not self.kind.is_still(self.owner, self.contents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +178,10 @@ class Snapshot:
         """Whether all objects are still what they were."""
         return not any(record.has_changed() for record in self._records)
 
+    def records(self) -> Iterable[_Record]:
+        """What is remembered of each object."""
+        return self._records
+
     def differences(self) -> Iterator[Difference]:
         """What is different now, where it can still be reached as before."""
         for index, record in enumerate(self._records):
@@ -188,20 +191,9 @@ class Snapshot:
             if self._is_reached(index):
                 yield from _differing(record, now, self._path(index))
 
-    @contextmanager
-    def passing_over(self) -> Iterator[None]:
-        """What the block changes is no difference, and :meth:`restore` does not put it back; but for entries of lists and the
-        like in which something was different before."""
-        before = [record.kind.take(record.owner) for record in self._records]
-        try:
-            yield
-        finally:
-            for record, earlier in zip(self._records, before, strict=True):
-                now = ABSENT if earlier is ABSENT else record.kind.take(record.owner)
-                if now is ABSENT or record.kind.is_same(now, earlier):
-                    continue
-                is_as_taken = record.kind.is_same(earlier, record.contents)
-                record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
+    def passing_over(self) -> AbstractContextManager[None]:
+        """As the function :func:`passing_over`."""
+        return passing_over([self])
 
     @property
     def has_iterators(self) -> bool:
@@ -334,6 +326,29 @@ class Snapshot:
             return found.values is value.values if isinstance(value, Globals) else found is value
         except (KeyError, IndexError, AttributeError):
             return False
+
+
+@contextmanager
+def passing_over(snapshots: Iterable[Snapshot]) -> Iterator[None]:
+    """What the block changes is no difference to any of the snapshots, and is not put back by :meth:`Snapshot.restore`; but for
+    entries of lists and the like in which something was different before."""
+    records: dict[tuple[int, int], list[_Record]] = {}
+    for snapshot in snapshots:
+        for record in snapshot.records():
+            records.setdefault((id(record.owner), id(record.kind)), []).append(record)
+    # What is in an object that has not changed since it was remembered is remembered already.
+    before = [same[0].kind.take(same[0].owner) if same[0].has_changed() else same[0].contents for same in records.values()]
+    try:
+        yield
+    finally:
+        for same, earlier in zip(records.values(), before, strict=True):
+            kind, owner = same[0].kind, same[0].owner
+            if earlier is ABSENT or kind.is_still(owner, earlier):
+                continue
+            now = kind.take(owner)
+            for record in same if now is not ABSENT else ():
+                is_as_taken = kind.is_same(earlier, record.contents)
+                record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
 
 
 def look(owner: Any, step: tuple[str, Any]) -> Any:

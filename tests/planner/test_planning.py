@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -19,6 +20,7 @@ from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment, plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.tracing import trace as trace_module
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.region import StepCall, find_region
 from lightning_fxpipe.tracing.trace import trace_region
@@ -140,6 +142,25 @@ def test_heavy_module_is_opened_down_to_where_the_cut_must_fall() -> None:
         ("light", "heavy.1.0"),
         ("heavy.1.1", "heavy.2"),
     ]
+
+
+def test_a_module_is_recorded_no_more_often_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once to see how it is balanced, which its parameters tell as far as modules heavier than a stage are concerned, and once
+    more to compare."""
+    recorded = []
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        recorded.append(1)
+        return record_once(*args, **kwargs)
+
+    record_once = trace_module._record
+    monkeypatch.setattr(trace_module, "_record", record)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6)))
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(8, 8), blocks), nn.Linear(8, 8)))
+    plan = plan_region(model, call_of(torch.randn(BATCH, 8)), num_stages=4)
+    assert plan.opened == ("0", "0.0", "0.0.1")
+    assert [stage.num_parameters for stage in plan.stages] == [144] * 4
+    assert len(recorded) == 2
 
 
 def test_module_with_hooks_is_not_opened_and_the_plan_says_why() -> None:

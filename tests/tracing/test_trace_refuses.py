@@ -147,6 +147,19 @@ def test_numbers_from_out_of_sight_are_refused() -> None:
         trace(Noisy(), batch())
 
 
+def test_a_recording_that_was_made_before_is_compared_with_a_new_one() -> None:
+    """A plan has recorded the call once when it asks for a graph that may be used."""
+
+    class Noisy(TwoLayers):
+        def between(self, h: Tensor) -> Tensor:
+            return h * secrets.randbelow(10**12)
+
+    model, call = Noisy(), call_of(batch())
+    first = trace_region(model, call, opened=(), check=False)
+    with pytest.raises(TraceError, match="another path each time"):
+        trace_region(model, call, opened=(), first=first)
+
+
 def test_recording_leaves_the_generators() -> None:
     class Draws(TwoLayers):
         def between(self, h: Tensor) -> Tensor:

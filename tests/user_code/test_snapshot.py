@@ -498,3 +498,17 @@ def test_what_a_block_changes_is_passed_over_and_what_code_around_it_changes_is_
     taken.restore()
     assert (module.counts, module.other) == ({"a": 1, "before": 3}, 2)
     assert not module._forward_hooks
+
+
+def test_several_snapshots_pass_over_what_a_block_changes_at_once() -> None:
+    """An opened module inside another one: what a whole module changes is the work of neither."""
+    module = Holder()
+    module.count = 0  # type: ignore[assignment]
+    taken = [Snapshot({"self": module}), Snapshot({"outer": [module]})]
+    with snapshot.passing_over(taken):
+        module.count = 1  # type: ignore[assignment]
+    later = Snapshot({"self": module})
+    module.count = 2  # type: ignore[assignment]
+    with snapshot.passing_over([*taken, later]):
+        module.other = 1  # type: ignore[assignment]
+    assert [[difference.value for difference in one.differences()] for one in (*taken, later)] == [[2]] * 3

@@ -1,0 +1,233 @@
+"""Operators on fake tensors that are called again: a model repeats its layers, and what an operator makes of tensors without
+data follows from their sizes, strides and kinds.
+
+torch has a memory for such calls, too. But where sizes are symbols, it takes half a millisecond to put a result together from
+them, with a dozen steps of arithmetic in Python, and a third of all operators are not remembered. Here a result is a copy of an
+earlier one, for which nothing is calculated. torch 2.11-2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device})
+_BY_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_LIFTS = frozenset({"aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"})  # their result may know its value
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+class _Unlike(Exception):
+    """A call is like no other: of something in it nobody knows whether it is the same."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a call has made.
+
+    Attributes:
+        example: A tensor on the meta device with its sizes and strides.
+        offset: Where in its memory it begins.
+        device: Its device.
+        base: Which of the call's tensors it shares memory with; None where it has its own.
+    """
+
+    example: Tensor
+    offset: int | torch.SymInt
+    device: torch.device
+    base: int | None
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a call has returned: a tensor, or ``container`` of several; for a number one of its arguments."""
+
+    results: tuple[_Made | int, ...]
+    container: type | None
+
+
+class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lies above a fake mode, and answers operators that this has run before.
+
+    Not those of others than torch, those whose result goes by data, and those that return anything but arguments and tensors
+    with memory of their own or of one argument, or that change what an argument is.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._follows: dict[Any, bool] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not self._mode:  # there is data in this call
+            return func(*args, **kwargs)
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        follows = self._follows.get(func)
+        if follows is None:
+            follows = self._follows[func] = _follows_from_metadata(func)
+        if not follows:
+            return func(*args, **kwargs)
+        try:
+            key, tensors = self._described(func, args, kwargs)
+        except _Unlike:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable and any(tensor.constant is not None for tensor in tensors):  # whose value it forgets
+            return func(*args, **kwargs)
+        known = self._known.get(key)
+        if known is None:
+            result = func(*args, **kwargs)
+            self._remember(key, result, tensors, func, args, kwargs)
+            return result
+        results = [tensors[made] if isinstance(made, int) else self._copy(made, tensors) for made in known.results]
+        return results[0] if known.container is None else known.container(results)
+
+    def _described(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[FakeTensor]]:
+        """All that the kind of a call's results may follow from, and the tensors among its arguments.
+
+        Raises:
+            _Unlike: An argument is none that can be described.
+        """
+        tensors: list[FakeTensor] = []
+        parts: list[Any] = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
+        self._describe(args, parts, tensors)
+        for name, value in kwargs.items():
+            parts.append(name)
+            self._describe((value,), parts, tensors)
+        return tuple(parts), tensors
+
+    def _describe(self, values: Iterable[Any], parts: list[Any], tensors: list[FakeTensor]) -> None:
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                parts += (kind, value)
+            elif isinstance(value, FakeTensor):
+                if value.fake_mode is not self._mode or value.layout is not torch.strided:
+                    raise _Unlike
+                parts += (value.dtype, value.fake_device, value.constant is not None)
+                parts += (value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
+                parts += (tuple(map(_size, value.shape)), tuple(map(_size, value.stride())), _size(value.storage_offset()))
+                tensors.append(value)
+            elif kind is torch.SymInt:
+                parts += (kind, _size(value))
+            elif kind is list or kind is tuple:
+                parts += (kind, len(value))
+                self._describe(value, parts, tensors)
+            else:
+                raise _Unlike
+
+    def _remember(
+        self,
+        key: tuple[Any, ...],
+        result: Any,
+        tensors: Sequence[FakeTensor],
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        container = None if isinstance(result, Tensor) else type(result)
+        if container not in (None, list, tuple):
+            return
+        try:
+            if self._described(func, args, kwargs)[0] != key:  # it has given an argument another shape
+                return
+            made = tuple(self._made((result,) if container is None else result, tensors))
+        except _Unlike:
+            return
+        self._known[key] = _Known(made, container)
+
+    def _made(self, results: Iterable[Any], tensors: Sequence[FakeTensor]) -> Iterator[_Made | int]:
+        """What results are.
+
+        Raises:
+            _Unlike: One is none that can be copied.
+        """
+        memory = [_memory(tensor) for tensor in tensors]
+        own: set[int] = set()
+        for tensor in results:
+            same = [index for index, other in enumerate(tensors) if other is tensor]
+            if same:
+                yield _only(same)
+                continue
+            if type(tensor) is not FakeTensor or not _is_plain(tensor) or free_unbacked_symbols(tensor):
+                raise _Unlike
+            key, offset, base = _memory(tensor), tensor.storage_offset(), None
+            if key in memory:
+                base = _only([index for index, other in enumerate(memory) if other == key])
+                if tensors[base].is_conj() or tensors[base].is_neg() or tensors[base].dtype != tensor.dtype:
+                    raise _Unlike
+            elif key in own or _size(offset) != 0:
+                raise _Unlike
+            own.add(key)
+            shape, strides = tensor.shape, tensor.stride()
+            with torch._C._DisableTorchDispatch():
+                example = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+            yield _Made(example, offset, tensor.fake_device, base)
+
+    def _copy(self, made: _Made, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        """A tensor like one that an earlier call has made, of the tensors of this one."""
+        with torch._C._DisableTorchDispatch():
+            if made.base is None:
+                copy = torch._lazy_clone(made.example)  # with memory of its own, but without arithmetic on its size
+            else:
+                with in_kernel_invocation_manager(self._mode):
+                    copy = tensors[made.base].as_strided(made.example.shape, made.example.stride(), made.offset)
+            return FakeTensor(self._mode, copy, made.device)
+
+
+def _follows_from_metadata(func: Any) -> bool:
+    """Whether what an operator returns, but for values, can only follow from its arguments, but for theirs."""
+    is_torchs = isinstance(func, torch._ops.OpOverload) and func.namespace in ("aten", "prims")
+    return is_torchs and func._schema.name not in _LIFTS and not _BY_VALUES.intersection(func.tags)
+
+
+def _only(indices: Sequence[int]) -> int:
+    """The one that there is.
+
+    Raises:
+        _Unlike: There are several, of which another call may have another.
+    """
+    if len(indices) > 1:
+        raise _Unlike
+    return indices[0]
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    """Whether there is no more to a tensor than memory, sizes, strides, type and device."""
+    is_more = tensor.constant is not None or tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
+    return tensor.layout is torch.strided and not is_more
+
+
+def _size(value: Any) -> Any:
+    if type(value) is int:
+        return value
+    if value.node.hint is None:  # it depends on data
+        raise _Unlike
+    return value.node.expr
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def repeated_calls(mode: FakeTensorMode) -> Iterator[None]:
+    """In the block, in which the fake mode is active, it runs an operator once for arguments that differ in values only."""
+    before, mode.cache_enabled = mode.cache_enabled, False  # a second memory costs more than it saves
+    try:
+        with _RepeatedCalls(mode):
+            yield
+    finally:
+        mode.cache_enabled = before

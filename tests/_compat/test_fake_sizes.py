@@ -1,0 +1,70 @@
+"""Arithmetic on sizes gives what torch's own gives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from lightning_fxpipe._compat import torch as _compat
+from lightning_fxpipe._compat.torch import FakeWorld, symbolic_expression
+
+OPERATIONS: list[Callable[[Any, Any], Any]] = [
+    *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv),
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, torch.sym_max, torch.sym_min),
+]
+
+
+def sizes() -> tuple[FakeWorld, torch.SymInt, torch.SymInt]:
+    world = FakeWorld()
+    x = world.input(torch.ones(6, 4), [0, 1])
+    assert isinstance(x.shape[0], torch.SymInt)
+    assert isinstance(x.shape[1], torch.SymInt)
+    return world, x.shape[0], x.shape[1]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_results_are_those_of_torch(operation: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time they are remembered; numbers of another type are others, though they are equal."""
+    _, a, b = sizes()
+    monkeypatch.setattr(_compat, "Sizes", ShapeEnv)
+    _, c, d = sizes()
+    assert type(c.node) is SymNode is not type(a.node)
+    for one, other, expected in ((a, b, (c, d)), (a, 2, (c, 2)), (a, 2.0, (c, 2.0)), (3, a, (3, c)), (a + b, a, (c + d, c))):
+        wanted = operation(*expected)
+        for result in (operation(one, other), operation(one, other)):
+            assert type(result) is type(wanted)
+            assert symbolic_expression(result) == symbolic_expression(wanted)
+            assert getattr(result, "node", wanted.node).hint == wanted.node.hint
+
+
+def test_a_result_is_calculated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, a, b = sizes()
+    assert symbolic_expression(a * b + 2 * a) == symbolic_expression(a) * symbolic_expression(b) + 2 * symbolic_expression(a)
+
+    def again(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(SymNode, "_mul", again)
+    monkeypatch.setattr(SymNode, "_add", again)
+    assert isinstance(a * b + 2 * a, torch.SymInt)
+
+
+def test_a_symbol_that_is_found_to_be_a_number_is_that_in_results_from_then_on() -> None:
+    _, a, b = sizes()
+    assert symbolic_expression(a + b) == symbolic_expression(a) + symbolic_expression(b)
+    assert a == 6  # a guard
+    assert symbolic_expression(a + b) == 6 + symbolic_expression(b)
+
+
+def test_results_are_forgotten_with_the_trace() -> None:
+    world, a, b = sizes()
+    with world.active():
+        assert a + b > 2
+        assert world.shape_env.results
+    assert not world.shape_env.results
