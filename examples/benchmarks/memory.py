@@ -13,8 +13,14 @@ The model is made in four ways:
 Each runs in processes of its own with one thread each. What is measured is the largest resident set (``VmHWM``), which is
 reset between phases: from the start of the process until training starts (with ``resume``, the checkpoint has been read by
 then), while a checkpoint is saved before the first step, and in the first steps. The base is the same of a run with a model of
-a few kilobytes. The ratio is the peak by (model / stages + base), of the worst rank. Training holds the gradients of a step and
-those of the one before beside the weights: there it is to 3 x model / stages + base. The optimizer is SGD without momentum.
+a few kilobytes. The ratio is the peak by (model / stages + base), of the worst rank. Training holds the gradients beside the
+weights: there it is to 2 x model / stages + base. The optimizer is SGD without momentum.
+
+A second table has what a training step takes with each schedule, whose activations are no small part then, and its ratio to
+
+    weights + gradients + activations of N microbatches + 2 x N results at a cut + base
+
+where N is all microbatches with gpipe, and as many as there are stages with 1f1b.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +49,26 @@ class Work:
     layers: int = 34
     steps: int = 2
     batch_size: int = 8
+    microbatches: int = 2
+    schedule: str = "auto"
 
     @property
     def num_bytes(self) -> int:
         """Of the parameters."""
         return self.layers * (8 * self.dim * self.dim + 5 * self.dim) * 4
+
+    def step_bytes(self, stages: int) -> float:
+        """What a training step takes on a rank at its peak, by the formula.
+
+        A layer keeps its input, and of its wide part what goes into the activation and what comes out.
+        """
+        alive = min(stages, self.microbatches) if self.schedule == "1f1b" else self.microbatches
+        boundary = self.dim * self.batch_size / self.microbatches * 4
+        return 2 * self.num_bytes / stages + alive * (9 * self.layers / stages + 2) * boundary
+
+
+SCHEDULES = ("gpipe", "1f1b")
+IN_STEPS = Work(layers=8, steps=3, batch_size=1024, microbatches=8)
 
 
 def main() -> None:
@@ -56,11 +77,13 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--schedules", nargs="*", choices=SCHEDULES, default=SCHEDULES, help="for the second table")
     parser.add_argument("--rounds", type=int, default=1, help="how often each runs; the largest peak counts")
     parser.add_argument("--output", type=Path, help="write all peaks here as JSON")
     parser.add_argument("--worker", nargs=2, metavar=("WAY", "FILE"), help=argparse.SUPPRESS)
     options = vars(parser.parse_args())
     stages, ways, rounds, output, worker = (options.pop(name) for name in ("stages", "ways", "rounds", "output", "worker"))
+    schedules = options.pop("schedules")
     work = Work(**options)
     if worker:
         run_worker(worker[0], Path(worker[1]), work)
@@ -68,14 +91,19 @@ def main() -> None:
     found: dict[str, dict[str, int]] = {}
     for count in stages:
         with tempfile.TemporaryDirectory() as folder:
-            tiny = Work(dim=8, layers=8, steps=work.steps, batch_size=work.batch_size)
+            tiny = replace(work, dim=8, layers=8)
+            runs = [("base", "base", tiny), *((way, way, work) for way in ways)]
+            for schedule in schedules:
+                size = replace(IN_STEPS, schedule=schedule)
+                runs += [(f"base {schedule}", "base", replace(size, dim=8)), (schedule, "configure", size)]
             for index in range(rounds):
-                for way, size in (("base", tiny), *((way, work) for way in ways)):
+                for name, way, size in runs:
                     peaks = launch(way, size, count, Path(folder))
-                    before = found.setdefault(f"{way} {count}", dict.fromkeys(PHASES, 0))
+                    before = found.setdefault(f"{name} {count}", dict.fromkeys(PHASES, 0))
                     before.update({phase: max(before[phase], peaks[phase]) for phase in PHASES})
-                    print(f"round {index + 1}/{rounds}  {count} stages  {way:9s} {peaks}", file=sys.stderr, flush=True)
+                    print(f"round {index + 1}/{rounds}  {count} stages  {name:9s} {peaks}", file=sys.stderr, flush=True)
     report(work, stages, ways, found)
+    report_steps(stages, schedules, found)
     if output:
         output.write_text(json.dumps({"work": asdict(work), "peak_bytes": found}, indent=1))
 
@@ -90,11 +118,28 @@ def report(work: Work, stages: list[int], ways: list[str], found: dict[str, dict
         share = work.num_bytes / count
         for way in ways:
             peaks = found[f"{way} {count}"]
-            expected = {"setup": share + base["setup"], "save": share + base["save"], "train": 3 * share + base["train"]}
+            expected = {"setup": share + base["setup"], "save": share + base["save"], "train": 2 * share + base["train"]}
             cells = [f"{peaks[phase] / MIB:.0f} MiB, {peaks[phase] / expected[phase]:.2f}" for phase in PHASES]
             rows.append((way, str(count), f"{share / MIB:.0f} MiB", f"{base['setup'] / MIB:.0f} MiB", *cells))
     headers = ("Made by", "Stages", "Share", "Base", "Setup", "Save", "Train")
     title = f"Peak memory of a rank, and its ratio to share and base: a model of {work.num_bytes / MIB:.0f} MiB"
+    print(render_table(title, headers, rows, right_aligned=headers[1:]))
+
+
+def report_steps(stages: list[int], schedules: list[str], found: dict[str, dict[str, int]]) -> None:
+    """Prints the table of schedules."""
+    from lightning_fxpipe.reporting.table import render_table
+
+    rows = []
+    for count in stages:
+        for schedule in schedules:
+            peak, base = (found[f"{name} {count}"]["train"] for name in (schedule, f"base {schedule}"))
+            expected = replace(IN_STEPS, schedule=schedule).step_bytes(count)
+            share, above = IN_STEPS.num_bytes / count, peak - base
+            cells = (f"{each / MIB:.0f} MiB" for each in (share, expected, above))
+            rows.append((schedule, str(count), *cells, f"{peak / (expected + base):.2f}"))
+    headers = ("Schedule", "Stages", "Share", "Formula", "Step, over the base", "Ratio")
+    title = f"Peak memory of a rank in a training step: {IN_STEPS.batch_size} samples in {IN_STEPS.microbatches} microbatches"
     print(render_table(title, headers, rows, right_aligned=headers[1:]))
 
 
@@ -193,7 +238,7 @@ def run_worker(way: str, file: Path, work: Work) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=FxPipeStrategy(num_microbatches=2, gather_after_run=False),
+        strategy=FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule, gather_after_run=False),
         max_steps=work.steps,
         callbacks=[Measure()],
         logger=False,

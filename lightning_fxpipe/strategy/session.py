@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
+from lightning_fxpipe._compat.torch import return_memory
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
 from lightning_fxpipe.distributed.commands import Commands
@@ -310,6 +311,7 @@ class Session:
         if not is_whole:
             if unsent := self._submodules.share(self._topology.control_group):
                 warn(f"Other ranks cannot get what a module's forward has set on its stage's rank: {', '.join(unsent)}.")
+            return_memory()  # of activations, where there will be weights
             gather(self.module, self.plan, self._topology, self._dropped)
         self.module.cpu()
         self.is_split = False
