@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 # Where the time goes that one device or a pipeline written by hand would need, too.
 NOT_OURS = ("stages", "user's step", "backward", "torch's schedule", "optimizer", "Lightning and the loader")
-AROUND = {"stages": "around the stages' code", "user's step": "around the user's step"}
+AROUND = "around the user's step"
 WIDTH = 32
 
 
@@ -153,7 +153,7 @@ class Parts:
     def __init__(self) -> None:
         self.spent: dict[str, Spent] = defaultdict(Spent)
         self.counts: dict[str, int] = defaultdict(int)
-        self.alone: dict[str, Callable[[], float]] = {}  # seconds that one run of a part takes by itself, measured afterwards
+        self.step_alone: list[float] = []  # seconds that the user's step takes for a microbatch by itself
         self._stack = ["Lightning and the loader"]
         self._since = time.thread_time(), time.perf_counter()
 
@@ -221,27 +221,16 @@ class Parts:
             setattr(owner, name, timed)
 
     def per_step(self, num_steps: int) -> dict[str, tuple[float, float]]:
-        """Seconds worked and waited in each part, a step; what runs around the user's code is a part of its own."""
+        """Seconds worked and waited in each part, a step; what runs around the user's step is a part of its own."""
         found = {name: (spent.worked / num_steps, spent.waited / num_steps) for name, spent in self.spent.items()}
-        for name, alone in self.alone.items():
-            worked, waited = found.get(name, (0.0, 0.0))
-            plain = min(worked, alone() * self.counts[name] / num_steps)
-            found |= {name: (plain, waited), AROUND[name]: (worked - plain, 0.0)}
-        return found
+        found.pop("measuring", None)
+        worked, waited = found["user's step"]
+        plain = min(worked, statistics.mean(self.step_alone) * self.counts["user's step"] / num_steps)
+        return found | {"user's step": (plain, waited), AROUND: (worked - plain, 0.0)}
 
 
 # Here the strategy does not find it: what a step reaches of its own is the step's, and every rank gets the last stage's.
 PARTS: ContextVar[Parts] = ContextVar("parts")
-
-
-def median_seconds(run: Callable[[], Any], times: int = 50) -> float:
-    """What a call takes by itself."""
-    spent = []
-    for _ in range(times):
-        start = time.thread_time()
-        run()
-        spent.append(time.thread_time() - start)
-    return statistics.median(spent)
 
 
 # --------------------------------------------------------------------------- what is charged to what
@@ -251,6 +240,7 @@ def instrument(parts: Parts) -> None:
     """Wraps the package's functions, by part."""
     import torch
 
+    from lightning_fxpipe.data.loading import _InStep
     from lightning_fxpipe.distributed.commands import Commands
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
@@ -265,6 +255,8 @@ def instrument(parts: Parts) -> None:
     parts.wrap("strategy's hooks", FxPipeStrategy, "training_step", "backward", "optimizer_step", "batch_to_device", "reduce")
     parts.wrap_context("user hooks see the whole model", Hooks, "running", "suspend", "around_optimizers")
     parts.wrap("votes on hooks", Hooks, "_vote")
+    parts.wrap("around the loader", _InStep, "__next__")
+    parts.wrap("Lightning and the loader", _InStep, "_load_here")
     parts.wrap("split the batch", batch_run, "count_samples")
     parts.wrap("split the batch", region_run, "split_batch")
     parts.wrap("find trace and schedule", batch_run.BatchTraces, "find")
@@ -295,24 +287,14 @@ def instrument(parts: Parts) -> None:
 
 
 def time_stages(parts: Parts, runs: Any) -> None:
-    """Charges the stages' code, and keeps what it was called with, to run it by itself afterwards."""
-    import torch
-
+    """Charges the stages' code, within which nothing of the strategy runs."""
     compute = runs.compute
 
     def timed_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         module: Any = self.setup.stage.module
         if not hasattr(module, "timed"):
-            module.timed, forward = True, module.forward
-
-            def timed(*inputs: Any) -> Any:
-                if "stages" not in parts.alone:
-                    kept = [t.detach().clone().requires_grad_(t.requires_grad) if torch.is_tensor(t) else t for t in inputs]
-                    parts.alone["stages"] = lambda: median_seconds(lambda: forward(*kept))
-                with parts.part("stages"):
-                    return forward(*inputs)
-
-            module.forward = timed
+            module.timed = True
+            parts.wrap("stages", module, "forward")
         return compute(self, *args, **kwargs)
 
     runs.compute = timed_compute
@@ -348,15 +330,18 @@ def run_worker(work: Work, output: Path) -> None:
         def configure_optimizers(self) -> Any:
             return step_time.make_optimizer(self.parameters())
 
-    class Begin(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            if trainer.global_step == work.warmup_steps:
-                PARTS.get().begin()
-
     samples = make_batches(work)
+
+    class AfterBatch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            parts = PARTS.get()
+            with parts.part("measuring"):
+                parts.step_alone.append(step_alone(samples[: work.rows]))
+            if trainer.global_step == work.warmup_steps:
+                parts.begin()
+
     trained = step_time.Work(microbatches=work.microbatches, stages=work.stages, schedule=work.schedule)
-    trainer = step_time.make_trainer(trained, Begin())
-    parts.alone["user's step"] = functools.partial(step_alone, samples[: work.rows])
+    trainer = step_time.make_trainer(trained, AfterBatch())
     trainer.fit(Lit(), DataLoader(TensorDataset(samples), batch_size=work.rows * work.microbatches))
     output.write_text(json.dumps(parts.per_step(work.steps)))
 
@@ -368,7 +353,9 @@ def step_alone(samples: Any) -> float:
     inputs, targets = split(samples)
     result = torch.randn(*inputs.shape, 256) if not inputs.is_floating_point() else torch.randn_like(inputs)
     result.requires_grad_()
-    return median_seconds(lambda: loss_of(result, split(samples)[1]))
+    start = time.thread_time()
+    loss_of(result, split(samples)[1])
+    return time.thread_time() - start
 
 
 # --------------------------------------------------------------------------- the tables
