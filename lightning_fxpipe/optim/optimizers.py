@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.agreement import digest, gather_values
 from lightning_fxpipe.errors import UnsupportedError
@@ -112,13 +114,15 @@ class StageOptimizer:
         self._follow_groups()
         self._left = []
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
-            mine = [index for index, parameter in enumerate(group["params"]) if not parameter.is_meta]
+            with unwatched_torch():  # a mode that hooks run in would be called for each parameter
+                mine = [index for index, parameter in enumerate(group["params"]) if not parameter.is_meta]
             group["params"] = [group["params"][index] for index in mine]
             if names is not None and len(names) != len(mine):
                 group["param_names"] = [group["param_names"][index] for index in mine]
             self._left.append(list(group["params"]))
         self._shows_others = False
-        keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
+        with unwatched_torch():
+            keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
         states = {key: self.optimizer.state.pop(key) for key in keys}
         if self._others is not None:
             self._others = states
@@ -319,7 +323,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return [*map(id, left)] == [*map(id, right)]
+    return len(left) == len(right) and all(map(is_, left, right))
 
 
 def _names(group: Mapping[str, Any]) -> list[str] | None:

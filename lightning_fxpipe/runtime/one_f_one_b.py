@@ -318,7 +318,7 @@ class InterleavedPass:
                 for leg in self.setup.legs:
                     assert leg.interleaved is not None
                     leg.interleaved().step(partial(self._one, leg))
-            self._gradients = [(p, p.grad) for p in self.parameters if p.grad is not None]
+            self._gradients = [(p, gradient) for p in self.parameters if (gradient := p.grad) is not None]
         finally:
             for parameter, gradient in zip(self.parameters, before, strict=True):
                 parameter.grad = gradient
