@@ -357,6 +357,41 @@ MUTANTS = [
     ),
     # user_code
     Mutant(
+        "user_code/members.py",
+        "        if not self._is_current():\n",
+        "        if False:\n",
+        ("user_code/test_members.py::test_an_exchange_is_noticed",),
+        "parameters that a hook has exchanged train on as the old ones",
+    ),
+    Mutant(
+        "user_code/members.py",
+        " and all(map(is_, self._registered(), self._values))\n",
+        "\n",
+        ("user_code/test_members.py::test_an_exchange_is_noticed",),
+        "a parameter in another's place is taken for the other",
+    ),
+    Mutant(
+        "user_code/snapshot.py",
+        "                if not _differ_in_plain_values(record.kind, record.contents, now):\n",
+        "                if False:\n",
+        ("user_code/test_snapshot.py::test_where_other_objects_can_be_reached_the_snapshot_is_taken_anew",),
+        "what a step changes in an object that was not there in the batch before stays on the last stage",
+    ),
+    Mutant(
+        "user_code/snapshot.py",
+        "        if not all(space.is_current() for space in self._spaces):\n",
+        "        if False:\n",
+        ("user_code/test_snapshot.py::test_where_other_objects_can_be_reached_the_snapshot_is_taken_anew",),
+        "what a method changes that was put into its class during the run stays on the last stage",
+    ),
+    Mutant(
+        "metrics/step_log.py",
+        "        self._collects, before = to, self._collects\n",
+        "        before = self._collects\n",
+        ("ranks/test_logged_loss.py",),
+        "what microbatches log is logged once more for the batch",
+    ),
+    Mutant(
         "user_code/writes.py",
         "if key in self._known and key not in self._before:",
         "if key in self._known:",

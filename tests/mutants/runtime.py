@@ -137,13 +137,6 @@ MUTANTS = [
     ),
     Mutant(
         _JOINED,
-        "self._tensors.append(result if is_safe else result.clone())",
-        "self._tensors.append(result)",
-        ("runtime/test_joined_results.py::test_a_result_does_not_share_memory_that_is_overwritten",),
-        "a result is a view of a buffer that the next microbatch overwrites",
-    ),
-    Mutant(
-        _JOINED,
         "cut(self._tensors[number], dim, start, rows, num_rows=self._num_rows).copy_(result)",
         "cut(self._tensors[number], dim, 0, rows, num_rows=self._num_rows).copy_(result)",
         ("runtime/test_joined_results.py::test_parts_come_to_their_places",),
@@ -228,7 +221,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/attributes.py",
-        "(True, self._before.written_tensors()))",
+        "(True, self.state.written_tensors()))",
         "(True, []))",
         ("runtime/test_attributes.py::test_a_tensor_that_has_got_other_values_is_still_the_same",),
         "what a step changes in place stays on the last stage",
