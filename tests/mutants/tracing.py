@@ -15,14 +15,14 @@ _TEST_TRIALS = "independence/test_trials.py"
 MUTANTS = [
     Mutant(
         _TRACE,
-        "again = record(opened)[0] if check else traced",
-        "again = traced",
+        "traced = record(opened) if check else earlier",
+        "traced = earlier",
         (f"{_TEST_REFUSES}::test_numbers_from_out_of_sight_are_refused",),
         "code that does something else each time is recorded once, and frozen",
     ),
     Mutant(
         _TRACE,
-        "    if not differing and not drew:\n",
+        "    if not differing and not first.drew:\n",
         "    if not differing:\n",
         (f"{_TEST_REFUSES}::test_random_path_is_refused_whatever_comes_out_of_the_generator",),
         "one outcome of layer drop is frozen into the graph",
