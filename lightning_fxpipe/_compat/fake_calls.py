@@ -3,7 +3,7 @@ data follows from their sizes, strides and kinds.
 
 torch has a memory for such calls, too. But where sizes are symbols, it takes half a millisecond to put a result together from
 them, with a dozen steps of arithmetic in Python, and a third of all operators are not remembered. Here a result is a copy of an
-earlier one, for which nothing is calculated. torch 2.11-2.15.
+earlier one, for which nothing is calculated but the size of its memory. torch 2.11-2.15.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor like one that an earlier call has made, of the tensors of this one."""
         with torch._C._DisableTorchDispatch():
             if made.base is None:
-                copy = torch._lazy_clone(made.example)  # with memory of its own, but without arithmetic on its size
+                like = made.example
+                copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
             else:
                 with in_kernel_invocation_manager(self._mode):
                     copy = tensors[made.base].as_strided(made.example.shape, made.example.stride(), made.offset)

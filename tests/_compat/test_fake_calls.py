@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -193,3 +194,15 @@ def test_the_fake_mode_is_afterwards_what_it_was() -> None:
     with mode, repeated_calls(mode):
         assert not mode.cache_enabled
     assert mode.cache_enabled == before
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_who_asks_for_the_memory_of_results_gets_no_more_than_of_other_fakes() -> None:
+    """Copies that torch makes when they are written to raise an error then, and end the process when they are gone."""
+    world = FakeWorld()
+    x, weight = tensors(world)
+    with world.active():
+        results = [F.linear(x, weight) for _ in range(3)]
+    assert [result.untyped_storage().data_ptr() for result in results] == [0, 0, 0]
+    results.clear()
+    gc.collect()
