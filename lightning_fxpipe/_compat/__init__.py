@@ -3,7 +3,7 @@
 - ``torch``: torch's, but for those of the next six.
 - ``fake_calls``, ``fake_sizes``: of operators on tensors without data, and of arithmetic on their sizes.
 - ``autograd``: of its autograd engine.
-- ``modes``: of its stack of function modes.
+- ``modes``: its modes, and their stack.
 - ``pipelining``: of the stages of its pipelines.
 - ``checkpoints``: around the files of its checkpoints.
 - ``roots``: ``lightning`` and ``pytorch_lightning``, the same code under two names.

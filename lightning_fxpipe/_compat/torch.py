@@ -41,8 +41,6 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 # The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
-from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
-
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -53,6 +51,7 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from lightning_fxpipe._compat.fake_calls import repeated_calls
 from lightning_fxpipe._compat.fake_sizes import Sizes
+from lightning_fxpipe._compat.modes import TorchDispatchMode as TorchDispatchMode
 
 # Kernels that cannot run without data: the size of their result depends on it, or they read it. torch 2.11-2.15.
 NEEDS_VALUES = (DynamicOutputShapeException, DataDependentOutputException)
@@ -255,18 +254,6 @@ def _written_places(operator: Any) -> tuple[tuple[int, str], ...]:
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name in ("running_mean", "running_var")
     )
-
-
-class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators below a torch call; the public modes see the call only. torch 2.11-2.15.
-
-    torch wraps what a mode does in a function that torch.compile shall leave alone, which takes four times as long as what
-    ours do, at each operator. torch 2.13-2.15.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -55,6 +55,7 @@ class StageOptimizer:
         self._module = module
         self._whole: list[list[Tensor]] = []
         self._left: list[list[Tensor]] = []  # what the groups have while the others are hidden
+        self._lists: dict[tuple[int, str], list[Any]] = {}  # the groups' own, by group and name, that were there then
         self._shows_others = True
         self._is_running = False
         self._names: list[list[str] | None] = []  # that the user has given the parameters
@@ -113,12 +114,12 @@ class StageOptimizer:
         """Takes the placeholders out again, also from groups that have been added meanwhile; returns their states, by FQN."""
         self._follow_groups()
         self._left = []
-        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+        for index, (group, names) in enumerate(zip(self.optimizer.param_groups, self._names, strict=True)):
             with unwatched_torch():  # a mode that hooks run in would be called for each parameter
-                mine = [index for index, parameter in enumerate(group["params"]) if not parameter.is_meta]
-            group["params"] = [group["params"][index] for index in mine]
+                mine = [number for number, parameter in enumerate(group["params"]) if not parameter.is_meta]
+            group["params"] = self._as_before((index, "params"), [group["params"][number] for number in mine])
             if names is not None and len(names) != len(mine):
-                group["param_names"] = [group["param_names"][index] for index in mine]
+                group["param_names"] = self._as_before((index, "names"), [group["param_names"][number] for number in mine])
             self._left.append(list(group["params"]))
         self._shows_others = False
         with unwatched_torch():
@@ -129,6 +130,12 @@ class StageOptimizer:
             return {}
         fqns = self._fqns() if states else {}
         return {fqns[id(key)]: state for key, state in states.items()}
+
+    def _as_before(self, key: tuple[int, str], entries: list[Any]) -> list[Any]:
+        """The list that was there the last time, if it has these entries: what has not changed looks so in each batch."""
+        if key not in self._lists or not _same(self._lists[key], entries):
+            self._lists[key] = entries
+        return self._lists[key]
 
     def _follow_groups(self) -> None:
         """Takes note of groups that have changed, or been added, wherever that was."""
@@ -322,7 +329,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
-def _same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return len(left) == len(right) and all(map(is_, left, right))
 
 
