@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from lightning_fxpipe import FxPipeStrategy
 from tests.lit import LitModel, make_loader, make_trainer
+from tests.livebytes import without_garbage
 from tests.ranks.pool import RankPool
 
 Counts = tuple[int, int]
@@ -22,17 +22,6 @@ Counts = tuple[int, int]
 class Fails(L.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         raise ArithmeticError("in user code, on every rank")
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Else the counts would depend on when it last ran; no script of users asks for it."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def fit(model: str, num_stages: int, folder: Path) -> None:
@@ -51,7 +40,7 @@ def fit(model: str, num_stages: int, folder: Path) -> None:
 def counts_after_fits(num: int, model: str, num_stages: int, folder: str) -> list[Counts]:
     """Threads and descriptors of this process after each run, none of which is collected as garbage."""
     found = []
-    with no_garbage_collection():
+    with without_garbage():  # else the counts would depend on when Python last looked; no script of users asks for it
         for number in range(num):
             fit(model, num_stages, Path(folder) / str(number))
             found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
