@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -43,8 +44,28 @@ def counts_after_fits(num: int, model: str, num_stages: int, folder: str) -> lis
     with without_garbage():  # else the counts would depend on when Python last looked; no script of users asks for it
         for number in range(num):
             fit(model, num_stages, Path(folder) / str(number))
-            found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+            found.append(counts_when_settled(most_of_first(found)) if found else counts_now())
     return found
+
+
+def counts_now() -> Counts:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def most_of_first(counts: list[Counts]) -> Counts:
+    """The first runs load libraries, and have threads started that stay."""
+    threads, files = zip(*counts[:3], strict=True)
+    return max(threads), max(files)
+
+
+def counts_when_settled(before: Counts, limit_seconds: float = 5.0) -> Counts:
+    """The counts, as soon as they are no higher than before: a thread that has done its work needs a moment to end."""
+    end = time.monotonic() + limit_seconds
+    counts = counts_now()
+    while any(now > then for now, then in zip(counts, before, strict=True)) and time.monotonic() < end:
+        time.sleep(0.02)
+        counts = counts_now()
+    return counts
 
 
 def groups_after_fits() -> list[bool]:
@@ -62,8 +83,7 @@ def groups_after_fits() -> list[bool]:
 
 
 def assert_flat(counts: list[Counts]) -> None:
-    """The first runs load libraries, and have threads started that stay; one that is about to end may still be there."""
-    most = [max(some) for some in zip(*counts[:3], strict=True)]
+    most = most_of_first(counts)
     assert all(now <= before for count in counts[3:] for now, before in zip(count, most, strict=True)), counts
 
 
