@@ -40,7 +40,7 @@ def fit(model: str, num_stages: int, folder: Path) -> None:
 
 def counts_after_fits(num: int, model: str, num_stages: int, folder: str) -> list[Counts]:
     """Threads and descriptors of this process after each run, none of which is collected as garbage."""
-    found = []
+    found: list[Counts] = []
     with without_garbage():  # else the counts would depend on when Python last looked; no script of users asks for it
         for number in range(num):
             fit(model, num_stages, Path(folder) / str(number))
