@@ -29,25 +29,31 @@ class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-@contextmanager
-def function_mode_removed(mode: TorchFunctionMode) -> Iterator[None]:
+class function_mode_removed:
     """Takes an active mode off torch's stack for the block, wherever it lies: calls then cost nothing more.
 
     Inside ``__torch_function__`` torch has taken it off already. torch 2.11-2.15.
     """
-    above: list[Any] = []
-    if mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-        while not above or above[-1] is not mode:
-            above.append(_pop_mode())  # type: ignore[no-untyped-call]
-        for other in reversed(above[:-1]):
-            _push_mode(other)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for _ in above[:-1]:
+
+    # No generator: such a block is around each microbatch.
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+        self._above: list[Any] = []
+
+    def __enter__(self) -> None:
+        above, mode = self._above, self._mode
+        if mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            while not above or above[-1] is not mode:
+                above.append(_pop_mode())  # type: ignore[no-untyped-call]
+            for other in reversed(above[:-1]):
+                _push_mode(other)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: object) -> None:
+        for _ in self._above[:-1]:
             _pop_mode()  # type: ignore[no-untyped-call]
-        for other in reversed(above):
+        for other in reversed(self._above):
             _push_mode(other)  # type: ignore[no-untyped-call]
+        self._above.clear()
 
 
 def has_function_mode() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -228,6 +228,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_in_memory(tensor: Tensor, storages: Collection[int]) -> bool:
+    """Whether a tensor's memory is one of those that :func:`storage_key` names."""
+    return bool(storages) and tensor.layout is torch.strided and storage_key(tensor) in storages
+
+
 def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an operator writes into. Of a function that is no operator none."""
     found: list[Any] = []
@@ -311,18 +316,29 @@ def tracing_friendly_torch() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fastpath)
 
 
-@contextmanager
-def patched_attributes(*patches: tuple[Any, str, Any]) -> Iterator[None]:
+def patched_attributes(*patches: tuple[Any, str, Any]) -> AbstractContextManager[None]:
     """Sets (object, name, value) for the duration of the block; restores them in reverse."""
-    before: list[tuple[Any, str, Any]] = []
-    try:
-        for owner, name, value in patches:
-            previous = vars(owner).get(name, _ABSENT)
-            setattr(owner, name, value)
-            before.append((owner, name, previous))
-        yield
-    finally:
-        _restore(before)
+    return _Patched(patches)
+
+
+class _Patched:
+    # No generator: some of these blocks are around each microbatch.
+    def __init__(self, patches: Sequence[tuple[Any, str, Any]]) -> None:
+        self._patches = patches
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> None:
+        try:
+            for owner, name, value in self._patches:
+                previous = vars(owner).get(name, _ABSENT)
+                setattr(owner, name, value)
+                self._before.append((owner, name, previous))
+        except BaseException:
+            _restore(self._before)
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        _restore(self._before)
 
 
 _ABSENT: Any = object()

@@ -8,6 +8,7 @@ dropped afterwards, and the FQNs of the complete groups are kept for checkpoints
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from typing import Any
@@ -55,7 +56,8 @@ class StageOptimizer:
         self._module = module
         self._whole: list[list[Tensor]] = []
         self._left: list[list[Tensor]] = []  # what the groups have while the others are hidden
-        self._lists: dict[tuple[int, str], list[Any]] = {}  # the groups' own, by group and name, that were there then
+        self._own: dict[int, _Own] = {}  # what of a group is here, by its number
+        self._num_states = 0  # while the others are hidden
         self._shows_others = True
         self._is_running = False
         self._names: list[list[str] | None] = []  # that the user has given the parameters
@@ -113,29 +115,34 @@ class StageOptimizer:
     def hide_others(self) -> dict[str, Any]:
         """Takes the placeholders out again, also from groups that have been added meanwhile; returns their states, by FQN."""
         self._follow_groups()
-        self._left = []
+        left = []
         for index, (group, names) in enumerate(zip(self.optimizer.param_groups, self._names, strict=True)):
-            with unwatched_torch():  # a mode that hooks run in would be called for each parameter
-                mine = [number for number, parameter in enumerate(group["params"]) if not parameter.is_meta]
-            group["params"] = self._as_before((index, "params"), [group["params"][number] for number in mine])
-            if names is not None and len(names) != len(mine):
-                group["param_names"] = self._as_before((index, "names"), [group["param_names"][number] for number in mine])
-            self._left.append(list(group["params"]))
+            own = self._own.get(index)
+            if own is None or not (self._shows_others and own.whole is self._whole[index] and _same(own.here, own.copy)):
+                own = self._own[index] = _Own.of(self._whole[index] if self._shows_others else list(group["params"]), own)
+            group["params"] = own.here
+            if names is not None and len(names) != len(own.numbers):
+                group["param_names"] = [group["param_names"][number] for number in own.numbers]
+            left.append(own.copy)
+        self._left = left
         self._shows_others = False
-        with unwatched_torch():
-            keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and key.is_meta]
-        states = {key: self.optimizer.state.pop(key) for key in keys}
+        states = self._take_others_states()
         if self._others is not None:
             self._others = states
             return {}
         fqns = self._fqns() if states else {}
         return {fqns[id(key)]: state for key, state in states.items()}
 
-    def _as_before(self, key: tuple[int, str], entries: list[Any]) -> list[Any]:
-        """The list that was there the last time, if it has these entries: what has not changed looks so in each batch."""
-        if key not in self._lists or not _same(self._lists[key], entries):
-            self._lists[key] = entries
-        return self._lists[key]
+    def _take_others_states(self) -> dict[Tensor, Any]:
+        """Takes out the states of placeholders; where there are as many as before, nobody has put any in."""
+        state = self.optimizer.state
+        if self._others is None and len(state) == self._num_states:
+            return {}
+        with unwatched_torch():
+            keys = [key for key in state if isinstance(key, Tensor) and key.is_meta]
+        taken = {key: state.pop(key) for key in keys}
+        self._num_states = len(state)
+        return taken
 
     def _follow_groups(self) -> None:
         """Takes note of groups that have changed, or been added, wherever that was."""
@@ -143,7 +150,8 @@ class StageOptimizer:
         whole, names = [], []
         for index, group in enumerate(groups):
             is_left = not self._shows_others and index < len(self._left) and _same(group["params"], self._left[index])
-            whole.append(self._whole[index] if is_left else list(group["params"]))
+            is_known = is_left or (index < len(self._whole) and _same(group["params"], self._whole[index]))
+            whole.append(self._whole[index] if is_known else list(group["params"]))
             names.append(self._names[index] if is_left else _names(group))
         if list(map(len, whole)) != list(map(len, self._whole)) or not all(map(_same, whole, self._whole)):
             self.group_fqns = tuple(self._fqns_of(parameters) for parameters in whole)
@@ -329,8 +337,34 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Own:
+    """What of a group's parameters this rank has.
+
+    Attributes:
+        whole: The group's parameters, with placeholders among them where they are shown.
+        numbers: Which of them are here.
+        here: These, as the list that the group has while the others are hidden: what has not changed looks so in each batch.
+        copy: Of that list, which others may change.
+    """
+
+    whole: list[Tensor]
+    numbers: list[int]
+    here: list[Tensor]
+    copy: list[Tensor]
+
+    @classmethod
+    def of(cls, whole: list[Tensor], before: _Own | None) -> _Own:
+        with unwatched_torch():  # a mode that hooks run in would be called for each parameter
+            numbers = [number for number, parameter in enumerate(whole) if not parameter.is_meta]
+        here = [whole[number] for number in numbers]
+        if before is not None and _same(before.here, here):
+            here = before.here
+        return cls(whole=whole, numbers=numbers, here=here, copy=list(here))
+
+
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
+    return left is right or (len(left) == len(right) and all(map(is_, left, right)))
 
 
 def _names(group: Mapping[str, Any]) -> list[str] | None:

@@ -7,9 +7,9 @@ told of what is deleted, put into a list of modules, or moved by ``Module.half``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ class Members:
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
+    _own: tuple[nn.Parameter, ...] | None
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -43,9 +44,11 @@ class Members:
             self._list()
         return self
 
-    def own_parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank has, and no placeholders for."""
-        return [parameter for parameter in self.parameters.values() if not parameter.is_meta]
+    def own_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters that this rank has, and no placeholders for; looked for once."""
+        if self._own is None:
+            self._own = tuple(parameter for parameter in self.parameters.values() if not parameter.is_meta)
+        return self._own
 
     def flags(self) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
         """Which modules train, and which parameters."""
@@ -64,13 +67,14 @@ class Members:
             self.parameters = dict(self._root.named_parameters())
             self.buffers = dict(self._root.named_buffers())
         self._by_type: dict[Any, dict[str, nn.Module]] = {}
+        self._own = None
         self._registries = [registry for module in self.modules.values() for registry in registries(module)]
         self._sizes = list(map(len, self._registries))
         self._filled = [registry for registry in self._registries if registry]
         self._values = list(self._registered())
 
     def _registered(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._filled))
+        return chain.from_iterable(map(methodcaller("values"), self._filled))  # TorchScript has mappings of its own
 
     def _is_current(self) -> bool:
         # In this order: where sizes are the same, so are the numbers of values. No loop of ours: there may be thousands.

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import version_of
+from lightning_fxpipe._compat.torch import is_in_memory, version_of
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of, globals_of
 from lightning_fxpipe.user_code.contents import (
     ABSENT,
@@ -44,6 +44,9 @@ MAX_WALKED = 10_000
 _UNCHANGING = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type(Ellipsis), slice, range, type(NotImplemented), type(len)}
 )
+
+# Of optimizers: a root, and the place of a group's parameters in it.
+_GROUPS, _PARAMETERS = ".param_groups", ("key", "params")
 
 # From the name of a root over (kind, key) to an object.
 Path = tuple[Any, ...]
@@ -136,6 +139,7 @@ class Snapshot:
         self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
         self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
         self._marks: list[Mark] = []
+        self._parameter_lists: set[int] = set()  # records of those in optimizers' groups, whose entries are the module's
         for name, value in (shallow or {}).items():
             self._seen[id(value)] = value
             self._records.append(_Record(value, ATTRIBUTES, ATTRIBUTES.take(value), -1, name))
@@ -225,10 +229,15 @@ class Snapshot:
         """The tensors that were reached, but for parameters and buffers."""
         return [tensor for tensor, *_ in self._tensors]
 
-    def written_tensors(self) -> Iterator[Difference]:
-        """Tensors that have been changed in place, as far as their version tells, and are still where they were."""
+    def written_tensors(self, memory: Collection[int] = ()) -> Iterator[Difference]:
+        """Tensors that have been changed in place, as far as their version tells, and are still where they were.
+
+        Args:
+            memory: That has been written to: ``.data`` is another tensor, with a version of its own.
+        """
         for tensor, version, parent, key in self._tensors:
-            if version_of(tensor) != version and self._is_at(tensor, parent, key) and self._is_reached(parent):
+            is_written = version_of(tensor) != version or is_in_memory(tensor, memory)
+            if is_written and self._is_at(tensor, parent, key) and self._is_reached(parent):
                 yield Difference((*self._path(parent), key), None, tensor)
 
     def changed_names(self, known: Collection[str] = ()) -> list[str]:
@@ -266,7 +275,7 @@ class Snapshot:
                 self._waiting += [(f, index, ("code", position)) for position, f in enumerate(functions_of(value))]
             return
         if isinstance(value, Tensor):
-            if not value.is_inference():
+            if not value.is_inference() and parent not in self._parameter_lists:
                 self._tensors.append((value, version_of(value), parent, key))
             return
         kinds = kinds_of(value)
@@ -292,6 +301,8 @@ class Snapshot:
         if contents is ABSENT:
             return -1
         index = len(self._records)
+        if parent >= 0 and key == _PARAMETERS and self._path(parent)[0].endswith(_GROUPS):
+            self._parameter_lists.add(index)
         self._first.setdefault(id(value), index)
         self._records.append(_Record(value, kind, contents, parent, key))
         if kind is MODULE or not hasattr(contents, "__len__") or len(contents) <= MAX_WALKED:
@@ -407,7 +418,7 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
         roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if kinds_of(each)}
         roots["trainer.datamodule"] = getattr(trainer, "datamodule", None)
         strategy = trainer.strategy  # the Trainer itself would give what stands for optimizers that are yet to come
-        roots |= {f"optimizers[{i}].param_groups": each.param_groups for i, each in enumerate(strategy.optimizers)}
+        roots |= {f"optimizers[{i}]{_GROUPS}": each.param_groups for i, each in enumerate(strategy.optimizers)}
         schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
         roots |= {f"lr_schedulers[{i}]": each for i, each in enumerate(schedulers)}
     roots |= {f"step {i}": function for i, function in enumerate(functions)}

@@ -237,6 +237,9 @@ def test_storage_key_is_equal_for_tensors_that_share_memory(fake: bool) -> None:
         copies = [x.clone(), x + 0, torch.ones(6, 4)]
         assert all(_compat.storage_key(tensor) == _compat.storage_key(x) for tensor in sharing)
         assert all(_compat.storage_key(tensor) != _compat.storage_key(x) for tensor in copies)
+        memory = {_compat.storage_key(x)}
+        assert all(_compat.is_in_memory(tensor, memory) for tensor in sharing)
+        assert not any(_compat.is_in_memory(tensor, memory) for tensor in copies)
 
 
 def test_a_dispatch_mode_sees_operators_and_is_called_as_it_is_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -101,3 +102,35 @@ def test_a_counter_of_steps_stays_where_torch_has_it() -> None:
     state = next(iter(mine.optimizer.state.values()))
     assert state["exp_avg"].is_meta
     assert state["step"].device.type == "cpu"
+
+
+def test_a_group_shows_the_whole_model_and_hides_it_again_and_again() -> None:
+    """What a group has is looked up once, and anew where somebody has changed it."""
+    module = module_of_stage()
+    mine = StageOptimizer(module, torch.optim.AdamW(module.named_parameters(), lr=0.1))
+    group, whole = mine.optimizer.param_groups[0], list(module.parameters())
+    here, names = [module[1].weight, module[1].bias], ["1.weight", "1.bias"]
+    own = group["params"]
+    for _ in range(2):
+        for _ in range(2):
+            mine.show_others()
+            assert all(map(operator.is_, group["params"], whole))
+            assert group["param_names"] == [name for name, _ in module.named_parameters()]
+            mine.hide_others()
+            assert group["params"] is own, "so that what has not changed looks so"
+            assert group["param_names"] == names
+        mine.begin_run({})  # the others are hidden already
+    own.pop()
+    mine.show_others()
+    mine.hide_others()
+    assert [id(parameter) for parameter in group["params"]] == [id(here[0])], "what user code has taken out stays out"
+
+
+def test_a_state_that_a_hook_makes_for_another_stage_is_taken_out() -> None:
+    module = module_of_stage()
+    mine = trained(module)
+    for _ in range(2):
+        mine.show_others()
+        mine.optimizer.state[module[0].weight] = {"step": 1}
+        assert mine.hide_others() == {"0.weight": {"step": 1}}
+        assert mine.optimizer.state.keys() == {module[1].weight, module[1].bias}

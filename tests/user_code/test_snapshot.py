@@ -512,3 +512,14 @@ def test_several_snapshots_pass_over_what_a_block_changes_at_once() -> None:
     with snapshot.passing_over([*taken, later]):
         module.other = 1  # type: ignore[assignment]
     assert [[difference.value for difference in one.differences()] for one in (*taken, later)] == [[2]] * 3
+
+
+def test_parameters_in_an_optimizers_groups_are_the_modules() -> None:
+    """To ask thousands of them for their versions took as long as all else of a batch. A learning rate is no module's."""
+    layer, rate = nn.Linear(2, 2), torch.tensor(0.1)
+    groups = torch.optim.SGD(layer.parameters(), lr=rate).param_groups
+    mine = {"params": [torch.zeros(2)]}
+    found = Snapshot({"optimizers[0].param_groups": groups, "mine": mine})
+    assert [id(tensor) for tensor in found.tensors()] == [id(rate), id(mine["params"][0])]
+    groups[0]["params"].pop()
+    assert not found.is_current()
