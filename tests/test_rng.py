@@ -103,3 +103,94 @@ def test_the_device_s_generator_is_put_back(monkeypatch: pytest.MonkeyPatch) -> 
     of_device = torch.arange(4)
     rng.set_rng_state(rng.rng_state() | {"cuda": of_device})
     assert given == [of_device]
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(1),
+    "python": random.random,
+    "numpy": numpy.random.rand,
+    "numpy, a normal number": numpy.random.randn,
+    "numpy, seeded": lambda: numpy.random.seed(987654321),
+}
+
+
+@pytest.mark.parametrize("draw_one", DRAWS.values(), ids=DRAWS)
+def test_each_draw_is_seen_and_taken_back(draw_one: Callable[[], Any]) -> None:
+    with rng.isolated_rng():
+        start = rng.rng_state()
+        rng.set_rng_state(start)
+        expected = draw()
+        for _ in range(3):  # numpy's memory is known from the second time on
+            rng.set_rng_state(start)
+            assert rng.same_rng(start, rng.rng_state())
+            draw_one()
+            assert not rng.same_rng(start, rng.rng_state())
+            rng.set_rng_state(start)
+            assert draw() == expected
+
+
+def test_no_normal_number_is_left_waiting() -> None:
+    """numpy draws normal numbers in pairs; the second waits beside the generator's memory."""
+    with rng.isolated_rng():
+        start = rng.rng_state()
+        rng.set_rng_state(start)
+        expected = [numpy.random.randn() for _ in range(3)]
+        rng.set_rng_state(start)
+        assert [numpy.random.randn() for _ in range(3)] == expected
+
+
+def test_a_normal_number_that_waits_comes_back() -> None:
+    """To draw it leaves the generator's memory as it is."""
+    with rng.isolated_rng():
+        numpy.random.randn()
+        start = rng.rng_state()
+        for _ in range(2):
+            rng.set_rng_state(start)
+            first = numpy.random.randn()
+            assert not rng.same_rng(start, rng.rng_state())
+            rng.set_rng_state(start)
+            assert numpy.random.randn() == first
+
+
+def test_another_generator_than_numpys_usual_one() -> None:
+    usual = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(3))
+    try:
+        start = rng.rng_state()
+        for _ in range(2):
+            rng.set_rng_state(start)
+            assert rng.same_rng(start, rng.rng_state())
+            first = numpy.random.rand()
+            assert not rng.same_rng(start, rng.rng_state())
+            rng.set_rng_state(start)
+            assert numpy.random.rand() == first
+    finally:
+        numpy.random.set_bit_generator(usual)
+
+
+def test_states_of_numpy_are_those_that_numpy_gives() -> None:
+    with rng.isolated_rng():
+        for advance in (
+            lambda: numpy.random.seed(5),
+            numpy.random.rand,
+            numpy.random.randn,
+            numpy.random.randn,
+            numpy.random.rand,
+        ):
+            advance()
+            for _ in range(2):
+                name, words, *rest = rng.rng_state()["numpy"]
+                expected_name, expected_words, *expected_rest = numpy.random.get_state()
+                assert (name, rest) == (expected_name, expected_rest)
+                assert (words == expected_words).all()
+
+
+def test_a_waiting_normal_number_is_seen_again_where_it_was_put_back() -> None:
+    """The generator's memory is the same with it and without it."""
+    with rng.isolated_rng():
+        numpy.random.randn()
+        waiting = rng.rng_state()
+        numpy.random.randn()
+        assert rng.rng_state()["numpy"][3] == 0
+        rng.set_rng_state(waiting)
+        assert rng.rng_state()["numpy"][3] == 1

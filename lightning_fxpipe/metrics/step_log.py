@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -108,14 +108,9 @@ class StepLog:
         with patched_attributes(*log_replaced(module, log, "log")), metrics_as_one_call(self._metrics.values(), count=True):
             yield
 
-    @contextmanager
-    def redirected(self, to: StepLog) -> Iterator[None]:
+    def redirected(self, to: StepLog) -> AbstractContextManager[None]:
         """During the block, within :meth:`capture`, another log collects."""
-        self._collects, before = to, self._collects
-        try:
-            yield
-        finally:
-            self._collects = before
+        return patched_attributes((self, "_collects", to))
 
     def like(self) -> StepLog:
         """An empty one with the same metrics."""

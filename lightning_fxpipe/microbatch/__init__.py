@@ -3,6 +3,5 @@
 - ``split``: how a batch is cut: its samples, and how many microbatches where the user does not say.
 - ``loss_weights``: how the losses of microbatches make the batch's, for 1F1B.
 - ``draws``: random numbers of the batch and of its microbatches.
-- ``rewind``: random generators at one state again and again.
 - ``batch_norms``: running statistics are of the whole batch.
 """

@@ -183,12 +183,14 @@ class Finding:
         reduction: What the loss is; also where the user says that it is another.
         observed: The losses; empty where they fit.
         only_logs_loss: Whether the step does nothing with its loss but log it.
+        changes_nothing: Whether the step has changed nothing that stays.
     """
 
     verdict: Verdict
     reduction: LossReduction | None = None
     observed: str = ""
     only_logs_loss: bool = False
+    changes_nothing: bool = False
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, version_of
+from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, is_in_memory, version_of
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.user_code.contents import ABSENT
@@ -65,6 +65,7 @@ class StepAttributes:
 
     Attributes:
         state: What it is.
+        written: Gets the memory into which the step's calls write: not every write shows in a tensor's version.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class StepAttributes:
         staged: Mapping[str, Tensor] | None = None,
         known: Snapshot | None = None,
     ) -> None:
+        self.written: set[int] = set()
         self._module = module
         self._members = members
         self._buffers_before = members.buffers
@@ -108,7 +110,10 @@ class StepAttributes:
         """
         found = [
             _change(self._module, self.state, each, made, is_in_place=is_in_place)
-            for is_in_place, differences in ((False, self.state.differences()), (True, self.state.written_tensors()))
+            for is_in_place, differences in (
+                (False, self.state.differences()),
+                (True, self.state.written_tensors(self.written)),
+            )
             for each in differences
             if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
         ]
@@ -118,7 +123,7 @@ class StepAttributes:
         today = self._members.renewed().buffers
         for fqn, (buffer, version) in self._buffers.items():
             now = today[fqn] if fqn in today else self._module.get_buffer(fqn)
-            if now is not buffer or version_of(now) != version:
+            if now is not buffer or version_of(now) != version or is_in_memory(now, self.written):
                 yield self._buffer_change(fqn, now, is_in_place=now is buffer)
         # Those of a stage are changed by it, on its rank; but the step can put others there.
         for fqn, buffer in self._staged.items() if today is not self._buffers_before else ():

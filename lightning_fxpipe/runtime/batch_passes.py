@@ -133,7 +133,8 @@ class BatchPasses:
             UnsupportedError: The stage changes something in this batch only.
         """
         may_end = self._interleaving.only_logs_loss
-        before = None if tail is None or not may_end or self._changes_nothing else tail.state()
+        must_look = self._interleaving.changes_nothing and not self._changes_nothing
+        before = tail.state() if tail is not None and must_look else None
         self._interleaved = InterleavedPass(
             setup=setup,
             values=values,
@@ -148,26 +149,30 @@ class BatchPasses:
         joined = self._interleaved.run()
         if before is not None:
             self._changes_nothing = before.is_current()
+        elif self._interleaved.has_assigned:
+            self._changes_nothing = False
+            self._interleaving.note_change()
         self.has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
+        # The look at the end of the batch cannot tell the step's changes from the model's, and has undone both.
+        is_late = self._interleaved.has_assigned
         lacks_results = joined is None and not self.has_ended_step
-        if not may_end or not self._runs_again(lacks_results):
+        if not self._runs_again(lacks_results or is_late):
             return joined
         again = RegionPass(setup, values, random_key=step.random_key, training=False)
         with undo_after(self._root), torch.no_grad():
-            # What the step has changed in this batch was undone; what the stage itself changes now would be lost.
             before = None if tail is None else tail.state()
-            joined = again.run_forward()
+            results = again.run_forward()
             if before is not None and not before.is_current():
                 raise _changes_late(step, before.changed_names())
-        return joined
+        return results if joined is None else joined
 
-    def _runs_again(self, lacks_results: bool) -> bool:
-        """Whether the last stage lacks the results of the batch. Called by every rank; what the others lack does not count."""
+    def _runs_again(self, must: bool) -> bool:
+        """Whether the batch runs forward again, as the last stage says. Called by every rank."""
         if not self._topology.is_last:
             return self._commands.hears_of(Command.FORWARD)
-        if lacks_results:
+        if must:
             self._commands.tell(Command.FORWARD)
-        return lacks_results
+        return must
 
     def _run_forward(
         self, setup: PassSetup, values: list[Tensor | None], step: Step, trace: StageTrace

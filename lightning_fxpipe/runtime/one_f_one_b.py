@@ -40,9 +40,8 @@ from lightning_fxpipe.microbatch.loss_weights import (
     weighted_sum,
     without_gradient,
 )
-from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
-from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
+from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
@@ -65,6 +64,7 @@ class TailRun:
         log: What it logs.
         num_samples: How many it ran for.
         does_more: Whether it does anything else.
+        has_changed_any: Whether it has changed anything that stays.
     """
 
     loss: Tensor | None
@@ -72,6 +72,7 @@ class TailRun:
     log: StepLog
     num_samples: int
     does_more: bool
+    has_changed_any: bool
 
     def logged_losses(self, value: float, logged: Sequence[float]) -> tuple[LogEntry, ...] | None:
         """What it logs, without the loss, where that is all it does; else None.
@@ -111,7 +112,7 @@ class StepTail:
         traced: The region.
         setup: How it is cut.
         values: Its inputs and draws for the whole batch.
-        at_start: Brings the generators to where they were when the step began.
+        rng_at_start: State of the generators when the step began.
         rng_after_prelude: State of the generators when it came to the region.
         draws: Makes what the step draws.
         attributes: What the step can change, as it was when the step began.
@@ -127,7 +128,7 @@ class StepTail:
     traced: TracedRegion
     setup: PassSetup
     values: Sequence[Tensor | None]
-    at_start: Rewind
+    rng_at_start: dict[str, Any]
     rng_after_prelude: dict[str, Any]
     draws: BatchDraws
     attributes: StepAttributes | None
@@ -136,7 +137,7 @@ class StepTail:
     @cached_property
     def prelude_draws(self) -> bool:
         """Whether the step draws before it comes to the region; a microbatch's, where the batch's has not, does more."""
-        return not self.at_start.is_at(self.rng_after_prelude)
+        return not same_rng(self.rng_at_start, self.rng_after_prelude)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -192,7 +193,11 @@ class StepTail:
         (value, logged), *of_parts = _read([whole, *parts])
         found = compare(value, [loss for loss, _ in of_parts], self.sizes, options, weights, whole.loss.dtype)
         only_logs = logged is not None and all(own == logged for _, own in of_parts)
-        return replace(found, only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function))
+        return replace(
+            found,
+            only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function),
+            changes_nothing=not any(run.has_changed_any for run in (whole, *parts)),
+        )
 
     def _cut_input(self, position: int, leg: Leg, index: int) -> Tensor | None:
         value = self.values[position]
@@ -225,15 +230,15 @@ class StepTail:
             runs: Undoes it; None: it is undone by itself.
             is_first: Whether what it draws begins with what the step draws.
         """
-        at_region: Rewind | None = None
+        at_region: dict[str, Any] | None = None
 
         def region(_: Sequence[Tensor]) -> list[Tensor]:
             nonlocal at_region
-            at_region = self.at_start
+            at_region = self.rng_at_start
             if self.prelude_draws:
                 if is_first:
                     set_rng_state(self.rng_after_prelude)
-                at_region = Rewind(rng_state())
+                at_region = rng_state()
             return outputs()
 
         function, log = self.step.function, self.log.like()
@@ -241,7 +246,7 @@ class StepTail:
         with dry_run(
             self.root, function, (batch, *self.step.rest), {}, undoing=undoing, logging=self.log.redirected(log)
         ) as again:
-            self.at_start.rewind()
+            set_rng_state(self.rng_at_start)
             self.draws.begin_microbatch(*samples)
             in_place = region_in_place(
                 self.root,
@@ -255,7 +260,7 @@ class StepTail:
             )
             with self.step.context(), in_place:
                 result = function(*again.args)
-            draws = at_region is not None and at_region.have_drawn()
+            draws = at_region is not None and not same_rng(at_region, rng_state())
         loss = None if result is None else loss_of(result)
         gives_more = isinstance(result, dict) and len(result) > 1
         return TailRun(
@@ -264,6 +269,7 @@ class StepTail:
             log=log,
             num_samples=samples[1],
             does_more=draws or gives_more or again.has_changed_any or again.has_spoken,
+            has_changed_any=again.has_changed_any,
         )
 
 
@@ -284,6 +290,7 @@ class InterleavedPass:
         keeps_results: Whether the step goes on with the results of the whole batch.
         undoes_together: Whether the step has shown that it changes nothing, nor does what else runs meanwhile: then one look
             at the end of the batch shows whether that is still so.
+        has_assigned: After a run, whether it was not so; it is undone.
     """
 
     setup: PassSetup
@@ -301,7 +308,7 @@ class InterleavedPass:
         self._runs: UndoneRuns | None = None
         self._results = self.setup.joining()
         self._done: dict[int, TailRun] = {}  # on the last stage, by number of the microbatch
-        self._has_assigned = False
+        self.has_assigned = False
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def run(self) -> tuple[Tensor, ...] | None:
@@ -310,17 +317,22 @@ class InterleavedPass:
         Returns:
             On the last stage the joined results, without gradient; None where they are not kept.
         """
-        before = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
+        before = [(parameter, gradient) for parameter in self.parameters if (gradient := parameter.grad) is not None]
+        for parameter, _ in before:
             parameter.grad = None
+        found: list[tuple[nn.Parameter, Tensor]] = []
         try:
             with self.setup.norms.deferring(), isolated_rng(), self._undone_runs():
                 for leg in self.setup.legs:
                     assert leg.interleaved is not None
                     leg.interleaved().step(partial(self._one, leg))
-            self._gradients = [(p, gradient) for p in self.parameters if (gradient := p.grad) is not None]
+            self._gradients = found
         finally:
-            for parameter, gradient in zip(self.parameters, before, strict=True):
+            for parameter in self.parameters:
+                if (gradient := parameter.grad) is not None:
+                    found.append((parameter, gradient))
+                    parameter.grad = None
+            for parameter, gradient in before:
                 parameter.grad = gradient
         return self._results.take() if self.setup.is_last and self._results.are_complete else None
 
@@ -331,14 +343,14 @@ class InterleavedPass:
             return
         with self.tail.undone_runs() as self._runs:
             yield
-        self._has_assigned = self._runs.has_assigned
+        self.has_assigned = self._runs.has_assigned
         self._runs = None
 
     @cached_property
     def _read(self) -> tuple[list[float], tuple[LogEntry, ...] | None]:
         """The losses, and what the step logs where it does no more than to log them; else None."""
         values, logged = zip(*_read(self._in_order()), strict=True)
-        is_all = not self._has_assigned and all(own == logged[0] for own in logged)
+        is_all = not self.has_assigned and all(own == logged[0] for own in logged)
         return list(values), logged[0] if is_all else None
 
     def _in_order(self) -> list[TailRun]:

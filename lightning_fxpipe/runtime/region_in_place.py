@@ -25,6 +25,7 @@ def region_in_place(
     draws: BatchDraws,
     inputs: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]],
     run: Callable[[list[Tensor]], list[Tensor]],
+    written: set[int] | None = None,
 ) -> Iterator[None]:
     """In the block, the step, ``run`` gives what the region's calls return.
 
@@ -37,9 +38,10 @@ def region_in_place(
         draws: Makes what the step draws.
         inputs: The region's inputs in the arguments of its call, where it is one call.
         run: The region's outputs for its inputs.
+        written: Gets the memory into which the step's calls write.
     """
     if traced.record is not None:
-        with Replay(root, traced, sizes, device_type=device_type, draws=draws, run=run).lead(arguments):
+        with Replay(root, traced, sizes, device_type=device_type, draws=draws, run=run, written=written).lead(arguments):
             yield
         return
 
@@ -51,5 +53,5 @@ def region_in_place(
 
     path = traced.signature.path
     assert path is not None
-    with watched_step(root, draws) as mode, replaced_region(root, path, run_region):
+    with watched_step(root, draws, written) as mode, replaced_region(root, path, run_region):
         yield

@@ -14,7 +14,6 @@ from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
-from lightning_fxpipe.microbatch.rewind import Rewind
 from lightning_fxpipe.microbatch.split import split_batch
 from lightning_fxpipe.pytree.structure import describe
 from lightning_fxpipe.rng import rng_state, set_rng_state
@@ -88,6 +87,7 @@ class RegionRun:
             draws=self.draws,
             inputs=self._inputs,
             run=self.leaving.noting_errors(self._run_unwatched),
+            written=None if self.attributes is None else self.attributes.written,
         )
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -148,7 +148,7 @@ class RegionRun:
             traced=self.trace.traced,
             setup=self._setup,
             values=values,
-            at_start=Rewind(at_start),
+            rng_at_start=at_start,
             rng_after_prelude=after_prelude,
             draws=BatchDraws(sum(part.count * part.size for part in passes), self.batch_dim),
             attributes=self.attributes,

@@ -9,7 +9,7 @@ sequence of calls that differs from the recorded one is an error. After the regi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,14 @@ class StepMode(TorchFunctionMode):
     Args:
         root: The LightningModule.
         draws: Makes the random tensors.
+        written: Gets the memory into which the step's calls write.
     """
 
-    def __init__(self, root: nn.Module, draws: BatchDraws) -> None:
+    def __init__(self, root: nn.Module, draws: BatchDraws, written: set[int] | None = None) -> None:
         super().__init__()
         self._root = root
         self._draws = draws
+        self._written = set() if written is None else written
         self._in_stage = False
         self._refused: FxPipeError | None = None
 
@@ -76,7 +78,8 @@ class StepMode(TorchFunctionMode):
         if self._in_stage:
             return func(*args, **(kwargs or {}))
         try:  # not in a block of :meth:`refusing`, which costs more than the check
-            check_call(self._root, func, args, kwargs)
+            if written := check_call(self._root, func, args, kwargs):
+                self._written.update(written)
         except FxPipeError as error:
             self._refused = self._refused or error
             raise
@@ -84,24 +87,40 @@ class StepMode(TorchFunctionMode):
             args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
         return self._draws.call(func, args, kwargs or {})
 
-    @contextmanager
-    def in_stage(self) -> Iterator[None]:
+    def in_stage(self) -> AbstractContextManager[None]:
         """Does not watch during the block."""
-        self._in_stage = True
-        try:
-            with function_mode_removed(self):
-                yield
-        finally:
-            self._in_stage = False
+        return _InStage(self)
 
 
-@contextmanager
-def watched_step(root: nn.Module, draws: BatchDraws) -> Iterator[StepMode]:
-    """Runs the block, the step's code, with its random tensors made by ``draws``."""
-    mode = StepMode(root, draws)
-    with mode:
-        yield mode
-    mode.check_refused()
+class _InStage:
+    # No generator, like the next: such blocks are around each microbatch.
+    def __init__(self, mode: StepMode) -> None:
+        self._mode = mode
+        self._removed = function_mode_removed(mode)
+
+    def __enter__(self) -> None:
+        self._mode._in_stage = True
+        self._removed.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._removed.__exit__(*exception)
+        self._mode._in_stage = False
+
+
+class watched_step:
+    """Runs the block, the step's code, with its random tensors made by ``draws``; arguments as those of :class:`StepMode`."""
+
+    def __init__(self, root: nn.Module, draws: BatchDraws, written: set[int] | None = None) -> None:
+        self._mode = StepMode(root, draws, written)
+
+    def __enter__(self) -> StepMode:
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self._mode
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if kind is None:
+            self._mode.check_refused()
 
 
 class DryRunEnds(BaseException):
@@ -120,6 +139,7 @@ class Replay(StepMode):
         run: Computes the region's outputs from its inputs.
         exchanged: Gets the tensors that the step now hands to a call in place of those that the stages have from elsewhere than
             the step's calls; without, that is another path.
+        written: Gets the memory into which the step's calls write.
     """
 
     def __init__(
@@ -132,8 +152,9 @@ class Replay(StepMode):
         draws: BatchDraws,
         run: RunRegion,
         exchanged: dict[str, Tensor] | None = None,
+        written: set[int] | None = None,
     ) -> None:
-        super().__init__(root, draws)
+        super().__init__(root, draws, written)
         assert traced.record is not None
         self._record = traced.record
         self._held = traced.held

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -63,6 +64,15 @@ class Interleaving:
     def only_logs_loss(self) -> bool:
         """Whether the step did nothing with its loss but log it, when a batch was looked at."""
         return self._finding.only_logs_loss
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the step had changed nothing that stays, when a batch was looked at."""
+        return self._finding.changes_nothing
+
+    def note_change(self) -> None:
+        """The step has changed something after all; on the last stage."""
+        self._finding = replace(self._finding, changes_nothing=False)
 
     def must_look(self) -> bool:
         """Whether the next batch must be looked at. Called by every rank, once for a batch that may run so."""

@@ -6,7 +6,7 @@ or moves a teacher would do so for some parameters, and with ``1f1b`` between tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,13 +40,17 @@ class ParameterMisuse(UnsupportedError):
 
 def check_call(
     root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
-) -> None:
+) -> Collection[int]:
     """Called for each call of torch that a step makes.
+
+    Returns:
+        The memory into which it writes, see :func:`written_by`.
 
     Raises:
         ParameterMisuse: It looks at a parameter's gradient or sets it, changes a parameter under whatever name, gives away its
             memory, or uses one of another stage.
     """
+    written: Collection[int] = ()
     name = getattr(func, "__name__", "")
     # What most calls are not comes first: this runs at each call of each microbatch's step.
     if name.endswith("_") or (kwargs and "out" in kwargs) or func in _GIVING_MEMORY or is_writing(func):
@@ -55,7 +59,7 @@ def check_call(
         if written := written_by(func, args, kwargs or {}):
             check_changes(root, written)
     if is_query(func):
-        return
+        return written
     for argument in args:
         if isinstance(argument, Tensor):
             _check_is_here(root, argument)
@@ -63,6 +67,7 @@ def check_call(
             for leaf in argument:
                 if isinstance(leaf, Tensor):
                     _check_is_here(root, leaf)
+    return written
 
 
 def _check_attribute(root: nn.Module, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

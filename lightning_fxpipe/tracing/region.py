@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -208,33 +209,39 @@ class Leaving:
         return self.has_exited
 
 
-@contextmanager
-def replaced_region(root: nn.Module, path: str, run: Callable[..., Any]) -> Iterator[None]:
+class replaced_region:
     """During the block, the region's forward is ``run``, once.
 
     ``forward`` is replaced on the instance, so that hooks on the module itself run as always.
     """
-    calls = 0
-    refused: UnsupportedError | None = None  # which the step may catch
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls, refused
-        calls += 1
-        if calls > 1:
-            refused = UnsupportedError(
-                f"The step calls {path or 'the module'} twice.",
-                where=user_source(),
-                observed="a second call of the pipelined module in one step",
-                expected="one call",
-                todo="Concatenate the inputs of both calls along the batch dimension, or move both calls into one forward.",
-            )
-            raise refused
-        return run(*args, **kwargs)
+    # No generator: such a block is around each microbatch.
+    def __init__(self, root: nn.Module, path: str, run: Callable[..., Any]) -> None:
+        self._path = path
+        self._run: Callable[..., Any] | None = run
+        self._refused: UnsupportedError | None = None  # which the step may catch
+        self._patched = patched_attributes((root.get_submodule(path), "forward", self._forward))
 
-    with patched_attributes((root.get_submodule(path), "forward", forward)):
-        yield
-    if refused is not None:
-        raise refused
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        run, self._run = self._run, None
+        if run is not None:
+            return run(*args, **kwargs)
+        self._refused = UnsupportedError(
+            f"The step calls {self._path or 'the module'} twice.",
+            where=user_source(),
+            observed="a second call of the pipelined module in one step",
+            expected="one call",
+            todo="Concatenate the inputs of both calls along the batch dimension, or move both calls into one forward.",
+        )
+        raise self._refused
+
+    def __enter__(self) -> None:
+        self._patched.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._patched.__exit__(kind, error, traceback)
+        if self._refused is not None and error is None:
+            raise self._refused
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -26,33 +26,36 @@ _KEPT_LINES = 10
 _HEARD_LOGGERS = ("lightning_fxpipe", "torch")
 
 
-@contextmanager
-def silencing() -> Iterator[io.StringIO]:
-    """Around user code that runs once more than the user knows of. Yields what gets all that it prints and logs.
+class silencing:
+    """Around user code that runs once more than the user knows of. Its block gets what all that is printed and logged goes to.
 
     An error of that code leaves the block with what was printed before it, as a note.
     """
-    if isinstance(sys.stdout, _Silenced) and sys.stdout.is_of_this_thread:
-        yield sys.stdout.printed
-        return
-    printed = io.StringIO()
-    out, err = _Silenced(sys.stdout, printed), _Silenced(sys.stderr, printed)
-    warns_always = torch.is_warn_always_enabled()
-    try:
-        with (
-            patched_attributes((sys, "stdout", out), (sys, "stderr", err)),
-            patched_attributes((logging.Logger, "handle", _quiet_handle(printed))),
-            _no_warnings(),
-        ):
-            torch.set_warn_always(True)  # what torch says once only, it must not say here
-            yield printed
-    except Exception as error:
-        lines = printed.getvalue().splitlines()[-_KEPT_LINES:]
-        if lines and not isinstance(error, FxPipeError):
+
+    # No generator: such a block is around each microbatch.
+    def __enter__(self) -> io.StringIO:
+        self._blocks: list[AbstractContextManager[Any]] = []
+        if isinstance(sys.stdout, _Silenced) and sys.stdout.is_of_this_thread:
+            return sys.stdout.printed
+        self._printed = printed = io.StringIO()
+        self._warns_always = torch.is_warn_always_enabled()
+        out, err = _Silenced(sys.stdout, printed), _Silenced(sys.stderr, printed)
+        quiet = (logging.Logger, "handle", _quiet_handle(printed))
+        for block in (patched_attributes((sys, "stdout", out), (sys, "stderr", err), quiet), _NoWarnings()):
+            block.__enter__()
+            self._blocks.append(block)
+        torch.set_warn_always(True)  # what torch says once only, it must not say here
+        return printed
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if not self._blocks:
+            return
+        torch.set_warn_always(self._warns_always)
+        while self._blocks:
+            self._blocks.pop().__exit__(kind, error, traceback)
+        lines = self._printed.getvalue().splitlines()[-_KEPT_LINES:]
+        if lines and isinstance(error, Exception) and not isinstance(error, FxPipeError):
             add_note(error, "\n".join(["Printed before, while the step was tried out (s0, s1, ... stand for sizes):", *lines]))
-        raise
-    finally:
-        torch.set_warn_always(warns_always)
 
 
 class _Silenced:
@@ -102,17 +105,20 @@ def _quiet_handle(printed: io.StringIO) -> Any:
     return quiet
 
 
-@contextmanager
-def _no_warnings() -> Iterator[None]:
+class _NoWarnings:
     """No warning is shown, none becomes an error, and none counts as shown.
 
     ``warnings.catch_warnings`` would let all be shown again that were shown once: it makes Python forget which.
     """
-    entry = ("ignore", re.compile("(?:dry run)?"), Warning, None, 0)
-    filters: list[Any] = warnings.filters  # type: ignore[assignment]
-    filters.insert(0, entry)
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        self._entry = ("ignore", _ANY, Warning, None, 0)
+        self._filters: list[Any] = warnings.filters  # type: ignore[assignment]
+        self._filters.insert(0, self._entry)
+
+    def __exit__(self, *exception: object) -> None:
         # What user code sets up meanwhile stays.
-        filters[:] = [other for other in filters if other is not entry]
+        self._filters[:] = [other for other in self._filters if other is not self._entry]
+
+
+_ANY = re.compile("(?:dry run)?")

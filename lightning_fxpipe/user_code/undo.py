@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
-from lightning_fxpipe.user_code.writes import Writes
+from lightning_fxpipe.user_code.writes import Writes, WritesOfCalls
 
 
 @dataclass
@@ -57,7 +58,8 @@ def undo_after(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undo
 
 class UndoneRuns:
     """Undoes several runs of user code that should change nothing, with one look at what they can change before the first and
-    one after the last. Between them other code runs, which may write to tensors and to what submodules hold.
+    one after the last; attributes of the module itself are looked at after each. Between them other code runs, which may write
+    to tensors and to what submodules hold.
 
     A context manager around all of them. Attributes of submodules and ``.grad`` are not looked at, and random generators are
     not put back.
@@ -69,7 +71,7 @@ class UndoneRuns:
         before: What they can change, where that is known.
 
     Attributes:
-        has_assigned: After the block, whether something but tensors had changed; it is what it was again.
+        has_assigned: Whether something but tensors had changed; after the block it is what it was again.
     """
 
     def __init__(
@@ -77,24 +79,48 @@ class UndoneRuns:
     ) -> None:
         self.has_assigned = False
         self._before = before or user_state(root, *functions, enters_modules=False)
-        self._writes = Writes([*self._before.tensors(), *members.parameters.values(), *members.buffers.values()])
+        others = [*self._before.tensors(), *members.buffers.values()]
+        self._writes = Writes([*others, *members.parameters.values()])
+        # No call of torch shows what TorchScript does with memory of its own.
+        is_scripted = bool(members.of_type((torch.jit.ScriptModule,)))
+        self._watch = self._writes if is_scripted else WritesOfCalls(self._writes, others)
+        self._attributes = vars(root)
+        self._values = list(self._attributes.values())
 
     def __enter__(self) -> UndoneRuns:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.has_assigned = self._before.restore()
+        self.has_assigned |= self._before.restore()
 
-    @contextmanager
-    def one(self) -> Iterator[Undone]:
-        """One of the runs; after the block tensors have the values that they had before."""
-        found = Undone(self._before)
+    def one(self) -> AbstractContextManager[Undone]:
+        """One of the runs; after the block tensors have the values that they had before, and the module its attributes."""
+        return _OneRun(self)
+
+    def _undo_one(self) -> bool:
+        """Returns whether tensors have been written to."""
+        has_written = self._writes.happened
+        self._writes.undo()
+        if len(self._attributes) != len(self._values) or not all(map(is_, self._attributes.values(), self._values)):
+            self.has_assigned |= self._before.restore()
+        return has_written
+
+
+class _OneRun:
+    # No generator: such a block is around each microbatch.
+    def __init__(self, runs: UndoneRuns) -> None:
+        self._runs = runs
+        self._found = Undone(runs._before)
+
+    def __enter__(self) -> Undone:
+        self._runs._watch.__enter__()  # type: ignore[no-untyped-call]
+        return self._found
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         try:
-            with self._writes:
-                yield found
+            self._runs._watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         finally:
-            found.has_changed_any = self._writes.happened
-            self._writes.undo()
+            self._found.has_changed_any = self._runs._undo_one()
 
 
 class Remembered:

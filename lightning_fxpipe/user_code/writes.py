@@ -5,12 +5,13 @@ So nothing is copied of what stays as it is, however large.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import TorchDispatchMode, is_writing, storage_key, written_arguments
 
@@ -54,6 +55,57 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage.resize_(before.nbytes())
             storage.copy_(before)
         self._before.clear()
+
+
+class WritesOfCalls(TorchFunctionMode):
+    """:class:`Writes` for those calls of torch only that get parameters or certain tensors: others cannot write to them.
+
+    Most of a step's calls get none, and torch takes many microseconds to show an operator to a dispatch mode. Unlike that mode
+    it does not see what code that is no function of torch's, such as TorchScript's, does with memory of its own.
+
+    Args:
+        writes: Sees the operators of these calls.
+        tensors: The tensors besides parameters. Of a parameter, views are followed that calls make in the block.
+    """
+
+    def __init__(self, writes: Writes, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._writes = writes
+        self._memory = {storage_key(tensor) for tensor in tensors if _has_memory(tensor)}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._gets_any(args) or (kwargs and self._gets_any(kwargs.values())):
+            with self._writes:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _gets_any(self, arguments: Iterable[Any]) -> bool:
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if self._is_one(argument):
+                    return True
+            elif isinstance(argument, (list, tuple)):
+                if self._gets_any(argument):
+                    return True
+            elif isinstance(argument, dict) and self._gets_any(argument.values()):
+                return True
+        return False
+
+    def _is_one(self, tensor: Tensor) -> bool:
+        """Whether a tensor is, or may be, one of them, or a view of one."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return True  # it may have others inside
+        if tensor.is_meta:
+            return False
+        try:
+            memory = storage_key(tensor)
+        except NotImplementedError:  # inside torch.func's transformations
+            return True
+        if isinstance(tensor, torch.nn.Parameter):
+            self._memory.add(memory)
+        return memory in self._memory
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 _SPLIT, _WEIGHTS, _DRAWS = "microbatch/split.py", "microbatch/loss_weights.py", "microbatch/draws.py"
-_NORMS, _REWIND = "microbatch/batch_norms.py", "microbatch/rewind.py"
+_NORMS = "microbatch/batch_norms.py"
 _TEST_SPLIT, _TEST_WEIGHTS = "microbatch/test_split.py", "microbatch/test_loss_weights.py"
 _TEST_DRAWS, _TEST_NORMS = "microbatch/test_draws.py", "microbatch/test_batch_norms.py"
 
@@ -198,18 +198,25 @@ MUTANTS = [
         "BatchNorm does not count its batches",
     ),
     Mutant(
-        _REWIND,
-        '            or random.getstate() != self._state["python"]\n',
+        "rng.py",
+        '        and one["python"] == other["python"]\n',
         "",
-        ("microbatch/test_rewind.py::test_a_rewind_sees_each_draw_and_takes_it_back",),
+        ("test_rng.py::test_each_draw_is_seen_and_taken_back",),
         "draws of Python's generator in a step are not noticed",
     ),
     Mutant(
-        _REWIND,
-        '        sys.modules["numpy"].random.seed(0)  # drops',
+        "rng.py",
+        "        numpy.random.seed(0)  # drops",
         "        pass  # drops",
-        ("microbatch/test_rewind.py::test_a_rewind_leaves_no_normal_number_waiting",),
+        ("test_rng.py::test_no_normal_number_is_left_waiting",),
         "half of a pair of normal numbers waits for the next microbatch",
+    ),
+    Mutant(
+        "rng.py",
+        "            self._memory = self._state = None\n",
+        "",
+        ("test_rng.py::test_a_waiting_normal_number_is_seen_again_where_it_was_put_back",),
+        "a normal number that was put back is not seen",
     ),
     Mutant(
         "rng.py",
@@ -220,7 +227,7 @@ MUTANTS = [
     ),
     Mutant(
         "rng.py",
-        '        sys.modules["numpy"].random.set_state(state["numpy"])\n',
+        '        _numpy_generator.set_state(sys.modules["numpy"], state["numpy"])\n',
         "        pass\n",
         ("test_rng.py::test_isolated_rng_restores_all_generators_also_after_an_exception",),
         "numpy's generator goes on after a dry run",

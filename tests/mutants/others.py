@@ -372,6 +372,13 @@ MUTANTS = [
     ),
     Mutant(
         "user_code/snapshot.py",
+        " and self._path(parent)[0].endswith(_GROUPS):",
+        ":",
+        ("user_code/test_snapshot.py::test_parameters_in_an_optimizers_groups_are_the_modules",),
+        "tensors that the user keeps as params are not followed",
+    ),
+    Mutant(
+        "user_code/snapshot.py",
         "                if not _differ_in_plain_values(record.kind, record.contents, now):\n",
         "                if False:\n",
         ("user_code/test_snapshot.py::test_where_other_objects_can_be_reached_the_snapshot_is_taken_anew",),
@@ -386,8 +393,8 @@ MUTANTS = [
     ),
     Mutant(
         "metrics/step_log.py",
-        "        self._collects, before = to, self._collects\n",
-        "        before = self._collects\n",
+        '        return patched_attributes((self, "_collects", to))\n',
+        "        return patched_attributes()\n",
         ("ranks/test_logged_loss.py",),
         "what microbatches log is logged once more for the batch",
     ),
@@ -400,10 +407,31 @@ MUTANTS = [
     ),
     Mutant(
         "user_code/undo.py",
-        "            self._writes.undo()\n",
-        "            pass\n",
+        "        self._writes.undo()\n        if",
+        "        if",
         ("user_code/test_undo.py::test_several_runs_are_undone_with_one_look",),
         "tensors keep what a dry run has written",
+    ),
+    Mutant(
+        "user_code/undo.py",
+        "        if len(self._attributes) != len(self._values) or",
+        "        if False and",
+        ("user_code/test_undo.py::test_attributes_are_what_they_were_for_the_next_of_several_runs",),
+        "a microbatch's step begins with the attributes that the one before has left",
+    ),
+    Mutant(
+        "user_code/undo.py",
+        "self._writes if is_scripted else ",
+        "",
+        ("user_code/test_undo.py::test_what_torchscript_writes_in_several_runs_is_undone",),
+        "what TorchScript writes for a microbatch stays",
+    ),
+    Mutant(
+        "user_code/writes.py",
+        " or (kwargs and self._gets_any(kwargs.values())):",
+        ":",
+        ("user_code/test_undo.py::test_whatever_call_writes_in_several_runs_is_undone",),
+        "what a call writes to a tensor that it gets by name stays",
     ),
     Mutant(
         "user_code/undo.py",

@@ -10,6 +10,13 @@ _ONE_DEVICE = "strategy/test_one_device.py::test_fit_is_that_of_the_default_stra
 
 MUTANTS = [
     Mutant(
+        "runtime/batch_passes.py",
+        "self._runs_again(lacks_results or is_late)",
+        "self._runs_again(lacks_results)",
+        ("ranks/test_logged_loss.py::test_what_the_model_changes_late_is_refused",),
+        "what the model begins to change late is lost where the step logs more than its loss",
+    ),
+    Mutant(
         _NUMBERS,
         "if tensor is None or version_of(tensor) != version else number",
         "if tensor is None else number",
@@ -221,8 +228,15 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/attributes.py",
-        "(True, self.state.written_tensors()))",
-        "(True, []))",
+        " or is_in_memory(now, self.written):",
+        ":",
+        ("ranks/test_user_state.py::test_state_is_that_of_one_device",),
+        "what a step writes to a buffer by .data stays on the last stage",
+    ),
+    Mutant(
+        "runtime/attributes.py",
+        "(True, self.state.written_tensors(self.written)),",
+        "(True, []),",
         ("runtime/test_attributes.py::test_a_tensor_that_has_got_other_values_is_still_the_same",),
         "what a step changes in place stays on the last stage",
     ),

@@ -160,6 +160,17 @@ class CountsWithData(SometimesWithData):
         return loss
 
 
+class LogsMoreAndCountsWithData(SometimesWithData):
+    """It runs on the whole batch, too, and changes nothing at first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log_dict({"loss": loss, "perplexity": loss.exp()}, on_epoch=True)
+        if batch[0][-1, 0] in self.last:
+            self.seen += 1
+        return loss
+
+
 class CountingLogger(DummyLogger):
     """Counts what it is asked for."""
 
@@ -224,9 +235,10 @@ def fit_forward_first(kind: type[LitModel]) -> dict[str, Any]:
     [
         *((kind, NUM_BATCHES, 0) for kind in (OnlyLoss, InDict, LogsNothing)),
         *((kind, 0, 0) for kind in (Perplexity, GivesMore, Counts, InBuffer, InMetric, Draws, UsesLogger, Prints)),
-        (SometimesWithBatch, 0, 0),
+        (SometimesWithBatch, 0, 1),
         (SometimesWithData, NUM_BATCHES - 1, 1),
         (CountsWithData, NUM_BATCHES - 1, 1),
+        (LogsMoreAndCountsWithData, 0, 1),
     ],
 )
 def test_only_a_step_that_logs_its_loss_is_left_out(
@@ -291,10 +303,18 @@ class NotesLate(SometimesWithData):
         return self._loss(batch)
 
 
-def test_what_the_model_changes_late_is_refused(ranks: Ranks) -> None:
+class LogsMoreAndNotesLate(NotesLate):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log("perplexity", loss.exp())
+        return loss
+
+
+@pytest.mark.parametrize("kind", [NotesLate, LogsMoreAndNotesLate])
+def test_what_the_model_changes_late_is_refused(ranks: Ranks, kind: type[LitModel]) -> None:
     """It would be lost: the batch's one look takes it for the step's, and undoes it."""
     with pytest.raises(RankFailed, match="The model's forward changes something in this batch"):
-        ranks(2).run(fit_in_turns, NotesLate)
+        ranks(2).run(fit_in_turns, kind)
 
 
 class BecomesMaximum(LitModel):

@@ -138,6 +138,28 @@ class SetsRate(Net):
         return super().training_step(batch, batch_idx)
 
 
+class ThroughData(Net):
+    """Writes to what it keeps by ``.data``, a tensor of its own with a version of its own."""
+
+    shuffle = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.mean, self.largest = torch.zeros(2), [torch.zeros(())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen.data[1:].add_(loss.detach())
+        self.mean.data.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        torch.maximum(self.largest[0].data, loss.detach(), out=self.largest[0].data)
+        return loss
+
+
+def kept_through_data(trainer: Any, module: Any, folder: Path) -> Any:
+    return [module.seen, module.mean, module.largest[0]]
+
+
 class Remembers(nn.Sequential):
     """A part of the model that stays whole and keeps things: attention maps, counts, a flag."""
 
@@ -184,6 +206,8 @@ RUNS: dict[str, Run] = {
     "fit in microbatches": Run(module=Keeper, look=state_of, strategy={"num_microbatches": 2}),
     "validate": Run(module=Keeper, look=state_of, calls=("validate",)),
     "fit+validate": Run(module=Keeper, look=state_of, strategy=ONE, calls=("fit", "validate"), options={"max_epochs": 1}),
+    "by data": Run(module=ThroughData, look=kept_through_data, strategy=ONE),
+    "by data, in turns": Run(module=ThroughData, look=kept_through_data, strategy={"num_microbatches": 2, "schedule": "1f1b"}),
     "in forward": Run(module=InForward, look=kept_by_layers, strategy=ONE),
     "warms up": Run(module=WarmsUp, strategy=ONE),
     "sets the rate": Run(module=SetsRate, strategy=ONE),

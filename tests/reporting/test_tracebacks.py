@@ -15,8 +15,8 @@ import torch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.launch.launcher import run_to_the_end
 from lightning_fxpipe.reporting.tracebacks import shorten
+from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.signals import RecordError
-from lightning_fxpipe.user_code.silence import silencing
 
 
 def refuse() -> None:
@@ -26,12 +26,12 @@ def refuse() -> None:
         except RecordError as signal:
             raise UnsupportedError("This cannot be.", todo="Something else.") from signal
 
-    with silencing():  # a frame of the package
+    with isolated_rng():  # a frame of the package
         torch.utils.checkpoint.checkpoint(of_user, use_reentrant=False)
 
 
 def mistake() -> None:
-    with silencing():
+    with isolated_rng():
         torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
 
 
@@ -100,7 +100,7 @@ def test_an_error_of_user_code_keeps_its_frames_but_those_of_the_package(capsys:
 
 def test_an_error_of_the_package_itself_keeps_all_frames() -> None:
     with pytest.raises(TypeError) as caught:
-        run_to_the_end(lambda: silencing(1))  # type: ignore[call-arg]
+        run_to_the_end(lambda: isolated_rng(1))  # type: ignore[call-arg]
     assert "<lambda>" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 

@@ -196,6 +196,71 @@ def test_several_runs_are_undone_with_one_look() -> None:
     assert state(module) == before
 
 
+def test_attributes_are_what_they_were_for_the_next_of_several_runs() -> None:
+    module = Holder()
+    runs = UndoneRuns(Members(module), module)
+    with runs:
+        for _ in range(2):
+            with runs.one():
+                assert module.number == 1.0
+                assert not hasattr(module, "new")
+                module.number = 2.0
+                module.new = 1
+            assert runs.has_assigned
+
+
+WRITES: dict[str, Callable[[Holder], Any]] = {
+    "by name": lambda m: nn.init.constant_(tensor=m.mean, val=1.0),
+    "in a list": lambda m: torch._foreach_add_([torch.ones(2), m.mean], 1.0),
+    "as a result": lambda m: torch.add(torch.ones(2), 1, out=m.mean),
+    "without gradients": lambda m: m.mean.data.add_(1),
+    "detached": lambda m: m.mean.detach().mul_(2).add_(3),
+    "a view": lambda m: m.mean[:1].fill_(7),
+    "item by item": lambda m: m.mean.__setitem__(0, 5),
+    "running values": lambda m: nn.functional.batch_norm(torch.rand(4, 2), m.mean, m.norm.running_var, training=True),
+    "a parameter": lambda m: m.layer.weight.data.zero_(),
+    "too long weights": lambda m: nn.functional.embedding(torch.tensor([0]), m.layer.weight.detach(), max_norm=0.01),
+    "an operator": lambda m: torch.ops.aten.add_.Tensor(m.mean, torch.ones(2)),
+    "an operator's packet": lambda m: torch.ops.aten.add_(m.mean, torch.ones(2)),
+    "in vmap": lambda m: torch.vmap(lambda x: m.mean.add_(1).sum() + x)(torch.ones(2)),
+    "an attribute": lambda m: m.losses[0].add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_whatever_call_writes_in_several_runs_is_undone(write: Callable[[Holder], Any]) -> None:
+    """The calls of torch are watched, and their operators only where they get a tensor that must stay."""
+    module = Holder()
+    before = {name: tensor.clone() for name, tensor in {**module.state_dict(), "losses": module.losses[0]}.items()}
+    runs = UndoneRuns(Members(module), module)
+    with runs, runs.one() as run:
+        write(module)
+    assert run.has_changed_any
+    now = {**module.state_dict(), "losses": module.losses[0]}
+    assert all(torch.equal(now[name], before[name]) for name in before)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x
+
+
+def test_what_torchscript_writes_in_several_runs_is_undone() -> None:
+    """Its operators are calls of torch of which no function mode hears."""
+    module = Holder()
+    module.scripted = torch.jit.script(Scripted())
+    runs = UndoneRuns(Members(module), module)
+    with runs, runs.one() as run:
+        module.scripted(torch.ones(2))
+    assert run.has_changed_any
+    assert module.scripted.count.tolist() == [0.0, 0.0]
+
+
 def test_random_numbers_are_remembered() -> None:
     """A first attempt has drawn some, and the second draws them again."""
     remembered = Remembered(nn.Linear(2, 2))
