@@ -238,13 +238,13 @@ PARTS: ContextVar[Parts] = ContextVar("parts")
 
 def instrument(parts: Parts) -> None:
     """Wraps the package's functions, by part."""
+    import lightning as L
     import torch
 
     from lightning_fxpipe.data.loading import _InStep
     from lightning_fxpipe.distributed.commands import Commands
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
-    from lightning_fxpipe.microbatch.rewind import Rewind
     from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
     from lightning_fxpipe.runtime.attributes import StepAttributes
     from lightning_fxpipe.schedules.pipelining import Pipeline
@@ -252,6 +252,7 @@ def instrument(parts: Parts) -> None:
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
     from lightning_fxpipe.user_code.members import Members
 
+    L.LightningModule.log = timed_log(L.LightningModule.log)  # before the strategy puts its own in place
     parts.wrap("strategy's hooks", FxPipeStrategy, "training_step", "backward", "optimizer_step", "batch_to_device", "reduce")
     parts.wrap_context("user hooks see the whole model", Hooks, "running", "suspend", "around_optimizers")
     parts.wrap("votes on hooks", Hooks, "_vote")
@@ -264,7 +265,8 @@ def instrument(parts: Parts) -> None:
     parts.wrap("random numbers", region_pass, "seed_generators")
     parts.wrap_context("random numbers", region_pass, "isolated_rng")
     parts.wrap_context("random numbers", one_f_one_b, "isolated_rng")
-    parts.wrap("random numbers", Rewind, "rewind", "have_drawn", "is_at")
+    parts.wrap("random numbers", one_f_one_b, "rng_state", "set_rng_state", "same_rng")
+    parts.wrap("random numbers", region_run, "rng_state")
     parts.wrap_context("logging", StepLog, "capture")
     parts.wrap("logging", StepLog, "_add")
     parts.wrap("logging", session, "replay")
@@ -284,6 +286,17 @@ def instrument(parts: Parts) -> None:
     parts.wrap("optimizer", torch.optim.AdamW, "step")
     parts.wrap("optimizer", torch.optim.Optimizer, "zero_grad")
     time_stages(parts, region_pass.StageRun)
+
+
+def timed_log(log: Callable[..., None]) -> Callable[..., None]:
+    """Lightning's own logging, which one device does, too."""
+
+    @functools.wraps(log)
+    def timed(*args: Any, **kwargs: Any) -> None:
+        with PARTS.get().part("Lightning and the loader"):
+            log(*args, **kwargs)
+
+    return timed
 
 
 def time_stages(parts: Parts, runs: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeStrategy
 from lightning_fxpipe.schedules.pipelining import Pipeline
@@ -119,11 +120,11 @@ class Square(Wide):
         self.head = nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)), nn.Linear(128, NUM_CLASSES))
 
 
-def peaks(kind: type[L.LightningModule], schedule: Any, **options: Any) -> tuple[list[tuple[int, int]], int]:
+def peaks(kind: type[L.LightningModule], schedule: Any, num_microbatches: int = 4) -> tuple[list[tuple[int, int]], int]:
     """Runs on every rank: the bytes for each batch, and those of the rank's parameters."""
     torch.manual_seed(1)
-    strategy = FxPipeStrategy(num_microbatches=4, schedule=schedule, gather_after_run=False)
-    trainer = make_trainer(max_epochs=1, limit_val_batches=0, strategy=strategy, devices=2, **options)
+    strategy = FxPipeStrategy(num_microbatches=num_microbatches, schedule=schedule, gather_after_run=False)
+    trainer = make_trainer(max_epochs=1, limit_val_batches=0, strategy=strategy, devices=2)
     with without_garbage(), measured_batches() as found:
         module = kind()
         trainer.fit(module)
@@ -137,6 +138,49 @@ def test_gradients_are_there_once(ranks: Ranks, schedule: str) -> None:
         assert len(found) == 6
         for start, peak in found[1:]:
             assert peak - start < num_bytes / 2, (start, peak, num_bytes)  # a microbatch's own, of one layer after the other
+
+
+TALL_WIDTH, TALL_LAYERS, TALL_ROWS, TALL_MICROBATCHES = 64, 12, 32, 8
+TALL_RESULT = TALL_ROWS * TALL_WIDTH * 4  # bytes of a layer's result for a microbatch
+
+
+class Tall(L.LightningModule):
+    """Of each layer autograd saves the result; all of them take more than the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(TALL_WIDTH, TALL_WIDTH), nn.Tanh()) for _ in range(TALL_LAYERS))
+        self.model = nn.Sequential(*layers)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(6 * TALL_ROWS * TALL_MICROBATCHES, TALL_WIDTH), TALL_ROWS * TALL_MICROBATCHES)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def peaks_of_tall(schedule: Any) -> list[tuple[int, int]]:
+    """Runs on every rank."""
+    return peaks(Tall, schedule, num_microbatches=TALL_MICROBATCHES)[0]
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", (1, 2)), ("gpipe", (TALL_MICROBATCHES, TALL_MICROBATCHES))])
+def test_a_step_needs_what_the_schedule_says(ranks: Ranks, schedule: str, in_flight: tuple[int, int]) -> None:
+    """Weights, their gradients, the optimizer's states, what autograd saves of the microbatches under way, and two boundaries
+    for each stage: no second gradients, no results of batches or microbatches that nobody needs any more. Rank 0 has the last
+    stage."""
+    for found, num_microbatches in zip(
+        ranks(2).run(peaks_of_tall, schedule), in_flight, strict=True
+    ):  # rank 0 has the last stage
+        saved = num_microbatches * TALL_LAYERS // 2 * TALL_RESULT
+        boundaries = 2 * 2 * TALL_RESULT
+        results = TALL_MICROBATCHES * TALL_RESULT if schedule == "gpipe" else 0  # the step's loss is made of the whole batch
+        backward = 3 * TALL_RESULT + 2 * TALL_WIDTH * TALL_WIDTH * 4  # a layer's, with what is added to a gradient
+        for start, peak in found[2:]:  # from the second batch on there are gradients and states when it begins
+            assert peak - start <= saved + boundaries + results + backward, (start, peak)
 
 
 # ------------------------------------------------------------------ what crosses the cuts
