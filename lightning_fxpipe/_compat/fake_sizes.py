@@ -58,17 +58,6 @@ def _once(name: str, calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 class _Size(SymNode):
     """A size, a truth about sizes, or a number among them."""
 
-    _number: tuple[int, int | None] = (-1, None)  # and the version of the environment's replacements at which it was asked
-
-    def maybe_as_int(self) -> int | None:
-        """As torch does; it is asked twenty times where a tensor is made."""
-        sizes: Any = self.shape_env
-        version, number = self._number
-        if version != sizes._replacements_version_counter:
-            number = super().maybe_as_int()
-            self._number = (sizes._replacements_version_counter, number)
-        return number
-
     def wrap_int(self, num: int) -> Any:
         sizes: Any = self.shape_env
         result = sizes.results.get(num)

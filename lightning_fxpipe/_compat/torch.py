@@ -40,7 +40,6 @@ from torch.fx.experimental.symbolic_shapes import (
 # Hooks around the steps of all optimizers can be registered publicly, but not found. torch 2.11-2.15.
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-# The stack of function modes; the public classes only push and pop around a whole block. torch 2.11-2.15.
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
