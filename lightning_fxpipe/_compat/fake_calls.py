@@ -26,12 +26,12 @@ _LIFTS = frozenset({"aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"}) 
 _DEVICE_OF = torch.ops.prim.device.default
 
 
-class _Unlike(Exception):
+class Unlike(Exception):
     """A call is like no other: of something in it nobody knows whether it is the same."""
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """A tensor that a call has made.
 
     Attributes:
@@ -51,8 +51,90 @@ class _Made:
 class _Known:
     """What a call has returned: a tensor, or ``container`` of several; for a number one of its arguments."""
 
-    results: tuple[_Made | int, ...]
+    results: tuple[Made | int, ...]
     container: type | None
+
+
+class Likeness:
+    """When a fake mode's tensors are alike but for their values, and copies of them."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        with torch._C._DisableTorchDispatch():
+            plain = FakeTensor(mode, torch.empty(0, device="meta"), torch.device("cpu"))
+        self._attributes = frozenset({*vars(plain), "_is_param"})
+
+    def is_bare(self, tensor: Tensor) -> bool:
+        """Whether nobody has set an attribute on a tensor."""
+        return vars(tensor).keys() <= self._attributes
+
+    def describe(self, values: Iterable[Any], parts: list[Any], tensors: list[FakeTensor]) -> None:
+        """Adds to ``parts`` all that is to know of ``values`` but what is in their tensors, and those to ``tensors``.
+
+        Raises:
+            Unlike: One is none that can be described.
+        """
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:
+                parts += (kind, value)
+            elif isinstance(value, FakeTensor):
+                if value.fake_mode is not self._mode or value.layout is not torch.strided:
+                    raise Unlike
+                parts += (value.dtype, value.fake_device, value.constant is not None)
+                parts += (value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
+                parts += (tuple(map(_size, value.shape)), tuple(map(_size, value.stride())), _size(value.storage_offset()))
+                tensors.append(value)
+            elif kind is torch.SymInt:
+                parts += (kind, _size(value))
+            elif kind is list or kind is tuple or kind is torch.Size:
+                parts += (kind, len(value))
+                self.describe(value, parts, tensors)
+            elif kind is dict:
+                parts += (kind, len(value))
+                for key, entry in value.items():
+                    self.describe((key, entry), parts, tensors)
+            else:
+                raise Unlike
+
+    def made(self, results: Iterable[Any], tensors: Sequence[FakeTensor]) -> Iterator[Made | int]:
+        """What results of a call with ``tensors`` are: one of these, by its index, or what a copy can be made of.
+
+        Raises:
+            Unlike: One is none of both.
+        """
+        memory = [_memory(tensor) for tensor in tensors]
+        own: set[int] = set()
+        for tensor in results:
+            same = [index for index, other in enumerate(tensors) if other is tensor]
+            if same:
+                yield _only(same)
+                continue
+            if type(tensor) is not FakeTensor or not _is_plain(tensor) or free_unbacked_symbols(tensor):
+                raise Unlike
+            key, offset, base = _memory(tensor), tensor.storage_offset(), None
+            if key in memory:
+                base = _only([index for index, other in enumerate(memory) if other == key])
+                if tensors[base].is_conj() or tensors[base].is_neg() or tensors[base].dtype != tensor.dtype:
+                    raise Unlike
+            elif key in own or _size(offset) != 0:
+                raise Unlike
+            own.add(key)
+            shape, strides = tensor.shape, tensor.stride()
+            with torch._C._DisableTorchDispatch():
+                example = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+            yield Made(example, offset, tensor.fake_device, base)
+
+    def copy(self, made: Made, tensors: Sequence[FakeTensor]) -> FakeTensor:
+        """A tensor like one that an earlier call has made, of the tensors of this one."""
+        with torch._C._DisableTorchDispatch():
+            if made.base is None:
+                like = made.example
+                copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+            else:
+                with in_kernel_invocation_manager(self._mode):
+                    copy = tensors[made.base].as_strided(made.example.shape, made.example.stride(), made.offset)
+            return FakeTensor(self._mode, copy, made.device)
 
 
 class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,6 +147,7 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
+        self._likeness = Likeness(mode)
         self._known: dict[tuple[Any, ...], _Known] = {}
         self._follows: dict[Any, bool] = {}
 
@@ -83,7 +166,7 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         try:
             key, tensors = self._described(func, args, kwargs)
-        except _Unlike:
+        except Unlike:
             return func(*args, **kwargs)
         if func._schema.is_mutable and any(tensor.constant is not None for tensor in tensors):  # whose value it forgets
             return func(*args, **kwargs)
@@ -92,42 +175,22 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._remember(key, result, tensors, func, args, kwargs)
             return result
-        results = [tensors[made] if isinstance(made, int) else self._copy(made, tensors) for made in known.results]
+        results = [tensors[made] if isinstance(made, int) else self._likeness.copy(made, tensors) for made in known.results]
         return results[0] if known.container is None else known.container(results)
 
     def _described(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[FakeTensor]]:
         """All that the kind of a call's results may follow from, and the tensors among its arguments.
 
         Raises:
-            _Unlike: An argument is none that can be described.
+            Unlike: An argument is none that can be described.
         """
         tensors: list[FakeTensor] = []
         parts: list[Any] = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
-        self._describe(args, parts, tensors)
+        self._likeness.describe(args, parts, tensors)
         for name, value in kwargs.items():
             parts.append(name)
-            self._describe((value,), parts, tensors)
+            self._likeness.describe((value,), parts, tensors)
         return tuple(parts), tensors
-
-    def _describe(self, values: Iterable[Any], parts: list[Any], tensors: list[FakeTensor]) -> None:
-        for value in values:
-            kind = type(value)
-            if kind in _PLAIN:
-                parts += (kind, value)
-            elif isinstance(value, FakeTensor):
-                if value.fake_mode is not self._mode or value.layout is not torch.strided:
-                    raise _Unlike
-                parts += (value.dtype, value.fake_device, value.constant is not None)
-                parts += (value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
-                parts += (tuple(map(_size, value.shape)), tuple(map(_size, value.stride())), _size(value.storage_offset()))
-                tensors.append(value)
-            elif kind is torch.SymInt:
-                parts += (kind, _size(value))
-            elif kind is list or kind is tuple:
-                parts += (kind, len(value))
-                self._describe(value, parts, tensors)
-            else:
-                raise _Unlike
 
     def _remember(
         self,
@@ -144,49 +207,10 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             if self._described(func, args, kwargs)[0] != key:  # it has given an argument another shape
                 return
-            made = tuple(self._made((result,) if container is None else result, tensors))
-        except _Unlike:
+            made = tuple(self._likeness.made((result,) if container is None else result, tensors))
+        except Unlike:
             return
         self._known[key] = _Known(made, container)
-
-    def _made(self, results: Iterable[Any], tensors: Sequence[FakeTensor]) -> Iterator[_Made | int]:
-        """What results are.
-
-        Raises:
-            _Unlike: One is none that can be copied.
-        """
-        memory = [_memory(tensor) for tensor in tensors]
-        own: set[int] = set()
-        for tensor in results:
-            same = [index for index, other in enumerate(tensors) if other is tensor]
-            if same:
-                yield _only(same)
-                continue
-            if type(tensor) is not FakeTensor or not _is_plain(tensor) or free_unbacked_symbols(tensor):
-                raise _Unlike
-            key, offset, base = _memory(tensor), tensor.storage_offset(), None
-            if key in memory:
-                base = _only([index for index, other in enumerate(memory) if other == key])
-                if tensors[base].is_conj() or tensors[base].is_neg() or tensors[base].dtype != tensor.dtype:
-                    raise _Unlike
-            elif key in own or _size(offset) != 0:
-                raise _Unlike
-            own.add(key)
-            shape, strides = tensor.shape, tensor.stride()
-            with torch._C._DisableTorchDispatch():
-                example = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-            yield _Made(example, offset, tensor.fake_device, base)
-
-    def _copy(self, made: _Made, tensors: Sequence[FakeTensor]) -> FakeTensor:
-        """A tensor like one that an earlier call has made, of the tensors of this one."""
-        with torch._C._DisableTorchDispatch():
-            if made.base is None:
-                like = made.example
-                copy = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-            else:
-                with in_kernel_invocation_manager(self._mode):
-                    copy = tensors[made.base].as_strided(made.example.shape, made.example.stride(), made.offset)
-            return FakeTensor(self._mode, copy, made.device)
 
 
 def _follows_from_metadata(func: Any) -> bool:
@@ -199,10 +223,10 @@ def _only(indices: Sequence[int]) -> int:
     """The one that there is.
 
     Raises:
-        _Unlike: There are several, of which another call may have another.
+        Unlike: There are several, of which another call may have another.
     """
     if len(indices) > 1:
-        raise _Unlike
+        raise Unlike
     return indices[0]
 
 
@@ -216,7 +240,7 @@ def _size(value: Any) -> Any:
     if type(value) is int:
         return value
     if value.node.hint is None:  # it depends on data
-        raise _Unlike
+        raise Unlike
     return value.node.expr
 
 

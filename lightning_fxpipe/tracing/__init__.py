@@ -10,8 +10,9 @@ Finding the region
 
 Recording it
     - ``trace``: the entry: a call as a graph, checked.
-    - ``record``, ``recording``, ``graph_writer``: runs the model's own Python, and writes the graph.
+    - ``record``, ``recording``, ``graph_writer``, ``recorder_settings``: runs the model's own Python, and writes the graph.
     - ``fake_run``, ``examples``, ``probe``, ``value_looks``: fake tensors, what they stand for, and code that looks at values.
+    - ``known_calls``: calls of modules like one that has been run, which need not be.
     - ``first_call``: what a model sets on its first call.
     - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.

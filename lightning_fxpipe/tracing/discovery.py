@@ -33,8 +33,8 @@ from lightning_fxpipe.tracing.parameter_use import (
     with_todays_memory,
 )
 from lightning_fxpipe.tracing.prelude import say_nothing
-from lightning_fxpipe.tracing.record import RecorderSettings
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name

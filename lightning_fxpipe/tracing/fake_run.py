@@ -21,8 +21,9 @@ from lightning_fxpipe._compat.torch import (
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.reporting.wording import without_symbols
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
-from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, context_of, taken_apart
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recording import recording
 from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, RecordError
 from lightning_fxpipe.user_code.exchange import exchanged_tensors
@@ -126,7 +127,7 @@ def fake_run(
             silencing(),
             tracing_friendly_torch(),
             world.active(),
-            noted_guards(root, lambda: recorder.is_recording) as guards,
+            noted_guards(root, lambda: recorder.is_recording, recorder.known_calls.names_read) as guards,
             StepIterators().one_run(),
             recording(recorder),
         ):

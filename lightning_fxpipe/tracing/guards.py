@@ -6,6 +6,7 @@ same; otherwise a callback that anneals a temperature would anneal nothing. Modu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -29,8 +30,10 @@ class OtherKey(Protocol):
 GuardKey = tuple[str | None, str] | OtherKey
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
+# Attributes that each module has from torch.
+TORCHS_OWN = frozenset({*vars(nn.Module()), "training", "T_destination", "dump_patches", "call_super_init"})
 _NO_SETTINGS = ("torch", "lightning", "builtins", "lightning_fxpipe", "pytorch_lightning")
+_LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 256
 _MAX_ARRAY_BYTES = 2**20
@@ -41,8 +44,17 @@ class Unplain(Exception):
 
 
 @contextmanager
-def noted_guards(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[dict[GuardKey, Any]]:
-    """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``."""
+def noted_guards(
+    root: nn.Module, is_recording: Callable[[], bool], names_read: set[str] | None = None
+) -> Iterator[dict[GuardKey, Any]]:
+    """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``.
+
+    Args:
+        root: The module.
+        is_recording: Whether what is read now is noted.
+        names_read: Gets the names of all attributes that are read, whether that is noted or not.
+    """
+    all_names: set[str] = set() if names_read is None else names_read
     # Metrics are read by whoever asks for their hash, such as `named_modules`; what they have counted is no setting.
     modules = [(path, module) for path, module in root.named_modules() if not isinstance(module, METRICS)]
     paths = {id(module): path for path, module in reversed(modules)}
@@ -55,7 +67,10 @@ def noted_guards(root: nn.Module, is_recording: Callable[[], bool]) -> Iterator[
 
     def read(module: nn.Module, name: str) -> Any:
         nonlocal is_nested
-        if is_nested or name in _TORCHS_OWN or name.startswith("__") or not is_recording():
+        # torch's own code looks there for each parameter, and so do we.
+        if name != "__dict__" or not str(sys._getframe(1).f_globals.get("__name__")).startswith(_LOOKS_INTO_ALL):
+            all_names.add(name)
+        if is_nested or name in TORCHS_OWN or name.startswith("__") or not is_recording():
             return object.__getattribute__(module, name)
         is_nested = True  # a property reads others, which are no reads of the user's
         try:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,9 +43,11 @@ from lightning_fxpipe.tracing.activation_checkpointing import Checkpoint
 from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.inner_results import InnerCalls
+from lightning_fxpipe.tracing.known_calls import Known, KnownCalls, Question
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
-from lightning_fxpipe.tracing.signals import Learned, Lesson, MustStayWhole, RecordError
+from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
     NORMALISATIONS,
@@ -58,43 +59,16 @@ from lightning_fxpipe.tracing.torch_calls import (
 )
 from lightning_fxpipe.tracing.value_looks import Looks
 from lightning_fxpipe.user_code.calls import classes_with_own_call
-from lightning_fxpipe.user_code.exchange import OwnAttributes
+from lightning_fxpipe.user_code.exchange import OwnAttributes, with_assigned_tensors
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.objects import PLAIN_TYPES, is_plain, is_value, same_answer
-from lightning_fxpipe.user_code.snapshot import Snapshot, passing_over
+from lightning_fxpipe.user_code.snapshot import Snapshot, passing_over, state_of_opened
 
 DRAW_PREFIX = "region_draw_"
 _UNREACHED = "region_unreached"  # in the place of what cannot be reached yet
 # Functions whose tensor arguments stand for numbers.
 _FACTORIES = frozenset({torch.arange, torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn})
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecorderSettings:
-    """What a recorder must know of the module.
-
-    Attributes:
-        modules: Each module once, by its path.
-        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
-        is_whole: Whether a module, given its path and itself, stays whole.
-        device_type: Device whose autocast state is part of a node's context.
-        lasting: By ``id``, objects that modules keep from one call to the next.
-        answers_looks: Whether a module inside the region's that looks at values of the inputs may be opened.
-        learned: What earlier recordings have shown.
-        inputs: The real inputs, by the graph's placeholders.
-        sizes: Values of the symbols.
-    """
-
-    modules: Mapping[str, nn.Module]
-    tensor_fqns: Mapping[int, str]
-    is_whole: Callable[[str, nn.Module], bool]
-    device_type: str
-    lasting: Mapping[int, Any]
-    answers_looks: bool = True
-    learned: Learned = field(default_factory=Learned)
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    sizes: Mapping[Any, int] = field(default_factory=dict)
 
 
 class Recorder(GraphWriter, TorchFunctionMode):
@@ -108,6 +82,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
         self.looks = Looks()
+        self.known_calls = KnownCalls(settings.device_type)
         self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
@@ -133,6 +108,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if self.is_paused or is_query(func):
             if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
+                self.known_calls.note_draw()
             return shape_only(func, args)(*args, **kwargs)
         return self._record_function(func, args, kwargs)
 
@@ -257,14 +233,39 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self, original_call: Callable[..., Any], path: str | None, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """A call that leaves no node; of a module inside a whole one, usually."""
+        if path is not None:
+            self.known_calls.note_call(module)
         if path is None or self._inner_calls.whole_path not in self._settings.learned.probed_inside:
-            result = original_call(module, *args, **kwargs)
+            asked = self._ask(path, module, args, kwargs) if self.is_paused else None
+            if asked is not None and asked.answer is not None:
+                result = self._answer(path, asked, asked.answer)
+            else:
+                result = self.known_calls.made(asked, original_call, module, *args, **kwargs)
         else:
             before = self._template_of((args, kwargs))
             probe = Probe(call=original_call, module=module, template=before, example=self._example)
             result = self._inner_calls.try_call(partial(original_call, module, *args, **kwargs), probe)
         if path is not None:
             self._inner_calls.note(path, result)
+        return result
+
+    def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
+        """What is known of a call of a module at ``path`` that leaves no nodes; None where it has to be made."""
+        learned, whole = self._settings.learned, self._whole_path or path
+        if path is None or whole in learned.inner_results or whole in learned.probed_inside:
+            return None
+        return self.known_calls.ask(module, args, kwargs)
+
+    def _answer(self, path: str | None, question: Question, known: Known) -> Any:
+        """What a call returns that need not be made."""
+        with self.pause():
+            result = self.known_calls.answered(question, known)
+        for inner in known.called:
+            self._inner_calls.note(self._module_paths.get(id(question.modules[inner]), ""), None)
+        if self._seen is not None:
+            self._seen.update(map(id, question.tensors))
+        if known.draws:
+            self.drawing.add(self._whole_path or path or "")
         return result
 
     def sides_below(self, path: str) -> set[str]:
@@ -287,6 +288,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _record_whole_module(
         self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
+        asked = self._ask(path, module, args, kwargs)
+        if asked is not None and asked.answer is not None:
+            return self._record_answer(path, asked, asked.answer)
         # Containers and objects among the arguments; the module may look at a part of them, and may change them.
         objects = [value for value in (*args, *kwargs.values()) if not is_value(value)]
         before = self._template_of(objects)
@@ -302,7 +306,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._own_effects(module),
             self._inner_calls.of(path),
         ):
-            result, sides = self._result_without_data(original_call, path, module, args, kwargs)
+            result, sides = self._result_without_data(original_call, path, module, args, kwargs, asked)
         self._whole_path = None
         mutated |= running_statistics(module)
         after = self._template_of(objects) if objects else before
@@ -333,32 +337,40 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._bind_inside(holder, after, node)
         return result
 
+    def _record_answer(self, path: str, question: Question, known: Known) -> Any:
+        """Records a call of a whole module that need not be made."""
+        result = self._answer(path, question, known)
+        node_args = tuple(map(self.argument, question.args))
+        node_kwargs = {key: self.argument(value) for key, value in question.kwargs.items()}
+        mutated = running_statistics(question.module)
+        node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
+        node.meta["inner_results"] = ()
+        node.meta["module_storages"] = frozenset(map(storage_key, question.own))
+        return result
+
     def _result_without_data(
-        self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any
+        self, original_call: Callable[..., Any], path: str, module: nn.Module, args: Any, kwargs: Any, asked: Question | None
     ) -> tuple[Any, dict[tuple[str, str], Tensor]]:
         """Runs a whole module on fakes or, where it looks at values, on made-up data.
 
         Returns what it returns and the tensors that it leaves on itself and its submodules, by relative path and attribute.
         """
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, dict[tuple[str, str], Tensor]]:
-            before = {inner: OwnAttributes(child) for inner, child in module.named_modules()}
-            result = original_call(module, *args, **kwargs)
-            return result, {(inner, name): t for inner, own in before.items() for name, t in own.assigned_tensors().items()}
-
         packed = None if kwargs or has_hooks(module) else self._packed_sequences.result_of_layer(module, args)
         if packed is not None:
             return packed, {}
         before = self._template_of((args, kwargs))
         try:
-            return call(module, *args, **kwargs)
+            return with_assigned_tensors(partial(self.known_calls.made, asked, original_call), module, *args, **kwargs)
         except Exception as error:
             try:
                 graft((args, kwargs), before.fill(before.tensors))  # what it did to them before it failed
                 if self._seen is not None:
                     self._seen.update(map(id, before.tensors))
                 self._inner_calls.starts_again()
-                probe = Probe(call=call, module=module, template=before, example=self._example)
+                probe = Probe(
+                    call=partial(with_assigned_tensors, original_call), module=module, template=before, example=self._example
+                )
                 with self._inner_calls.on_made_up_data():
                     (result, sides), changed_args, changed_kwargs = probe.result()
                 graft((args, kwargs), (changed_args, changed_kwargs))
@@ -479,12 +491,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 yield seen
         finally:
             self._seen = before
-
-
-def state_of_opened(module: nn.Module) -> Snapshot:
-    """What a module's own code may change: all that it reaches but for modules, and of those inside it the attributes."""
-    below = {f"self.{path}": inside for path, inside in module.named_modules() if path}
-    return Snapshot({"self": module}, shallow=below, enters_modules=False)
 
 
 def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
 from lightning_fxpipe.tracing.prelude import PreludeFacts
-from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.record import Recorder
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.tracing.step_record import StepRecord
 from lightning_fxpipe.tracing.torch_calls import CallContext

@@ -28,8 +28,9 @@ from lightning_fxpipe.tracing.calls_aside import CallsAside
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.parameter_use import is_in_place, written_by
 from lightning_fxpipe.tracing.prelude import logs_to, say_nothing
-from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import StepCall
 from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord, TensorKey
 from lightning_fxpipe.tracing.torch_calls import is_query

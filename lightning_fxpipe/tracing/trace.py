@@ -31,7 +31,7 @@ from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
-from lightning_fxpipe.tracing.record import Recorder, state_of_opened
+from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.step_record import StepRecord
@@ -39,7 +39,7 @@ from lightning_fxpipe.tracing.structure_guards import StructureKey
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
-from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
+from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -68,3 +69,12 @@ class OwnAttributes:
         """Tensors that the module has got as plain attributes since, by name."""
         keys = changed_in_module(self._before, MODULE.take(self._module))
         return {key: value for key in keys if isinstance(value := vars(self._module).get(key), Tensor)}
+
+
+def with_assigned_tensors(
+    call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[Any, dict[tuple[str, str], Tensor]]:
+    """What a call returns, and the tensors that it sets on the module and those inside it, by relative path and attribute."""
+    before = {path: OwnAttributes(child) for path, child in module.named_modules()}
+    result = call(module, *args, **kwargs)
+    return result, {(path, name): t for path, own in before.items() for name, t in own.assigned_tensors().items()}

@@ -406,6 +406,12 @@ def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) ->
     return found
 
 
+def state_of_opened(module: nn.Module) -> Snapshot:
+    """What a module's own code may change: all that it reaches but for modules, and of those inside it the attributes."""
+    below = {f"self.{path}": inside for path, inside in module.named_modules() if path}
+    return Snapshot({"self": module}, shallow=below, enters_modules=False)
+
+
 def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The objects that a module's code begins from, by name, and those of which it changes attributes only.
 

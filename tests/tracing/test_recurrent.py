@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_fxpipe._compat.torch import FakeWorld, size_hint, symbolic_expression, tree_leaves
-from lightning_fxpipe.tracing.record import Recorder, RecorderSettings
+from lightning_fxpipe.tracing.record import Recorder
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.staging import call_of
 

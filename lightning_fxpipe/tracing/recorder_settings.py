@@ -1,0 +1,38 @@
+"""What a recorder is told of the module and the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fxpipe.tracing.signals import Learned
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderSettings:
+    """What a recorder must know of the module.
+
+    Attributes:
+        modules: Each module once, by its path.
+        tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
+        is_whole: Whether a module, given its path and itself, stays whole.
+        device_type: Device whose autocast state is part of a node's context.
+        lasting: By ``id``, objects that modules keep from one call to the next.
+        answers_looks: Whether a module inside the region's that looks at values of the inputs may be opened.
+        learned: What earlier recordings have shown.
+        inputs: The real inputs, by the graph's placeholders.
+        sizes: Values of the symbols.
+    """
+
+    modules: Mapping[str, nn.Module]
+    tensor_fqns: Mapping[int, str]
+    is_whole: Callable[[str, nn.Module], bool]
+    device_type: str
+    lasting: Mapping[int, Any]
+    answers_looks: bool = True
+    learned: Learned = field(default_factory=Learned)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    sizes: Mapping[Any, int] = field(default_factory=dict)
