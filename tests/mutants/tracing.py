@@ -12,6 +12,8 @@ _TEST_REFUSES, _TEST_GUARDS, _TEST_USE = (
 _TEST_ROWS, _TEST_DIVISION = "independence/test_batch_rows.py", "independence/test_division.py"
 _TEST_TRIALS = "independence/test_trials.py"
 
+_ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
+
 MUTANTS = [
     Mutant(
         _TRACE,
@@ -264,5 +266,45 @@ MUTANTS = [
         "storage_key(result) in self._reached",
         ("independence/test_value_use.py::test_a_result_that_is_no_fake_comes_from_out_of_sight",),
         "a result that comes from out of sight uses no values",
+    ),
+    *(
+        Mutant("tracing/known_calls.py", old, new, (f"tracing/test_known_calls.py::{_ALIKE}",), meaning)
+        for old, new, meaning in (
+            (
+                "known for known in self._known.get(key, ()) if known.is_of(modules)",
+                "known for known in self._known.get(key, ())",
+                "blocks with other settings are taken to be alike",
+            ),
+            (
+                "if not before.is_current(question) or any(",
+                "if any(",
+                "a block that counts its calls is taken to do nothing more",
+            ),
+            (
+                "            self.names_read |= known.names\n",
+                "",
+                "what a module inside reads is forgotten where its call was known",
+            ),
+            (
+                "isinstance(child, _UNSEEN) or has_hooks(child)",
+                "isinstance(child, _UNSEEN)",
+                "a hook does not run",
+            ),
+            (
+                "            parts += _sharing((*tensors, *own))\n",
+                "",
+                "a block with tied weights is taken to be like one without",
+            ),
+            (
+                "return is_same and self.generators == python_rng() and self.versions == versions",
+                "return is_same and self.versions == versions",
+                "a block that draws random numbers is taken to draw none",
+            ),
+            (
+                "or made.base is not None or",
+                "or",
+                "a view is taken to have memory of its own",
+            ),
+        )
     ),
 ]
