@@ -15,12 +15,19 @@ from lightning_fxpipe.errors import BatchError as BatchError
 from lightning_fxpipe.errors import FxPipeError as FxPipeError
 from lightning_fxpipe.errors import PartitionError as PartitionError
 from lightning_fxpipe.errors import PeerError as PeerError
+from lightning_fxpipe.errors import ScheduleError as ScheduleError
 from lightning_fxpipe.errors import TraceError as TraceError
 from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
 from lightning_fxpipe.planner.plan import BoundaryTensor as BoundaryTensor
 from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
 from lightning_fxpipe.planner.plan import StageSpec as StageSpec
 from lightning_fxpipe.planner.step_plan import make_plan as make_plan
+from lightning_fxpipe.simulation.actions import ActionTable as ActionTable
+from lightning_fxpipe.simulation.by_name import simulate as simulate
+from lightning_fxpipe.simulation.costs import Link as Link
+from lightning_fxpipe.simulation.costs import Overhead as Overhead
+from lightning_fxpipe.simulation.costs import StageCosts as StageCosts
+from lightning_fxpipe.simulation.simulator import Simulation as Simulation
 from lightning_fxpipe.strategy.strategy import FxPipeStrategy as FxPipeStrategy
 
 try:
@@ -29,17 +36,24 @@ except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0.0.0"
 
 __all__ = [
+    "ActionTable",
     "BatchError",
     "BoundaryTensor",
     "FxPipeError",
     "FxPipeStrategy",
+    "Link",
+    "Overhead",
     "PartitionError",
     "PartitionPlan",
     "PeerError",
+    "ScheduleError",
+    "Simulation",
+    "StageCosts",
     "StageSpec",
     "TraceError",
     "UnsupportedError",
     "make_plan",
+    "simulate",
 ]
 
 # Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. A class name without options reaches the

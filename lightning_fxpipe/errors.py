@@ -58,6 +58,10 @@ class PartitionError(FxPipeError):
     """The graph cannot be cut into the number of stages asked for, or a given plan does not fit the model."""
 
 
+class ScheduleError(FxPipeError):
+    """A schedule's order of actions cannot be run, or not within the memory that is allowed."""
+
+
 class BatchError(FxPipeError):
     """A batch cannot be split into microbatches."""
 

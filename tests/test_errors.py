@@ -16,6 +16,7 @@ from lightning_fxpipe.errors import (
     FxPipeError,
     PartitionError,
     PeerError,
+    ScheduleError,
     TraceError,
     UnsupportedError,
     add_note,
@@ -24,7 +25,7 @@ from lightning_fxpipe.errors import (
     text_of,
 )
 
-KINDS = [FxPipeError, TraceError, PartitionError, BatchError, UnsupportedError, PeerError]
+KINDS = [FxPipeError, TraceError, PartitionError, BatchError, ScheduleError, UnsupportedError, PeerError]
 
 
 def complete(kind: type[FxPipeError]) -> FxPipeError:

@@ -21,7 +21,7 @@ MAX_LINES = 500
 ROOMS = (
     *("errors", "rng"),
     *("_compat", "pytree", "user_code", "reporting", "distributed", "microbatch", "metrics"),
-    *("tracing", "planner", "independence", "deferred_init", "stages", "schedules", "data"),
+    *("simulation", "tracing", "planner", "independence", "deferred_init", "stages", "schedules", "data"),
     *("optim", "hooks", "runtime", "checkpoint", "launch", "strategy"),
     *("__init__", "pl", "cli", "__main__"),
 )

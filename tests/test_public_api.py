@@ -20,6 +20,7 @@ from lightning_fxpipe import (
     FxPipeStrategy,
     PartitionError,
     PeerError,
+    ScheduleError,
     TraceError,
     UnsupportedError,
     make_plan,
@@ -35,17 +36,24 @@ def parameters_of(function: Any) -> list[tuple[str, Any]]:
 
 def test_the_public_names_are_these() -> None:
     assert lightning_fxpipe.__all__ == [
+        "ActionTable",
         "BatchError",
         "BoundaryTensor",
         "FxPipeError",
         "FxPipeStrategy",
+        "Link",
+        "Overhead",
         "PartitionError",
         "PartitionPlan",
         "PeerError",
+        "ScheduleError",
+        "Simulation",
+        "StageCosts",
         "StageSpec",
         "TraceError",
         "UnsupportedError",
         "make_plan",
+        "simulate",
     ]
     assert [name for name in lightning_fxpipe.__all__ if not hasattr(lightning_fxpipe, name)] == []
     assert sorted(lightning_fxpipe.__all__) == lightning_fxpipe.__all__
@@ -56,7 +64,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 
 
 def test_every_error_is_an_fxpipe_error() -> None:
-    for kind in (BatchError, PartitionError, PeerError, TraceError, UnsupportedError):
+    for kind in (BatchError, PartitionError, PeerError, ScheduleError, TraceError, UnsupportedError):
         assert issubclass(kind, FxPipeError)
 
 

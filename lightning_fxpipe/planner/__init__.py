@@ -4,6 +4,7 @@
 - ``cost``: what nodes weigh, and what a cut would send.
 - ``granularity``: which modules are opened for a balanced partition.
 - ``partition``: the solver.
+- ``fastest_cut``: the same by simulated time, for a chain whose costs are known.
 - ``recompute``: which values each stage computes for itself.
 - ``reorder``: other orders of calls that compute the same.
 - ``planning``: from a module and a batch to a plan.

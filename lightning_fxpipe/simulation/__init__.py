@@ -1,0 +1,12 @@
+"""What a schedule takes, before anything runs: its table of actions, and the time that each action gets.
+
+- ``actions``: an action, and the table that says which rank does which in what order.
+- ``orders``: the tables of GPipe, 1F1B, looped breadth-first, and interleaved 1F1B.
+- ``zero_bubble``, ``zero_bubble_v``, ``walk``: tables made to fit given costs and a limit of memory.
+- ``v_shape``: tables in which a rank's two stages lie in a V, for half or a third of the memory.
+- ``by_name``: all of these by name, and the entry: what a schedule takes.
+- ``costs``: seconds and bytes of a stage's actions, and what a transfer between ranks takes.
+- ``simulator``: runs a table: when each action begins and ends, what is idle, what decides, what is in memory.
+
+Nothing here knows torch: a table is what the runtime is given, or would be.
+"""

@@ -1,0 +1,132 @@
+"""The entry: what a schedule takes, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, get_args
+
+from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.simulation.actions import ActionTable
+from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
+from lightning_fxpipe.simulation.orders import (
+    gpipe,
+    hand_made_zero_bubble,
+    interleaved,
+    looped_breadth_first,
+    one_forward_one_backward,
+)
+from lightning_fxpipe.simulation.simulator import Simulation, run_table
+from lightning_fxpipe.simulation.v_shape import v_half, v_min
+from lightning_fxpipe.simulation.zero_bubble import zero_bubble
+from lightning_fxpipe.simulation.zero_bubble_v import zero_bubble_v
+
+SimulatedSchedule = Literal[
+    "gpipe",
+    "1f1b",
+    "looped_bfs",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zero_bubble",
+    "zero_bubble_v",
+    "v_half",
+    "v_min",
+]
+_LOOPED = ("looped_bfs", "interleaved_1f1b")
+_V_SHAPED = ("zero_bubble_v", "v_half", "v_min")
+_NO_LINK, _NO_OVERHEAD = Link(), Overhead()
+
+
+def simulate(
+    costs: Sequence[StageCosts],
+    *,
+    num_microbatches: int,
+    schedule: SimulatedSchedule | ActionTable = "1f1b",
+    stages_per_rank: int = 1,
+    memory_bytes: Sequence[float] | None = None,
+    link: Link = _NO_LINK,
+    overhead: Overhead = _NO_OVERHEAD,
+) -> Simulation:
+    """When each action of a step begins and ends, and so what the step takes.
+
+    Args:
+        costs: Of each stage, for one microbatch.
+        num_microbatches: How many a batch is cut into.
+        schedule: A name, or a table of one's own (``ActionTable.from_csv``). "zero_bubble" and "zero_bubble_v" are made to fit
+            the costs and the memory; for "zero_bubble_v", "v_half" and "v_min" a rank has two stages, the first and the
+            last of those that are left.
+        stages_per_rank: For "looped_bfs" and "interleaved_1f1b": rank r of P has the stages r, r + P, r + 2 P and so on.
+        memory_bytes: For each rank, what its activations may take, for schedules that are made to fit.
+        link: What it takes to send something to another rank.
+        overhead: What is not computed, and takes time all the same.
+
+    Raises:
+        ScheduleError: There is no such schedule for so many stages or microbatches, or not in that memory.
+    """
+    if isinstance(schedule, ActionTable):
+        table = schedule
+    else:
+        table = table_of(schedule, costs, num_microbatches, stages_per_rank, memory_bytes, link)
+    if table.num_microbatches != num_microbatches:
+        raise ScheduleError(
+            "A table is made for another number of microbatches.",
+            observed=str(table.num_microbatches),
+            expected=str(num_microbatches),
+            todo="Use that number, or another table.",
+        )
+    return run_table(table, costs, link=link, overhead=overhead)
+
+
+def table_of(
+    schedule: SimulatedSchedule,
+    costs: Sequence[StageCosts],
+    num_microbatches: int,
+    stages_per_rank: int = 1,
+    memory_bytes: Sequence[float] | None = None,
+    link: Link = _NO_LINK,
+) -> ActionTable:
+    """The table of a schedule. Arguments and errors as :func:`simulate`."""
+    if schedule not in get_args(SimulatedSchedule):
+        raise ScheduleError(
+            "There is no such schedule.",
+            observed=repr(schedule),
+            expected=f"one of {', '.join(get_args(SimulatedSchedule))}",
+            todo="Use one of these names, or a table: ActionTable.from_csv(text).",
+        )
+    if num_microbatches < 1:
+        raise ScheduleError(
+            "A step cannot be simulated without microbatches.",
+            observed=str(num_microbatches),
+            expected="at least 1",
+            todo="Use at least one microbatch.",
+        )
+    per_rank = 2 if schedule in _V_SHAPED else stages_per_rank
+    if stages_per_rank != 1 and schedule not in _LOOPED or per_rank < 1 or not costs or len(costs) % per_rank:
+        raise ScheduleError(
+            "A schedule cannot be made for so many stages.",
+            observed=f"{schedule} for {len(costs)} stages, {stages_per_rank} on each rank",
+            expected=f"the same number on each rank, more than one with {' or '.join(_LOOPED)} only"
+            + (", and two with this one, whatever is asked for" if schedule in _V_SHAPED else ""),
+            todo="Give the costs of as many stages as the ranks hold together.",
+        )
+    num_ranks = len(costs) // per_rank
+    if schedule == "zero_bubble":
+        return zero_bubble(costs, num_microbatches, memory_bytes=memory_bytes, link=link)
+    if schedule == "zero_bubble_v":
+        return zero_bubble_v(costs, num_microbatches, memory_bytes=memory_bytes, link=link)
+    if schedule == "looped_bfs":
+        return looped_breadth_first(num_ranks, num_microbatches, stages_per_rank=per_rank)
+    if schedule == "interleaved_1f1b":
+        return interleaved(num_ranks, num_microbatches, stages_per_rank=per_rank)
+    return _BY_COUNTS[schedule](num_ranks, num_microbatches)
+
+
+_BY_COUNTS: dict[str, Callable[[int, int], ActionTable]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "zb_h1": partial(hand_made_zero_bubble, times_memory=1),
+    "zb_h2": partial(hand_made_zero_bubble, times_memory=2),
+    "v_half": v_half,
+    "v_min": v_min,
+}

@@ -1,0 +1,77 @@
+"""Seconds and bytes of a stage's actions, and what a transfer between ranks takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_fxpipe.simulation.actions import Kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What one stage takes for one microbatch.
+
+    Attributes:
+        forward_seconds: Of its forward.
+        input_backward_seconds, weight_backward_seconds: Of its two backward parts; a whole backward takes both.
+        activation_bytes: What its forward keeps until its backward.
+        weight_bytes: Of that, what is kept from the backward of the inputs to that of the weights.
+        output_bytes: What it sends to the next stage, and gets back as gradients.
+        state_bytes: Its parameters, their gradients and what the optimizer keeps of them, which stay.
+    """
+
+    forward_seconds: float
+    input_backward_seconds: float
+    weight_backward_seconds: float = 0.0
+    activation_bytes: float = 0.0
+    weight_bytes: float = 0.0
+    output_bytes: float = 0.0
+    state_bytes: float = 0.0
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of an action of a kind."""
+        if kind is Kind.FORWARD:
+            return self.forward_seconds
+        if kind is Kind.INPUT_BACKWARD:
+            return self.input_backward_seconds
+        if kind is Kind.WEIGHT_BACKWARD:
+            return self.weight_backward_seconds
+        return self.input_backward_seconds + self.weight_backward_seconds
+
+    def kept_bytes(self, kind: Kind) -> float:
+        """How much more is kept after an action of a kind than before it."""
+        if kind is Kind.FORWARD:
+            return self.activation_bytes
+        if kind is Kind.INPUT_BACKWARD:
+            return self.weight_bytes - self.activation_bytes
+        if kind is Kind.WEIGHT_BACKWARD:
+            return -self.weight_bytes
+        return -self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What it takes to send something to another rank; within a rank it takes nothing.
+
+    Attributes:
+        latency_seconds: Until the first byte is there.
+        bytes_per_second: How fast the others follow; one transfer after the other in one direction between two ranks.
+        overlaps: Whether a rank computes while it receives. Where it does not, a transfer begins when the receiver is free.
+    """
+
+    latency_seconds: float = 0.0
+    bytes_per_second: float = float("inf")
+    overlaps: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """What is not computed, and takes time all the same.
+
+    Attributes:
+        action_seconds: Of each action: kernels that are started, Python.
+        step_seconds: Of each step besides: the loss, the optimizer, hooks, the loader.
+    """
+
+    action_seconds: float = 0.0
+    step_seconds: float = 0.0

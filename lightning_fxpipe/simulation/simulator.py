@@ -1,0 +1,224 @@
+"""Runs a table of actions without computing anything: when each begins and ends, what is idle, what decides, what is kept.
+
+A rank does its actions in the table's order, each as soon as the one before is over and what it needs has arrived. That is how
+torch's runtime executes a table, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, ActionTable
+from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
+
+_NO_OVERHEAD = Overhead()
+_NO_LINK = Link()
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action, and its time.
+
+    Attributes:
+        action: The action.
+        rank: Where it runs.
+        start_seconds, end_seconds: From when to when, since the step began.
+        decided_by: The action that ended last of those that this one had to wait for; None for nothing.
+    """
+
+    action: Action
+    rank: int
+    start_seconds: float
+    end_seconds: float
+    decided_by: Action | None
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a table of actions takes.
+
+    Attributes:
+        table: The table.
+        costs: Of its stages.
+        overhead: What is not computed, and takes time.
+        ranks: The events of each rank, in their order.
+    """
+
+    table: ActionTable
+    costs: tuple[StageCosts, ...]
+    overhead: Overhead
+    ranks: tuple[tuple[Event, ...], ...]
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """From the first action to the end of the last."""
+        return max(events[-1].end_seconds for events in self.ranks)
+
+    @property
+    def seconds(self) -> float:
+        """Of a whole step."""
+        return self.pipeline_seconds + self.overhead.step_seconds
+
+    @property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """How long each rank does something."""
+        return tuple(sum(event.end_seconds - event.start_seconds for event in events) for events in self.ranks)
+
+    @property
+    def longest_rank_seconds(self) -> float:
+        """From the first action of a rank to the end of its last, of the rank where that is longest."""
+        return max(events[-1].end_seconds - events[0].start_seconds for events in self.ranks)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the pipeline's time that ranks are idle."""
+        return 1 - sum(self.busy_seconds) / (self.table.num_ranks * self.pipeline_seconds)
+
+    @cached_property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The events that decide how long it takes, each of which waited for the one before."""
+        by_action = {event.action: event for events in self.ranks for event in events}
+        path = [max((events[-1] for events in self.ranks), key=lambda event: event.end_seconds)]
+        while path[-1].decided_by is not None:
+            path.append(by_action[path[-1].decided_by])
+        return tuple(reversed(path))
+
+    @cached_property
+    def peak_activation_bytes(self) -> tuple[float, ...]:
+        """The most that each rank keeps for its backward actions at a time."""
+        return tuple(max(self._kept(events)) for events in self.ranks)
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        """The most that each rank has in memory at a time: the states of its stages, and what it keeps for backward actions."""
+        states = [sum(self.costs[stage].state_bytes for stage in self.table.stages_of(rank)) for rank in range(len(self.ranks))]
+        return tuple(state + peak for state, peak in zip(states, self.peak_activation_bytes, strict=True))
+
+    @cached_property
+    def peak_microbatches(self) -> tuple[int, ...]:
+        """The most forwards of each rank that wait for their (whole) backward at a time."""
+        return tuple(_most_open(events) for events in self.ranks)
+
+    def _kept(self, events: Sequence[Event]) -> list[float]:
+        kept, found = 0.0, [0.0]
+        for event in events:
+            kept += self.costs[event.action.stage].kept_bytes(event.action.kind)
+            found.append(kept)
+        return found
+
+
+def run_table(
+    table: ActionTable, costs: Sequence[StageCosts], *, link: Link = _NO_LINK, overhead: Overhead = _NO_OVERHEAD
+) -> Simulation:
+    """Simulates a table.
+
+    Args:
+        table: The actions of each rank.
+        costs: Of each stage, for one microbatch.
+        link: What it takes to send something to another rank.
+        overhead: What is not computed, and takes time.
+
+    Raises:
+        ScheduleError: There are costs for more or fewer stages, or all ranks wait for each other.
+    """
+    if len(costs) != table.num_stages:
+        raise ScheduleError(
+            "The costs are those of another number of stages.",
+            observed=str(len(costs)),
+            expected=str(table.num_stages),
+            todo="Give the costs of each stage of the table.",
+        )
+    run = _Run(table, tuple(costs), link, overhead)
+    run.go()
+    return Simulation(table, run.costs, overhead, tuple(map(tuple, run.events)))
+
+
+@dataclass
+class _Run:
+    table: ActionTable
+    costs: tuple[StageCosts, ...]
+    link: Link
+    overhead: Overhead
+    events: list[list[Event]] = field(default_factory=list)
+    ready: dict[Action, float] = field(default_factory=dict)  # when what an action has made can be used
+    link_free: dict[tuple[int, int], float] = field(default_factory=dict)
+    waiting: dict[Action, int] = field(default_factory=dict)  # ranks, by what they wait for
+
+    def go(self) -> None:
+        """Runs all actions."""
+        self.events = [[] for _ in self.table.ranks]
+        runnable = deque(range(self.table.num_ranks))
+        while runnable:
+            rank = runnable.popleft()
+            for action in self.table.ranks[rank][len(self.events[rank]) :]:
+                needed = needed_by(action, self.table)
+                if needed is not None and needed not in self.ready:
+                    self.waiting[needed] = rank
+                    break
+                self._do(action, rank, needed)
+                if action in self.waiting:
+                    runnable.append(self.waiting.pop(action))
+        if self.waiting:
+            waits = [f"rank {rank} for {action}" for action, rank in sorted(self.waiting.items(), key=lambda item: item[1])]
+            raise ScheduleError(
+                "The ranks of a schedule wait for each other for ever.",
+                observed=", ".join(waits),
+                expected="an order in which one of them can go on",
+                todo="Put what they wait for earlier into the orders of the other ranks.",
+            )
+
+    def _do(self, action: Action, rank: int, needed: Action | None) -> None:
+        before = self.events[rank][-1] if self.events[rank] else None
+        free = 0.0 if before is None else before.end_seconds
+        arrival = 0.0 if needed is None else self._arrival(needed, rank, free)
+        start = max(free, arrival)
+        decided_by = needed if before is None or arrival > free else before.action
+        end = start + self.costs[action.stage].seconds(action.kind) + self.overhead.action_seconds
+        self.events[rank].append(Event(action, rank, start, end, decided_by))
+        self.ready[action] = end
+        receiver = self._receiver(action)
+        if receiver is not None and receiver != rank and self.link.overlaps:
+            begin = max(end, self.link_free.get((rank, receiver), 0.0))
+            self.link_free[rank, receiver] = begin + self._transfer_seconds(action)
+            self.ready[action] = self.link_free[rank, receiver] + self.link.latency_seconds
+
+    def _arrival(self, needed: Action, rank: int, free: float) -> float:
+        if self.link.overlaps or self.table.rank_of_stage[needed.stage] == rank:
+            return self.ready[needed]
+        return max(self.ready[needed], free) + self._transfer_seconds(needed) + self.link.latency_seconds
+
+    def _receiver(self, action: Action) -> int | None:
+        to = action.stage + 1 if action.kind is FORWARD else action.stage - 1
+        if action.kind is WEIGHT_BACKWARD or not 0 <= to < self.table.num_stages:
+            return None
+        return self.table.rank_of_stage[to]
+
+    def _transfer_seconds(self, action: Action) -> float:
+        """Gradients are as large as what they are of, which the stage before has sent."""
+        sender = action.stage if action.kind is FORWARD else action.stage - 1
+        return self.costs[sender].output_bytes / self.link.bytes_per_second
+
+
+def needed_by(action: Action, table: ActionTable) -> Action | None:
+    """What an action of a table waits for, besides the one before it on its rank; None for nothing."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is FORWARD:
+        return Action(stage - 1, FORWARD, microbatch) if stage else None
+    if action.kind is WEIGHT_BACKWARD:
+        return None  # its rank has done the other part before, see ActionTable
+    if stage == table.num_stages - 1:
+        return None
+    whole = Action(stage + 1, BACKWARD, microbatch)
+    return whole if whole in table.actions else Action(stage + 1, INPUT_BACKWARD, microbatch)
+
+
+def _most_open(events: Sequence[Event]) -> int:
+    num_open, most = 0, 0
+    for event in events:
+        num_open += {FORWARD: 1, BACKWARD: -1, WEIGHT_BACKWARD: -1}.get(event.action.kind, 0)
+        most = max(most, num_open)
+    return most
