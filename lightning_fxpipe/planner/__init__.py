@@ -5,6 +5,7 @@
 - ``granularity``: which modules are opened for a balanced partition.
 - ``partition``: the solver.
 - ``fastest_cut``: the same by simulated time, for a chain whose costs are known.
+- ``unit_costs``, ``stage_costs``: what units compute and keep, and how long that takes on a device.
 - ``recompute``: which values each stage computes for itself.
 - ``reorder``: other orders of calls that compute the same.
 - ``planning``: from a module and a batch to a plan.

@@ -1,0 +1,103 @@
+"""What stages take on a device that is described by a few numbers, from what their units compute.
+
+An operator takes as long as its arithmetic, its memory traffic or its start, whichever is longest (the roofline model, Williams
+et al., 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_fxpipe.planner.cost import Chain
+from lightning_fxpipe.planner.unit_costs import Operator, UnitCosts
+from lightning_fxpipe.simulation.costs import Link, StageCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        flops_per_second: Of products of matrices.
+        bytes_per_second: Between it and its memory.
+        operator_seconds: What passes at least from the start of an operator to that of the next.
+        memory_bytes: Of its memory.
+        link: To the next rank.
+    """
+
+    flops_per_second: float
+    bytes_per_second: float
+    operator_seconds: float = 0.0
+    memory_bytes: float = float("inf")
+    link: Link = Link()
+
+    def seconds(self, operators: Sequence[Operator]) -> float:
+        """How long operators take, one after the other."""
+        return sum(
+            max(each.flops / self.flops_per_second, each.num_bytes / self.bytes_per_second, self.operator_seconds)
+            for each in operators
+        )
+
+
+def _gpu(tera_flops: float, tera_bytes: float, gib: float, link_giga_bytes: float) -> Device:
+    return Device(
+        flops_per_second=tera_flops * 1e12,
+        bytes_per_second=tera_bytes * 1e12,
+        operator_seconds=5e-6,
+        memory_bytes=gib * 2**30,
+        link=Link(latency_seconds=1e-5, bytes_per_second=link_giga_bytes * 1e9),
+    )
+
+
+# The makers' data sheets: dense products in 16 bits, memory, NVLink in one direction. What is reached is less.
+DEVICES = {
+    "v100": _gpu(125, 0.9, 32, 150),
+    "a100": _gpu(312, 2.039, 80, 300),
+    "h100": _gpu(989, 3.35, 80, 450),
+    "h200": _gpu(989, 4.8, 141, 450),
+}
+
+
+def stage_costs(
+    chain: Chain, costs: Sequence[UnitCosts], cuts: Sequence[int], device: Device, *, optimizer_bytes_per_byte: float = 2.0
+) -> list[StageCosts]:
+    """What each stage takes for one microbatch.
+
+    Args:
+        chain: The chain.
+        costs: Of its units, see :func:`~lightning_fxpipe.planner.unit_costs.unit_costs`.
+        cuts: Position of the last unit of each stage but the last.
+        device: What each stage runs on.
+        optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
+
+    Returns:
+        For each stage its costs; what is kept until the gradients of weights is taken to be all that is kept.
+    """
+    bounds = [0, *(cut + 1 for cut in cuts), len(costs)]
+    outputs = [*(chain.site(cut).num_bytes for cut in cuts), 0]
+    return [
+        _stage(costs[start:end], output, device, optimizer_bytes_per_byte)
+        for start, end, output in zip(bounds, bounds[1:], outputs, strict=False)
+    ]
+
+
+def units_as_stages(
+    chain: Chain, costs: Sequence[UnitCosts], device: Device, *, optimizer_bytes_per_byte: float = 2.0
+) -> list[StageCosts]:
+    """The same with a stage for each unit, as ``fastest_cut`` takes them."""
+    return stage_costs(chain, costs, range(len(costs) - 1), device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
+
+
+def _stage(costs: Sequence[UnitCosts], output_bytes: int, device: Device, optimizer_bytes_per_byte: float) -> StageCosts:
+    saved = sum(unit.saved_bytes for unit in costs)
+    trained = sum(unit.gradient_bytes for unit in costs)
+    return StageCosts(
+        forward_seconds=sum(device.seconds(unit.forward) for unit in costs),
+        input_backward_seconds=sum(device.seconds(unit.input_backward) for unit in costs),
+        weight_backward_seconds=sum(device.seconds(unit.weight_backward) for unit in costs),
+        activation_bytes=saved,
+        weight_bytes=saved,
+        output_bytes=output_bytes,
+        state_bytes=sum(unit.parameter_bytes for unit in costs) + trained * (1 + optimizer_bytes_per_byte),
+    )
