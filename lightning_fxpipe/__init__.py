@@ -21,6 +21,9 @@ from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
 from lightning_fxpipe.planner.plan import BoundaryTensor as BoundaryTensor
 from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
 from lightning_fxpipe.planner.plan import StageSpec as StageSpec
+from lightning_fxpipe.planner.simulated_plan import SimulatedPlan as SimulatedPlan
+from lightning_fxpipe.planner.simulated_plan import simulate_plan as simulate_plan
+from lightning_fxpipe.planner.stage_costs import Device as Device
 from lightning_fxpipe.planner.step_plan import make_plan as make_plan
 from lightning_fxpipe.simulation.actions import ActionTable as ActionTable
 from lightning_fxpipe.simulation.by_name import simulate as simulate
@@ -39,6 +42,7 @@ __all__ = [
     "ActionTable",
     "BatchError",
     "BoundaryTensor",
+    "Device",
     "FxPipeError",
     "FxPipeStrategy",
     "Link",
@@ -47,6 +51,7 @@ __all__ = [
     "PartitionPlan",
     "PeerError",
     "ScheduleError",
+    "SimulatedPlan",
     "Simulation",
     "StageCosts",
     "StageSpec",
@@ -54,6 +59,7 @@ __all__ = [
     "UnsupportedError",
     "make_plan",
     "simulate",
+    "simulate_plan",
 ]
 
 # Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. A class name without options reaches the

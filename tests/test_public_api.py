@@ -39,6 +39,7 @@ def test_the_public_names_are_these() -> None:
         "ActionTable",
         "BatchError",
         "BoundaryTensor",
+        "Device",
         "FxPipeError",
         "FxPipeStrategy",
         "Link",
@@ -47,6 +48,7 @@ def test_the_public_names_are_these() -> None:
         "PartitionPlan",
         "PeerError",
         "ScheduleError",
+        "SimulatedPlan",
         "Simulation",
         "StageCosts",
         "StageSpec",
@@ -54,6 +56,7 @@ def test_the_public_names_are_these() -> None:
         "UnsupportedError",
         "make_plan",
         "simulate",
+        "simulate_plan",
     ]
     assert [name for name in lightning_fxpipe.__all__ if not hasattr(lightning_fxpipe, name)] == []
     assert sorted(lightning_fxpipe.__all__) == lightning_fxpipe.__all__

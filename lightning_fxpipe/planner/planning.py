@@ -82,11 +82,13 @@ class Planned:
         plan: The plan.
         region: What was recorded; None where the plan is not that of one region.
         traced: Its graph.
+        assignment: How its chain is cut; None where the plan is not that of one region, or comes from elsewhere.
     """
 
     plan: PartitionPlan
     region: Recordable | None = None
     traced: TracedRegion | None = None
+    assignment: Assignment | None = None
 
 
 def plan_regions(
@@ -126,7 +128,7 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
     chain = build_chain(trace(opened={*needed, *unable}, first=chain.traced))
     assignment = _best_assignment(chain, call, num_stages)
-    return Planned(plan=describe_plan(assignment, call), region=call, traced=chain.traced)
+    return Planned(plan=describe_plan(assignment, call), region=call, traced=chain.traced, assignment=assignment)
 
 
 def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignment:

@@ -52,6 +52,14 @@ def make_plan(
         BatchError: The batch cannot be split into several microbatches.
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
     """
+    options = {"num_stages": num_stages, "num_microbatches": num_microbatches, "batch_dim": batch_dim}
+    return make_planned(module, example_batch, **options).plan
+
+
+def make_planned(
+    module: nn.Module, example_batch: object, *, num_stages: int, num_microbatches: int = 1, batch_dim: int = 0
+) -> Planned:
+    """The plan, and what it was made of. Arguments and errors as :func:`make_plan`."""
 
     def of_region() -> Planned:
         batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
@@ -63,7 +71,8 @@ def make_plan(
         return plan_jointly(module, step, example_batch, num_stages=num_stages, batch_dim=batch_dim)
 
     planned = region_or_joint_plan(module, of_region, jointly) if hasattr(module, "training_step") else of_region()
-    return dataclasses.replace(planned.plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
+    plan = dataclasses.replace(planned.plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
+    return dataclasses.replace(planned, plan=plan)
 
 
 def region_or_joint_plan(module: nn.Module, of_region: Callable[[], Planned], jointly: Callable[[], PartitionPlan]) -> Planned:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +86,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = {storage_key(tensor) for tensor in given}
         if made and all(storage_key(tensor) in own for tensor in made) and not written_arguments(func, args, kwargs):
             return result  # a view
+        if func.namespace == "prim":
+            return result  # a question about a tensor
         formula = flop_registry.get(func.overloadpacket)
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         self.found.append(Operator(flops, sum(map(tensor_bytes, (*given, *made)))))
@@ -112,15 +115,18 @@ class _Measurement:
         weights: list[Tensor] = []
         inputs, values = self._inputs(unit, weights)
         saved: dict[int, int] = {}
+        forward = _Operators()
 
         def call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             with self.repeat.module_on_fakes(module):
                 weights.extend((*module.parameters(), *module.buffers()))
-                return module(*args, **kwargs)
+                with forward:
+                    return module(*args, **kwargs)
 
-        with _Operators() as forward, saved_tensors_hooks(partial(self._note, saved), _as_it_is):
+        with saved_tensors_hooks(partial(self._note, saved), _as_it_is):
             for node in unit.nodes:
-                with modes_of(node):
+                # What makes a module's tensors fakes is no part of it.
+                with modes_of(node), nullcontext() if node.op == "call_module" else forward:
                     values[node] = self.repeat.call(node, values, call)
         made = {node: values[node] for node in unit.nodes}
         self._values |= made

@@ -93,6 +93,14 @@ def human_count(count: int) -> str:
     return _scale(count, 1000, ("K", "M", "B"), lambda value: f"{value:.3g}" if value < 999.5 else f"{value:.0f}")
 
 
+def human_seconds(seconds: float) -> str:
+    """``0.0123`` → ``"12.3 ms"``."""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 0.9995:
+            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 999.5 else f"{seconds * factor:.0f} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
 def _scale(count: int, factor: int, units: Sequence[str], text: Callable[[float], str]) -> str:
     """In the first unit in which the rounded number is below the next one."""
     value, unit = float(count), ""

@@ -15,6 +15,7 @@ import yaml
 
 from lightning_fxpipe import PartitionPlan, make_plan
 from lightning_fxpipe.__main__ import main
+from lightning_fxpipe.planner.simulated_plan import SCHEDULES
 
 # A module beside the config, as a user has it; its name is no other's.
 SOURCE = """
@@ -130,6 +131,44 @@ def test_without_a_command_it_explains_itself(capsys: pytest.CaptureFixture[str]
         main([])
     assert caught.value.code == 2
     assert "usage: python -m lightning_fxpipe" in capsys.readouterr().err
+
+
+def test_simulate_prints_the_plan_and_what_a_step_would_take(project: Path, run: Run) -> None:
+    out = run("simulate", "--config", write(config_of(), project), "--device", "h100", "--num-microbatches", "2")
+    assert out.startswith(str(plan_by_hand(2, num_microbatches=2)))
+    lines = [line.split() for line in out.splitlines()]
+    assert ["Schedule", "Step", "Idle", "Most", "memory", "Of", "stage"] in lines
+    assert [line[0] for line in lines if line and line[0] in SCHEDULES] == [*SCHEDULES]
+
+
+def test_simulate_takes_a_device_from_a_file(project: Path, run: Run) -> None:
+    config = write(config_of(), project)
+    device = {"flops_per_second": 1e3, "bytes_per_second": 1e12, "link_latency_seconds": 100, "memory_bytes": 1e9}
+    out = run("simulate", "--config", config, "--device", write(device, project, "device.yaml"))
+    by_schedule = {line.split()[0]: line.split()[1:3] for line in out.splitlines() if line.split()[:1] == ["gpipe"]}
+    # Two stages of two layers of 8 x 8, four microbatches of two samples: half a second a forward, and two messages of 100 s.
+    seconds, unit = by_schedule["gpipe"]
+    assert unit == "s"
+    assert 200 < float(seconds) < 220
+    faster = run("simulate", "--config", config, "--device", write({**device, "link_latency_seconds": 0}, project, "fast.yaml"))
+    assert faster != out
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("tpu", "No such file or directory: 'tpu'"),
+        ({"flops_per_second": 1}, "bytes_per_second"),
+        ({"flops_per_second": 1, "bytes_per_second": 1, "cores": 2}, "nothing is known of cores"),
+        ({"flops_per_second": "fast", "bytes_per_second": 1}, "could not convert string to float"),
+        ([1, 2], "'list' object has no attribute 'items'"),
+    ],
+)
+def test_a_device_that_is_none_is_refused(project: Path, fail: Run, device: Any, message: str) -> None:
+    name = device if isinstance(device, str) else write(device, project, "device.yaml")
+    error = fail("simulate", "--config", write(config_of(), project), "--device", name)
+    assert "Cannot read a device" in error
+    assert message in error
 
 
 def test_it_runs_as_a_module() -> None:

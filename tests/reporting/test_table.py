@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
+from lightning_fxpipe.reporting.table import human_bytes, human_count, human_seconds, render_table
 
 HEADERS = ("Name", "Count")
 
@@ -136,3 +136,21 @@ def test_human_count_is_a_plain_number_within_half_a_percent(count: int) -> None
     assert "e" not in number
     factor = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}[unit]
     assert abs(float(number) * factor - count) <= 0.005 * count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (12.34, "12.3 s"),
+        (1, "1 s"),
+        (0.9999, "1 s"),
+        (0.999, "999 ms"),
+        (12345, "12345 s"),
+        (0.0123, "12.3 ms"),
+        (0.001, "1 ms"),
+        (0.00002, "20 us"),
+        (0, "0 us"),
+    ],
+)
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text

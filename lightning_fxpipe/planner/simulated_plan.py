@@ -1,0 +1,121 @@
+"""A plan, and what a step would take with it under several schedules, on a device that nobody needs to have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_fxpipe.errors import ScheduleError, UnsupportedError
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.stage_costs import Device, stage_costs
+from lightning_fxpipe.planner.step_plan import make_planned
+from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate
+from lightning_fxpipe.simulation.simulator import Simulation
+
+# Those with one stage a rank.
+SCHEDULES: tuple[SimulatedSchedule, ...] = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zero_bubble")
+# What the strategy runs.
+_THERE = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPlan:
+    """A plan, and what a step would take with it. ``print`` shows both as tables.
+
+    Attributes:
+        plan: The plan.
+        num_microbatches: Microbatches of a batch.
+        device: What each stage runs on.
+        simulations: Of a step, by the schedule.
+        refused: Schedules that do not fit into the device's memory, with the reason.
+    """
+
+    plan: PartitionPlan
+    num_microbatches: int
+    device: Device
+    simulations: Mapping[SimulatedSchedule, Simulation]
+    refused: Mapping[SimulatedSchedule, str]
+
+    def __str__(self) -> str:
+        rows = [(name, *_cells(found, self.device)) for name, found in self.simulations.items()]
+        rows += [(name, "-", "-", "-", reason) for name, reason in self.refused.items()]
+        headers = ("Schedule", "Step", "Idle", "Most memory", "Of stage")
+        table = render_table(
+            f"A step with {self.num_microbatches} microbatches would take",
+            headers,
+            rows,
+            right_aligned=headers[1:4],
+            caption="The model's calls alone: without the rest of the step, the optimizer and what Python takes.\n"
+            f"The strategy runs {' and '.join(_THERE)}.",
+        )
+        return f"{self.plan}\n\n{table}"
+
+
+def simulate_plan(
+    module: nn.Module,
+    example_batch: object,
+    *,
+    num_stages: int,
+    device: Device,
+    num_microbatches: int = 1,
+    schedules: Sequence[SimulatedSchedule] = SCHEDULES,
+    optimizer_bytes_per_byte: float = 2.0,
+    batch_dim: int = 0,
+) -> SimulatedPlan:
+    """Plans the stages of a module, and simulates a step with them.
+
+    Args:
+        module, example_batch, num_stages, batch_dim: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
+        device: What each stage runs on, such as ``DEVICES["a100"]``.
+        num_microbatches: Microbatches of the batch.
+        schedules: Schedules with one stage a rank.
+        optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
+
+    Raises:
+        UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
+        FxPipeError: What ``make_plan`` raises.
+    """
+    planned = make_planned(module, example_batch, num_stages=num_stages, num_microbatches=num_microbatches, batch_dim=batch_dim)
+    assignment = planned.assignment
+    if assignment is None:
+        raise UnsupportedError(
+            "A step that every rank runs cannot be simulated.",
+            observed=planned.plan.joint_reason,
+            expected="a step whose calls of the model are one region",
+            todo="Simulate the module that the step calls: simulate_plan(module.net, its_input, ...).",
+        )
+    costs = stage_costs(
+        assignment.chain,
+        unit_costs(assignment.chain),
+        assignment.cuts,
+        device,
+        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
+    )
+    room = [device.memory_bytes - stage.state_bytes for stage in costs]
+    simulations: dict[SimulatedSchedule, Simulation] = {}
+    refused: dict[SimulatedSchedule, str] = {}
+    for schedule in schedules:
+        try:
+            simulations[schedule] = simulate(
+                costs, num_microbatches=num_microbatches, schedule=schedule, memory_bytes=room, link=device.link
+            )
+        except ScheduleError as error:
+            refused[schedule] = error.what
+    return SimulatedPlan(
+        plan=planned.plan,
+        num_microbatches=num_microbatches,
+        device=device,
+        simulations=simulations,
+        refused=refused,
+    )
+
+
+def _cells(found: Simulation, device: Device) -> tuple[str, str, str, str]:
+    peak = max(found.peak_bytes)
+    stage = str(found.peak_bytes.index(peak))
+    fits = "" if peak <= device.memory_bytes else ": more than there is"
+    return human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %", human_bytes(round(peak)), stage + fits

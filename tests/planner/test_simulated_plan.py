@@ -1,0 +1,87 @@
+"""A plan with what a step would take: the numbers are those of its parts, and the table says what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe import UnsupportedError, make_plan, simulate
+from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
+from lightning_fxpipe.planner.stage_costs import DEVICES, Device
+
+WIDTH = 64
+SLOW = Device(flops_per_second=1e9, bytes_per_second=1e9)
+
+
+def layers(num_layers: int = 6) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+
+
+def test_each_schedule_is_simulated_with_the_costs_of_the_plans_stages() -> None:
+    batch = torch.randn(16, WIDTH)
+    found = simulate_plan(layers(), batch, num_stages=3, num_microbatches=4, device=SLOW)
+    assert found.plan == make_plan(layers(), batch, num_stages=3, num_microbatches=4)
+    assert [*found.simulations] == [*SCHEDULES]
+    costs = found.simulations["1f1b"].costs
+    # Two layers of 64 x 64 and four samples: reading and writing weights and samples takes longer than 2 * 4 * 64 * 64 flops.
+    layer = (WIDTH * WIDTH + 2 * 4 * WIDTH) * 4 / 1e9
+    assert [stage.forward_seconds for stage in costs] == pytest.approx([2 * max(layer, 2 * 4 * WIDTH**2 / 1e9)] * 3)
+    assert [stage.state_bytes for stage in costs] == [2 * WIDTH * WIDTH * 4 * 4] * 3
+    assert [stage.output_bytes for stage in costs] == [4 * WIDTH * 4, 4 * WIDTH * 4, 0]
+    for schedule, simulation in found.simulations.items():
+        again = simulate(costs, num_microbatches=4, schedule=schedule, memory_bytes=[float("inf")] * 3)
+        assert simulation.seconds == again.seconds
+
+
+def test_the_table_has_a_line_for_each_schedule_and_says_what_does_not_fit() -> None:
+    states = 2 * WIDTH * WIDTH * 4 * 4
+    activations = 2 * 4 * WIDTH * 4  # of one microbatch in two layers
+    tight = Device(flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=states + 3 * activations)
+    found = simulate_plan(layers(), torch.randn(32, WIDTH), num_stages=3, num_microbatches=8, device=tight)
+    lines = str(found).splitlines()
+    assert "A step with 8 microbatches would take" in lines
+    table = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in SCHEDULES}
+    assert [*table] == [*SCHEDULES]
+    assert "more than there is" in table["gpipe"]
+    assert "more than there is" not in table["1f1b"]
+    assert max(found.simulations["zero_bubble"].peak_bytes) <= tight.memory_bytes
+
+
+def test_a_schedule_that_cannot_be_made_in_the_memory_says_why() -> None:
+    tiny = Device(flops_per_second=1e9, bytes_per_second=1e9, memory_bytes=1)
+    found = simulate_plan(layers(), torch.randn(8, WIDTH), num_stages=2, num_microbatches=2, device=tiny)
+    assert found.refused == {"zero_bubble": "A rank has not enough memory for one microbatch."}
+    assert "not enough memory for one microbatch" in " ".join(str(found).split())
+
+
+def test_a_lightning_module_is_simulated_by_its_step() -> None:
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = layers()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            return self.net(batch).square().mean()
+
+    found = simulate_plan(Module(), torch.randn(16, WIDTH), num_stages=2, device=DEVICES["h100"])
+    assert found.plan.region == "net"
+    assert found.simulations["gpipe"].seconds > 0
+
+
+def test_a_step_that_every_rank_runs_is_refused() -> None:
+    class Manual(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net = layers()
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.net(batch).square().mean())
+
+    with pytest.raises(UnsupportedError, match="A step that every rank runs cannot be simulated") as refused:
+        simulate_plan(Manual(), torch.randn(16, WIDTH), num_stages=2, device=SLOW)
+    assert refused.value.observed == "manual optimization"
