@@ -1,0 +1,82 @@
+"""Of the room ``simulation``, and of what the planner does with it."""
+
+from tests.mutants.mutant import Mutant
+
+_RUN, _TABLES, _WALK, _ZERO = (f"simulation/{name}.py" for name in ("simulator", "actions", "walk", "zero_bubble"))
+_CUT, _UNITS = "planner/fastest_cut.py", "planner/unit_costs.py"
+_BY_DEFINITION = "simulation/test_simulator.py::test_times_are_those_that_follow_from_the_definition"
+_BRUTE_FORCE = "planner/test_fastest_cut.py::test_a_hundred_random_chains_are_cut_as_by_brute_force"
+_KEPT = "planner/test_unit_costs.py"
+
+MUTANTS = [
+    Mutant(
+        _RUN,
+        "start = max(free, arrival)",
+        "start = free",
+        (_BY_DEFINITION,),
+        "an action begins before what it needs is there",
+    ),
+    Mutant(
+        _RUN,
+        "            self.ready[action] = self.link_free[rank, receiver] + self.link.latency_seconds\n",
+        "            self.ready[action] = self.link_free[rank, receiver]\n",
+        (_BY_DEFINITION,),
+        "a message takes no time",
+    ),
+    Mutant(
+        _RUN,
+        "begin = max(end, self.link_free.get((rank, receiver), 0.0))",
+        "begin = end",
+        ("simulation/test_simulator.py::test_transfers_in_one_direction_follow_each_other",),
+        "messages share a link without taking longer",
+    ),
+    Mutant(
+        _TABLES,
+        "    if order != sorted(order):\n",
+        "    if False:\n",
+        ("simulation/test_actions.py::test_what_nobody_could_run_is_refused",),
+        "a backward may come before its forward",
+    ),
+    Mutant(
+        _WALK,
+        "        while not self.fits(action, limit_bytes):\n",
+        "        while False:\n",
+        ("simulation/test_zero_bubble.py::test_any_costs_give_an_order_that_can_be_run_in_the_memory",),
+        "an order takes more memory than there is",
+    ),
+    Mutant(
+        _ZERO,
+        "if not is_harmless or self._choices.fills_always:",
+        "if self._choices.fills_always:",
+        ("simulation/test_zero_bubble.py::test_it_has_the_published_bubble_rate",),
+        "an order waits where gradients of weights could be made",
+    ),
+    Mutant(
+        _CUT,
+        "            if not self._could_help(of_stage):\n                break  # it only grows\n",
+        "            if not self._could_help(1.1 * of_stage):\n                break  # it only grows\n",
+        (_BRUTE_FORCE,),
+        "the fastest cut is left out",
+    ),
+    Mutant(
+        _CUT,
+        "if excess <= 0 and (self.best is None",
+        "if (self.best is None",
+        (_BRUTE_FORCE,),
+        "a cut is chosen that does not fit into the memory",
+    ),
+    Mutant(
+        _UNITS,
+        "            self._kept.add(storage_key(self._values[node]))\n",
+        "",
+        (f"{_KEPT}::test_what_units_keep_together_is_what_autograd_keeps",),
+        "the batch counts as kept for backward",
+    ),
+    Mutant(
+        _UNITS,
+        "        return self._originals.get(key) or (key, int(tensor.untyped_storage().nbytes()))\n",
+        "        return (key, int(tensor.untyped_storage().nbytes()))\n",
+        (f"{_KEPT}::test_what_units_keep_together_is_what_autograd_keeps",),
+        "what two units keep counts twice",
+    ),
+]
