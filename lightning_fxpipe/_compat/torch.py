@@ -106,10 +106,12 @@ class FakeWorld:
     def static(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
         """A fake of a parameter or buffer, as if it were on ``device``, if that is given."""
         if device is not None and device not in (tensor.device, _META):
-            with self.mode, torch.no_grad():
-                if tensor.layout is torch.strided:
-                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                else:
+            if tensor.layout is torch.strided:
+                with torch._C._DisableTorchDispatch():  # a model has thousands, and the mode takes half a millisecond for each
+                    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+                    fake: Tensor = FakeTensor(self.mode, meta, device)
+            else:
+                with self.mode, torch.no_grad():
                     fake = self.mode.from_tensor(tensor.detach(), static_shapes=True).to(device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, requires_grad=tensor.requires_grad)

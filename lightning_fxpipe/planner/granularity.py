@@ -122,9 +122,12 @@ def cut_costs(chain: Chain) -> list[int | None]:
         for fqn in unit.tensor_fqns & sizes.keys():
             first_use.setdefault(fqn, position)
             last_use[fqn] = position
+    changes = [0] * len(chain.units)  # of the bytes that both sides of a cut use, from one place to the next
+    for fqn, first in first_use.items():
+        changes[first] += sizes[fqn]
+        changes[last_use[fqn]] -= sizes[fqn]
     costs: list[int | None] = []
-    for position, (unit, site) in enumerate(zip(chain.units[:-1], chain.sites[:-1], strict=True)):
-        shared = sum(sizes[fqn] for fqn, first in first_use.items() if first <= position < last_use[fqn])
+    for unit, site, shared in zip(chain.units[:-1], chain.sites[:-1], [*accumulate(changes)][:-1], strict=True):
         # A cut after a recomputed unit is the cut before it.
         costs.append(None if site.obstacle or unit.is_recomputed else site.num_bytes + shared)
     return costs

@@ -4,7 +4,8 @@ follows from it (``planner.follow_plan``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,15 +43,13 @@ class Assignment:
 
     def stage_of(self, position: int) -> int:
         """Stage of the unit at ``position``."""
-        return sum(cut < position for cut in self.cuts)
+        return bisect_left(self.cuts, position)
 
     def units(self, stage: int) -> list[Unit]:
         """The units that run in this stage alone."""
-        return [
-            unit
-            for position, unit in enumerate(self.chain.units)
-            if self.stage_of(position) == stage and not unit.is_recomputed
-        ]
+        start = self.cuts[stage - 1] + 1 if stage else 0
+        end = self.cuts[stage] + 1 if stage < len(self.cuts) else None
+        return [unit for unit in self.chain.units[start:end] if not unit.is_recomputed]
 
     def nodes(self, stage: int) -> list[fx.Node]:
         """The stage's calls in graph order, those of the recomputed values that it needs included."""
@@ -163,6 +162,8 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     chain = assignment.chain
     root = chain.traced.root
     order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
+    stage_of, used = _stages_of_nodes(assignment), _used_nodes(assignment)
+    last = assignment.num_stages - 1
     stages = []
     for stage in range(assignment.num_stages):
         units = assignment.units(stage)
@@ -173,7 +174,7 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
                 last_module=units[-1].path if units else "",
                 fqns=tuple(sorted(assignment.fqns(stage), key=order.__getitem__)),
                 num_parameters=sum(unit.num_parameters for unit in units),
-                outputs=() if stage == assignment.num_stages - 1 else _boundary_tensors(assignment, stage),
+                outputs=() if stage == last else _boundary_tensors(assignment, stage, stage_of, used),
             )
         )
     prelude = prelude_fqns(root, call)
@@ -192,9 +193,9 @@ def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     )
 
 
-def _boundary_tensors(assignment: Assignment, stage: int) -> tuple[BoundaryTensor, ...]:
-    stage_of = _stages_of_nodes(assignment)
-    used = _used_nodes(assignment)
+def _boundary_tensors(
+    assignment: Assignment, stage: int, stage_of: Mapping[fx.Node, int], used: Sequence[set[fx.Node]]
+) -> tuple[BoundaryTensor, ...]:
     tensors = []
     for node in assignment.boundary(stage):
         value = node.meta["val"]

@@ -37,6 +37,25 @@ class Operator:
     num_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a unit takes, apart from its place in the chain.
+
+    Attributes:
+        forward, input_backward, weight_backward: Its operators.
+        own_bytes: What it keeps for backward of what it has made.
+        kept_inputs: Which of its operands it keeps.
+        kept_outputs: Which of its nodes' results it keeps.
+    """
+
+    forward: tuple[Operator, ...]
+    input_backward: tuple[Operator, ...]
+    weight_backward: tuple[Operator, ...]
+    own_bytes: int
+    kept_inputs: tuple[int, ...]
+    kept_outputs: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
     """What one unit takes for one microbatch.
@@ -103,17 +122,52 @@ class _Measurement:
 
     def __init__(self, chain: Chain) -> None:
         self.repeat = Repeat(chain.traced)
-        self._root = chain.traced.root
+        self._parameters = dict(chain.traced.root.named_parameters())
         self._values: dict[fx.Node, Any] = {}
         self._originals: dict[int, tuple[int, int]] = {}  # by the key of a copy's memory that of the original, and its bytes
         self._kept: set[int] = set()  # memory that is kept for backward, or is there anyway
         self._counted: set[str] = set()  # parameters
+        self._known: dict[int, _Parts] = {}  # of units that are alike
         self._alive: list[Any] = []  # so that the keys of memory stay their own
 
     def of_unit(self, unit: Unit) -> UnitCosts:
-        """Runs one unit forward and backward."""
+        """Runs one unit forward and backward, or takes what one like it has shown."""
+        operands = _operands(unit)
+        alike = unit.nodes[0].meta.get("alike")
+        parts = self._known.get(id(alike)) if alike is not None else None
+        if parts is None:
+            parts = self._run(unit, operands)
+            if alike is not None:
+                self._known[id(alike)] = parts
+        else:
+            for operand in operands:
+                self._value_of(operand)
+            for index, node in enumerate(unit.nodes):
+                if isinstance(node.meta.get("val"), Tensor):
+                    self._values[node] = self.repeat.blank(node)
+                    if index in parts.kept_outputs:
+                        self._kept.add(storage_key(self._values[node]))
+        saved_bytes = parts.own_bytes
+        for index in parts.kept_inputs:
+            key, num_bytes = self._memory(self._values[operands[index]])
+            saved_bytes += num_bytes if key not in self._kept else 0
+            self._kept.add(key)
+        parameters = self._new_parameters(unit)
+        return UnitCosts(
+            forward=parts.forward,
+            input_backward=parts.input_backward,
+            weight_backward=parts.weight_backward,
+            saved_bytes=saved_bytes,
+            parameter_bytes=sum(map(tensor_bytes, parameters)),
+            gradient_bytes=sum(tensor_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        )
+
+    def _run(self, unit: Unit, operands: Sequence[fx.Node]) -> _Parts:
         weights: list[Tensor] = []
-        inputs, values = self._inputs(unit, weights)
+        inputs, values = self._inputs(operands, weights)
+        given = {
+            self._memory(value)[0]: index for index, node in enumerate(operands) if isinstance(value := values[node], Tensor)
+        }
         saved: dict[int, int] = {}
         forward = _Operators()
 
@@ -128,55 +182,51 @@ class _Measurement:
                 # What makes a module's tensors fakes is no part of it.
                 with modes_of(node), nullcontext() if node.op == "call_module" else forward:
                     values[node] = self.repeat.call(node, values, call)
-        made = {node: values[node] for node in unit.nodes}
-        self._values |= made
-        results = [value for value in made.values() if isinstance(value, Tensor) and value.requires_grad]
+        made = [values[node] for node in unit.nodes]
+        self._values |= zip(unit.nodes, made, strict=True)
+        results = [value for value in made if isinstance(value, Tensor) and value.requires_grad]
         trained = [weight for weight in weights if weight.requires_grad]
         inward, both = self._backward(results, inputs), self._backward(results, [*inputs, *trained])
-        own = {storage_key(weight) for weight in weights}
-        self._kept |= saved.keys()
-        parameters = self._new_parameters(unit)
-        return UnitCosts(
+        there = {storage_key(weight) for weight in weights} | given.keys()
+        own = {key: num_bytes for key, num_bytes in saved.items() if key not in there and key not in self._kept}
+        self._kept |= own.keys()
+        outputs = [self._memory(value)[0] if isinstance(value, Tensor) else 0 for value in made]
+        return _Parts(
             forward=tuple(forward.found),
             input_backward=inward,
             weight_backward=tuple((Counter(both) - Counter(inward)).elements()),
-            saved_bytes=sum(num_bytes for key, num_bytes in saved.items() if key not in own),
-            parameter_bytes=sum(map(tensor_bytes, parameters)),
-            gradient_bytes=sum(tensor_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+            own_bytes=sum(own.values()),
+            kept_inputs=tuple(sorted(given[key] for key in saved.keys() & given.keys())),
+            kept_outputs=tuple(index for index, key in enumerate(outputs) if key in own),
         )
 
-    def _inputs(self, unit: Unit, weights: list[Tensor]) -> tuple[list[Tensor], dict[fx.Node, Any]]:
+    def _inputs(self, operands: Sequence[fx.Node], weights: list[Tensor]) -> tuple[list[Tensor], dict[fx.Node, Any]]:
         """The tensors that a unit's gradients go to, and the values of its operands that hang on them."""
         inputs, values = [], dict(self._values)
-        for node in unit.nodes:
-            for operand in node.all_input_nodes:
-                if operand in unit.nodes or (operand in values and operand not in self._values):
-                    continue
-                if operand.op in ("placeholder", "get_attr"):
-                    values[operand] = self._source(operand, weights)
-                elif isinstance(value := self._values[operand], Tensor) and value.requires_grad:
-                    leaf = value.detach().requires_grad_()
-                    inputs.append(leaf)
-                    values[operand] = leaf.clone()  # a unit may write into what it gets, but not into a leaf
-                    self._originals[storage_key(values[operand])] = self._memory(leaf)
-                    self._alive.append(values[operand])
+        for operand in operands:
+            value = self._value_of(operand)
+            values[operand] = value
+            if operand.op == "get_attr":
+                weights.append(value)
+            elif operand.op != "placeholder" and isinstance(value, Tensor) and value.requires_grad:
+                leaf = value.detach().requires_grad_()
+                inputs.append(leaf)
+                values[operand] = leaf.clone()  # a unit may write into what it gets, but not into a leaf
+                self._originals[storage_key(values[operand])] = self._memory(leaf)
+                self._alive.append(values[operand])
         return inputs, values
 
-    def _source(self, node: fx.Node, weights: list[Tensor]) -> Tensor:
-        """An input of the region, or a weight that its own code takes."""
+    def _value_of(self, node: fx.Node) -> Any:
+        """What a node has given; an input of the region, or a weight that its own code takes, is made at its first use."""
         if node not in self._values:
             self._values[node] = self.repeat.blank(node)
             self._kept.add(storage_key(self._values[node]))
-        tensor: Tensor = self._values[node]
-        if node.op == "get_attr":
-            weights.append(tensor)
-        return tensor
+        return self._values[node]
 
     def _note(self, saved: dict[int, int], tensor: Tensor) -> Tensor:
         key, num_bytes = self._memory(tensor)
-        if key not in self._kept:
-            self._alive.append(tensor)
-            saved[key] = num_bytes
+        saved[key] = num_bytes
+        self._alive.append(tensor)
         return tensor
 
     def _memory(self, tensor: Tensor) -> tuple[int, int]:
@@ -192,11 +242,17 @@ class _Measurement:
             torch.autograd.grad(results, targets, gradients, retain_graph=True, allow_unused=True)
         return tuple(backward.found)
 
-    def _new_parameters(self, unit: Unit) -> list[nn.Parameter]:
+    def _new_parameters(self, unit: Unit) -> list[Tensor]:
         """The parameters that this unit is the first to use."""
-        names = {fqn for fqn, _ in self._root.named_parameters()} & unit.tensor_fqns - self._counted
+        names = (unit.tensor_fqns & self._parameters.keys()) - self._counted
         self._counted |= names
-        return [self._root.get_parameter(fqn) for fqn in sorted(names)]
+        return [self._parameters[fqn] for fqn in sorted(names)]
+
+
+def _operands(unit: Unit) -> list[fx.Node]:
+    """The nodes from elsewhere that a unit takes, each once."""
+    operands = (operand for node in unit.nodes for operand in node.all_input_nodes)
+    return [*dict.fromkeys(operand for operand in operands if operand not in unit.nodes)]
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

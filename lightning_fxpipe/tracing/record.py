@@ -345,6 +345,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         mutated = running_statistics(question.module)
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
         node.meta["inner_results"] = ()
+        node.meta["alike"] = known  # the same for all calls that are answered from it
         node.meta["module_storages"] = frozenset(map(storage_key, question.own))
         return result
 

@@ -118,6 +118,41 @@ def test_what_units_keep_together_is_what_autograd_keeps(name: str) -> None:
     assert found == pytest.approx(sum(kept.values()), rel=0.003)
 
 
+class Mixed(nn.Module):
+    """Blocks of two kinds; the second keeps what the first has kept, and the first what the second has made and not kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = [nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Sequential(nn.LayerNorm(8), nn.Tanh())]
+        self.blocks = nn.ModuleList(nn.Sequential(*kinds[index % 5 == 3]) for index in range(12))
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) + x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (GPT(GPTBlock), torch.zeros(BATCH, TOKENS, dtype=torch.long)),
+        (GPT(Checkpointed), torch.zeros(BATCH, TOKENS, dtype=torch.long)),
+        (nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))), torch.randn(4, 8)),
+        (nn.Sequential(*(nn.Sequential(nn.Tanh()) for _ in range(6)), nn.Linear(8, 8)), torch.randn(4, 8, requires_grad=True)),
+        (Mixed(), torch.randn(4, 8)),
+    ],
+    ids=["gpt", "checkpointed gpt", "blocks that keep results", "no parameters", "two kinds"],
+)
+def test_units_that_are_alike_take_what_they_would_if_each_ran(model: nn.Module, inputs: Tensor) -> None:
+    if isinstance(model, GPT) and len(model.blocks) == 3:
+        model.blocks.extend(type(model.blocks[0])() for _ in range(3))
+    chain = build_chain(trace(model, inputs, opened=()))
+    found = unit_costs(chain)
+    alike = [node for node in chain.traced.graph.nodes if node.meta.pop("alike", None) is not None]
+    assert alike
+    assert found == unit_costs(chain)
+
+
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "unet"])
 def test_parameters_are_counted_once(name: str) -> None:
     model, _, chain = chain_of(name)
