@@ -98,6 +98,15 @@ def test_the_start_time_benchmark_takes_both_to_their_first_step() -> None:
 
 
 @pytest.mark.slow
+def test_the_planning_benchmark_plans_each_size() -> None:
+    command = [sys.executable, EXAMPLES / "benchmarks" / "plan_time.py", "--layers", "2", "6", "--stages", "2", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split()[:2] for line in run.stdout.splitlines() if line.split() and line.split()[0].isdecimal()]
+    assert rows == [["2", "2"], ["2", "3"], ["6", "2"], ["6", "3"]]
+
+
+@pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--stages=2", "--microbatches=2", "--warmup-steps=2", "--steps=3"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes]
