@@ -22,9 +22,11 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_fxpipe._compat.modes import TorchDispatchMode
 from lightning_fxpipe._compat.torch import storage_key, written_arguments
+from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.cost import Chain, Unit
 from lightning_fxpipe.planner.recompute import tensors_in
 from lightning_fxpipe.pytree.sizes import tensor_bytes
+from lightning_fxpipe.reporting.wording import error_words, node_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.repeat import Repeat, modes_of
 
@@ -84,11 +86,23 @@ def unit_costs(chain: Chain) -> tuple[UnitCosts, ...]:
     """The costs of each unit of a chain, for its example's microbatch and device.
 
     Raises:
-        Exception: What a unit raises that does not run without data.
+        TraceError: A unit does not run on tensors without data.
     """
     measurement = _Measurement(chain)
+    found: list[UnitCosts] = []
     with isolated_rng(), measurement.repeat.active(), torch.enable_grad():
-        return tuple(measurement.of_unit(unit) for unit in chain.units)
+        for unit in chain.units:
+            try:
+                found.append(measurement.of_unit(unit))
+            except Exception as error:
+                raise TraceError(
+                    "What a part of the model takes cannot be seen on tensors without data.",
+                    where=node_words(unit.nodes[0]),
+                    observed=error_words(error),
+                    expected="code that looks at sizes only, and operators that torch knows the sizes of",
+                    todo="Give simulate(...) costs that you have measured.",
+                ) from error
+    return tuple(found)
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

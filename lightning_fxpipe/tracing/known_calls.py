@@ -7,7 +7,8 @@ What was seen is good for another module where that has the same classes, tensor
 children, no hooks, and the same value in every attribute whose name the watched call has read, of whatever module. It is good
 for arguments that are the same but for the values in their tensors. And it is kept only of a call that has changed nothing:
 no argument, tensor, attribute, list, global variable (``user_code.snapshot``) nor random state, and that has returned
-arguments and new tensors. All else runs: nothing is taken to be equal because its class and sizes are.
+arguments and new tensors. All else runs: nothing is taken to be equal because its class and sizes are. What lies outside of the
+modules and that all of them read, such as a configuration, is taken to stay as it is while one recording is made.
 """
 
 from __future__ import annotations

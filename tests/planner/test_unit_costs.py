@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fxpipe._compat.torch import storage_key
+from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.cost import Chain, build_chain
 from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
 from tests.models import make_model, make_samples
@@ -160,6 +161,17 @@ def test_parameters_are_counted_once(name: str) -> None:
     costs = unit_costs(chain)
     assert sum(unit.parameter_bytes for unit in costs) == sum(p.nbytes for p in model.parameters())
     assert sum(unit.gradient_bytes for unit in costs) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def test_a_unit_that_looks_at_values_is_named() -> None:
+    class Looking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+    chain = build_chain(trace(nn.Sequential(nn.Linear(4, 4), Looking(4, 4)), torch.randn(2, 4)))
+    with pytest.raises(TraceError, match="cannot be seen on tensors without data") as refused:
+        unit_costs(chain)
+    assert str(refused.value.where).startswith("1 (")
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
