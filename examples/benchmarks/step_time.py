@@ -114,31 +114,36 @@ def spread(values: list[float], form: str) -> str:
 def launch(candidate: str, work: Work) -> tuple[float, float, list[float]]:
     """Runs one candidate in fresh processes; returns its step time in milliseconds, its peak in MiB and its losses."""
     world_size = work.stages if candidate in ("torch", "fxpipe") else 1
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     flags = [part for key, value in asdict(work).items() for part in (f"--{key.replace('_', '-')}", str(value))]
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(world_size):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            command = [sys.executable, __file__, *flags, "--worker", candidate, f"{folder}/{rank}.json"]
-            with open(f"{folder}/{rank}.log", "w") as log:
-                processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        codes = [process.wait(timeout=900) for process in processes]
-        if any(codes):
-            logs = "\n".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(world_size))
-            raise SystemExit(f"{candidate} failed:\n{logs}")
+        run_ranks([__file__, *flags, "--worker", candidate], folder, world_size)
         reports = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(world_size)]
     step_ms, peak_mib = (max(report[key] for report in reports) for key in ("step_ms", "peak_mib"))
     return step_ms, peak_mib, next(r["losses"] for r in reports if r["losses"])
+
+
+def run_ranks(command: list[str], folder: str, world_size: int) -> None:
+    """Runs a program in a process for each rank, with one thread each; its last argument is where a rank writes its report."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        with open(f"{folder}/{rank}.log", "w") as log:
+            arguments = [sys.executable, *command, f"{folder}/{rank}.json"]
+            processes.append(subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    codes = [process.wait(timeout=900) for process in processes]
+    if any(codes):
+        logs = "\n".join(Path(f"{folder}/{rank}.log").read_text()[-3000:] for rank in range(world_size))
+        raise SystemExit(f"{' '.join(command)} failed:\n{logs}")
 
 
 # --------------------------------------------------------------------------- in the ranks
@@ -258,11 +263,9 @@ def run_single(work: Work, clock: Clock) -> None:
         clock.step_done(total)
 
 
-def run_torch(work: Work, clock: Clock) -> None:
-    """What a user writes today: stage modules cut by hand where the planner cuts, shapes given, a schedule, a loop."""
+def make_stage(work: Work, rank: int) -> Any:
+    """One stage's module where the planner cuts, a microbatch, and for each stage what it sends, without values."""
     import torch
-    import torch.distributed as dist
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
     from lightning_fxpipe.planner.follow_plan import follow_plan
     from lightning_fxpipe.planner.step_plan import make_plan
@@ -270,15 +273,24 @@ def run_torch(work: Work, clock: Clock) -> None:
     from lightning_fxpipe.tracing.recordable import RegionCall
     from lightning_fxpipe.tracing.trace import trace_region
 
-    dist.init_process_group("gloo")
-    rank, last = dist.get_rank(), work.stages - 1
     model = make_model(work)
     example = torch.zeros(work.batch_size // work.microbatches, work.context, dtype=torch.long)
     plan = make_plan(model, example, num_stages=work.stages)
     call = RegionCall(path="", args=(example,), kwargs={}, batch_size=len(example))
     assignment = follow_plan(plan, trace_region(model, call, opened=plan.opened))
     module = build_stage(assignment, rank).module
-    boundary = [[torch.empty(t.shape, requires_grad=t.requires_grad) for t in stage.outputs] for stage in plan.stages]
+    return module, example, [[torch.empty(t.shape, requires_grad=t.requires_grad) for t in s.outputs] for s in plan.stages]
+
+
+def run_torch(work: Work, clock: Clock) -> None:
+    """What a user writes today: stage modules cut by hand where the planner cuts, shapes given, a schedule, a loop."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    dist.init_process_group("gloo")
+    rank, last = dist.get_rank(), work.stages - 1
+    module, example, boundary = make_stage(work, rank)
     logits = torch.empty(*example.shape, 256, requires_grad=True)
 
     class LastStage(torch.nn.Module):

@@ -67,8 +67,8 @@ MUTANTS = [
     ),
     Mutant(
         _UNITS,
-        "            self._kept.add(storage_key(self._values[node]))\n",
-        "",
+        "self._values[node] = self.repeat.blank(node)\n            self._kept.add(storage_key(self._values[node]))\n",
+        "self._values[node] = self.repeat.blank(node)\n",
         (f"{_KEPT}::test_what_units_keep_together_is_what_autograd_keeps",),
         "the batch counts as kept for backward",
     ),
