@@ -107,6 +107,17 @@ def test_the_planning_benchmark_plans_each_size() -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_simulated_steps_compares_both_schedules() -> None:
+    command = [sys.executable, EXAMPLES / "benchmarks" / "simulated_time.py", "--sizes", "small", "--rounds", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["small"]]
+    assert [row[1] for row in rows] == ["gpipe", "1f1b"]
+    for _, _, simulated, measured, *_ in rows:
+        assert 0 < float(simulated) < 10 * float(measured)
+
+
+@pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--stages=2", "--microbatches=2", "--warmup-steps=2", "--steps=3"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes]

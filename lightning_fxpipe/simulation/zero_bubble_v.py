@@ -95,7 +95,7 @@ class _Heuristic:
         self._num_ranks, self._count, self._limits = len(costs) // 2, num_microbatches, limits
         self._fills_backward, self._fills_forward = fills_backward, fills_forward
         self._waited_before = waited_before
-        self._costs, self._latency = costs, latency
+        self._costs = costs
         placement = [min(stage, len(costs) - 1 - stage) for stage in range(len(costs))]
         self._walk = Walk(costs, placement, latency)
         self._num_done = [[0, 0, 0, 0] for _ in range(self._num_ranks)]  # by way
