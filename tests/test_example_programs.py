@@ -118,6 +118,17 @@ def test_the_benchmark_of_simulated_steps_compares_both_schedules() -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_schedules_compares_them() -> None:
+    sizes = ["--dim=16", "--num-layers=4", "--num-heads=2", "--context=8", "--batch-size=8", "--microbatches=4"]
+    command = [sys.executable, EXAMPLES / "benchmarks" / "schedule_time.py", *sizes, "--steps=2", "--rounds=1"]
+    run = subprocess.run([*command, "--schedules", "gpipe", "zb_h1", "v_half"], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = {line.split()[0]: line.split() for line in run.stdout.splitlines() if line.split()[:1]}
+    for name in ("gpipe", "zb_h1", "v_half"):
+        assert float(rows[name][-1]) < 1e-4  # of the losses
+
+
+@pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--stages=2", "--microbatches=2", "--warmup-steps=2", "--steps=3"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes]

@@ -36,7 +36,7 @@ WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.p
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {
     *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),
-    "_compat.lightning",
+    *("_compat.lightning", "_compat.pipelining"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.

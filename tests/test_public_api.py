@@ -25,7 +25,7 @@ from lightning_fxpipe import (
     UnsupportedError,
     make_plan,
 )
-from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 
 EMPTY = inspect.Parameter.empty
 
@@ -74,8 +74,11 @@ def test_every_error_is_an_fxpipe_error() -> None:
 def test_the_strategys_parameters_are_these() -> None:
     assert parameters_of(FxPipeStrategy) == [
         ("num_stages", "auto"),
+        ("stages_per_rank", "auto"),
         ("num_microbatches", "auto"),
         ("schedule", "auto"),
+        ("balance", "parameters"),
+        ("split_points", None),
         ("plan", None),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
@@ -93,9 +96,11 @@ def test_make_plans_parameters_are_these() -> None:
     assert parameters_of(make_plan) == [
         ("module", EMPTY),
         ("example_batch", EMPTY),
-        ("num_stages", EMPTY),
+        ("num_stages", None),
         ("num_microbatches", 1),
         ("batch_dim", 0),
+        ("balance", "parameters"),
+        ("split_points", ()),
     ]
 
 
@@ -108,21 +113,40 @@ def test_the_strategys_parameters_are_documented_and_typed() -> None:
 
 
 def test_every_schedule_that_the_type_names_is_taken() -> None:
-    assert get_args(ScheduleName) == ("auto", "gpipe", "1f1b")
+    assert [*get_args(ScheduleName)] == [*SCHEDULES]
     for schedule in get_args(ScheduleName):
         FxPipeStrategy(schedule=schedule)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", "all", None])
-@pytest.mark.parametrize("name", ["num_stages", "num_microbatches"])
+@pytest.mark.parametrize("name", ["num_stages", "stages_per_rank", "num_microbatches"])
 def test_a_number_that_is_none_is_a_value_error(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"FxPipeStrategy\({name}={value!r}\): expected a positive number or 'auto'"):
         FxPipeStrategy(**{name: value})
 
 
-@pytest.mark.parametrize("value", ["1F1B", "zero_bubble", None])
+@pytest.mark.parametrize("value", ["seconds", 3, None])
+def test_an_unknown_balance_is_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"balance=.*: expected one of 'parameters', 'flops', 'memory'"):
+        FxPipeStrategy(balance=value)
+
+
+@pytest.mark.parametrize("value", ["layers.1", [1]])
+def test_split_points_that_are_no_paths_are_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected a list of paths of modules"):
+        FxPipeStrategy(split_points=value)
+
+
+@pytest.mark.parametrize("options", [{"balance": "flops"}, {"split_points": ["layers.1"]}])
+def test_a_plan_goes_with_no_other_cuts(options: dict[str, Any]) -> None:
+    plan = make_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), num_stages=2)
+    with pytest.raises(ValueError, match="the plan says where the cuts are"):
+        FxPipeStrategy(plan=plan, **options)
+
+
+@pytest.mark.parametrize("value", ["1F1B", "zerobubble", None])
 def test_an_unknown_schedule_is_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected 'auto', 'gpipe' or '1f1b'"):
+    with pytest.raises(ValueError, match=r"expected one of 'auto', 'gpipe', '1f1b', "):
         FxPipeStrategy(schedule=value)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -30,3 +31,18 @@ def runs_before(ctx: Any, index: int) -> bool:
     """
     function, _ = ctx.next_functions[index]
     return bool(torch._C._will_engine_execute_node(function))
+
+
+def with_own_node(tensor: Tensor) -> Tensor:
+    """The same values in the same memory, as the result of an operation of its own.
+
+    It may be detached in place, which autograd forbids for views, and nobody has saved it for a backward pass. The operator is
+    what torch's reshaping products (``linear`` of three dimensions) end with.
+    """
+    found: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return found
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether somebody has set hooks on a parameter's gradient."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)

@@ -1,4 +1,4 @@
-"""A stage of ``torch.distributed.pipelining`` whose buffers live as long as they are needed.
+"""Stages and schedules of ``torch.distributed.pipelining`` with what its public classes do not offer.
 
 In torch 2.13 and 2.14 a stage makes its receive buffers for all microbatches at its first step, and keeps them, as it keeps
 what evaluation has sent. torch 2.15 makes a buffer right before it receives into it, and gives it back with the computation
@@ -7,24 +7,50 @@ that uses it. Where torch does so itself, there is nothing to do here.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 
 class FrugalStage(PipelineStage):
-    """As ``PipelineStage``. What its module receives is the module's own; nothing is received into it again."""
+    """As ``PipelineStage``, but
 
-    # The methods have public names. So have `args_recv_info`, `grad_recv_info`, their `buffer`, and `fwd_cache`, but nothing
-    # says what they are. torch 2.13-2.15, which has no more `fwd_cache`.
+    - what its module receives is the module's own; nothing is received into it again;
+    - stages of one rank may give each other what they have in passes without backward, too;
+    - where the backward pass of a microbatch must not be split, all of it runs where its first half should.
+
+    Args:
+        *args: As of ``PipelineStage``.
+        splits: Says of a microbatch whether the gradients of weights may come later than those of inputs. torch finds what
+            computes them by walking from the inputs, so that without one that trains they would be lost.
+        **kwargs: As of ``PipelineStage``.
+    """
+
+    # The methods have public names. So have `args_recv_info`, `grad_recv_info`, their `buffer`, `bwd_cache` and `fwd_cache`,
+    # but nothing says what they are. torch 2.13-2.15, which has no more `fwd_cache`.
+
+    def __init__(self, *args: Any, splits: Callable[[int], bool] = lambda index: True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.splits = splits
+        self._is_done: set[int] = set()  # microbatches whose gradients of weights are there
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Makes the buffers as well."""
         self._make_buffers(self.args_recv_info, fwd_chunk_id)
         return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """What another stage of this rank gives; gives buffers that nobody needs away."""
+        self._drop_at_first(self.args_recv_info, mb_index)
+        super().set_local_fwd_input(prev_stage_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Gives the buffers away."""
@@ -45,25 +71,110 @@ class FrugalStage(PipelineStage):
             self._make_buffers(self.grad_recv_info, bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Gives the buffers away."""
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """The gradients for another stage of this rank; none without a backward pass, at which torch raises."""
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """The gradients from another stage of this rank; where there is none, torch sets the buffer to zero."""
         if self.has_backward:
+            self._make_buffers(self.grad_recv_info, mb_index)
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Gives the buffers away; runs all of a backward pass that must not be split."""
+        if not full_backward and self.has_backward and not self.splits(bwd_chunk_id):
+            full_backward = True
+            self._is_done.add(bwd_chunk_id)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.has_backward:
+            # Half a backward pass leaves gradients as the operations give them, and transports take contiguous ones only.
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(None if each is None else each.contiguous() for each in gradients)
             self._drop_buffers(self.grad_recv_info[bwd_chunk_id])
 
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Nothing where all of the backward pass has run."""
+        if bwd_chunk_id in self._is_done:
+            self._is_done.remove(bwd_chunk_id)
+        else:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
     def _make_buffers(self, infos: dict[int, tuple[Any, ...]], index: int) -> None:
-        if index == 0:  # the first that any schedule asks for
-            for each in infos.values():
-                self._drop_buffers(each)
+        self._drop_at_first(infos, index)
         for info in infos[index]:
             if (like := info.buffer) is not None:
                 info.buffer = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+
+    def _drop_at_first(self, infos: dict[int, tuple[Any, ...]], index: int) -> None:
+        if index == 0:  # the first that any schedule asks for
+            for each in infos.values():
+                self._drop_buffers(each)
 
     def _drop_buffers(self, infos: tuple[Any, ...]) -> None:
         """Leaves tensors without memory in their places, which say what is to be made."""
         for info in infos:
             if info.buffer is not None and not info.buffer.is_meta:
                 info.buffer = _without_memory(info.buffer.shape, info.buffer.stride(), info.buffer.dtype)
+
+
+class TableSchedule(_PipelineScheduleRuntime):
+    """Runs a table of actions.
+
+    torch runs its own schedules of several stages a rank so, and has no public way to give it another table (its
+    ``_load_csv`` reads a file). torch 2.13-2.15.
+
+    Args:
+        stages: This rank's.
+        num_microbatches: As in the table.
+        rows: The actions of each rank, as torch writes them.
+        **options: As of torch's schedules.
+    """
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], num_microbatches: int, rows: Sequence[Sequence[str]], **options: Any
+    ) -> None:
+        super().__init__([*stages], num_microbatches, **options)  # type: ignore[no-untyped-call]
+        self.pipeline_order = {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(rows)}
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def rows_of(schedule: Any) -> list[list[str]]:
+    """The table that one of torch's schedules of several stages a rank runs: the actions of each rank, as torch writes them.
+
+    An action that is two at once (DualPipeV) is written as these, one after the other. The attribute has a public name, but
+    nothing says what it is.
+    """
+    order: dict[int, list[Any]] = schedule.pipeline_order
+    rows = []
+    for rank in sorted(order):
+        actions = (action for action in order[rank] if action is not None)
+        rows.append([str(part) for action in actions for part in (action.sub_actions or (action,))])
+    return rows
+
+
+def rows_of_class(kind: Any, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> list[list[str]]:
+    """As :func:`rows_of`, of a schedule of this class, without stages or process groups: what it asks of a stage is made up."""
+    stages = [
+        SimpleNamespace(num_stages=num_ranks * stages_per_rank, group_size=num_ranks, group_rank=0, submod=None)
+        for _ in range(stages_per_rank)
+    ]
+    return rows_of(kind(stages, num_microbatches))
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """In the block, torch does not print a whole schedule with the error of a stage, which is raised anyway."""
+    logger = logging.getLogger(_PipelineScheduleRuntime.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @lru_cache(maxsize=1024)

@@ -99,18 +99,19 @@ def _collect(mine: Mapping[Key, Any], topology: Topology) -> dict[Key, Any] | No
         mine: This rank's values: tensors, containers of tensors, or anything that can be pickled.
         topology: This rank's place.
     """
-    if topology.num_stages == 1:
+    if topology.num_ranks == 1:
         return dict(mine)
     names = gather_values(topology.control_group, list(mine))
-    known = set(names[topology.last_stage])  # which is on rank 0
+    last = topology.last_place  # which is on rank 0
+    known = set(names[last])
     result = dict(mine)
-    for stage in range(topology.last_stage):
-        wanted = [name for name in names[stage] if name not in known]
+    for rank in range(topology.num_ranks):
+        wanted = [name for name in names[rank] if rank != last and name not in known]
         known.update(wanted)
-        if stage == topology.stage_index and wanted:
+        if rank == topology.rank and wanted:
             send_value({name: mine[name] for name in wanted}, topology.last_rank, topology.control_group)
         elif topology.is_last and wanted:
-            result |= receive_value(topology.rank_of(stage), topology.control_group)
+            result |= receive_value(topology.global_rank(rank), topology.control_group)
     return result if topology.is_last else None
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, read_work
 from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.step_plan import make_plan
 
 _EXAMPLE = """\
@@ -27,6 +28,19 @@ def add_command(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_options(plan)
+    plan.add_argument(
+        "--balance",
+        default="parameters",
+        choices=get_args(BalanceName),
+        help="what is equal on all stages, as far as it can be (default: parameters)",
+    )
+    plan.add_argument(
+        "--split-points",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="the modules that the stages after the first begin with, instead of a balance",
+    )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
     plan.set_defaults(run=_plan)
 
@@ -36,7 +50,9 @@ def _plan(options: argparse.Namespace) -> int:
     plan = make_plan(
         work.model,
         work.batch,
-        num_stages=work.num_stages,
+        num_stages=options.num_stages if options.split_points else work.num_stages,
+        balance=options.balance,
+        split_points=options.split_points,
         num_microbatches=work.num_microbatches,
         batch_dim=work.batch_dim,
     )

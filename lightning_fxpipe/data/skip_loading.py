@@ -59,36 +59,37 @@ class Sparing:
         self,
         *,
         running_step: Callable[[], StepKind | None],
-        free_stages: Callable[[StepKind], frozenset[int]],
+        free_ranks: Callable[[StepKind], frozenset[int]],
         is_seen_by_hooks: Callable[[StepKind], bool],
     ) -> None:
         """Called before each run, with what that tells of its batches; the same on every rank at the same place of the run.
 
         Args:
             running_step: The step that batches are loaded for; None where user code goes through a loader by itself.
-            free_stages: The stages that have been seen to need no data in a step.
+            free_ranks: The pipeline ranks that have been seen to need no data in a step.
             is_seen_by_hooks: Whether a hook of user code looks at the batches of a step.
         """
-        self.running_step, self._free_stages, self._is_seen_by_hooks = running_step, free_stages, is_seen_by_hooks
+        self.running_step, self._free_ranks, self._is_seen_by_hooks = running_step, free_ranks, is_seen_by_hooks
 
-    def stages(self, kind: StepKind | None) -> frozenset[int]:
-        """The stages whose ranks do not load data for a step; the same on every rank."""
+    def ranks(self, kind: StepKind | None) -> frozenset[int]:
+        """The pipeline ranks that do not load data for a step; the same on every rank."""
         return frozenset() if kind is None else self._spared.get(kind, frozenset())
 
     def is_spared(self, kind: StepKind | None) -> bool:
         """Whether this rank is one of them."""
-        return self._topology.stage_index in self.stages(kind)
+        return self._topology.rank in self.ranks(kind)
 
     def consider(self, kind: StepKind | None, batch: Any) -> None:
-        """Agrees on the stages to spare from now on. Called by every rank after it has loaded a batch."""
-        if kind is None or self._topology.num_stages < 3 or self.stages(kind):
+        """Agrees on the ranks to spare from now on. Called by every rank after it has loaded a batch."""
+        if kind is None or self._topology.num_ranks < 3 or self.ranks(kind):
             return  # the first stage takes the inputs, the last one has the loss
         is_free = not self._is_seen_by_hooks(kind) and _can_be_sent(batch)
-        mine = self._free_stages(kind) if is_free else frozenset[int]()
+        mine = self._free_ranks(kind) if is_free else frozenset[int]()
         agreed = frozenset.intersection(*gather_values(self.group, mine))
         if agreed:
             self._spared[kind] = agreed
-            stages = f"stage{'s' * (len(agreed) > 1)} {', '.join(map(str, sorted(agreed)))}"
+            spared = sorted(stage for rank in agreed for stage in self._topology.placement.stages_of(rank))
+            stages = f"stage{'s' * (len(spared) > 1)} {', '.join(map(str, spared))}"
             self._tell(f"The ranks of {stages} load no more data for {kind.value}: they need no more than its shapes.")
 
     def load(self, kind: StepKind | None, load: Callable[[], list[Any]]) -> list[Any]:
@@ -101,7 +102,7 @@ class Sparing:
         Returns:
             The batch; on a rank that is spared one like that of rank 0, of zeros.
         """
-        if kind is None or not self.stages(kind):
+        if kind is None or not self.ranks(kind):
             return load()
         before = rng_state()
         mine = [] if self.is_spared(kind) else load()
@@ -111,7 +112,7 @@ class Sparing:
 
     def begin(self, kind: StepKind | None, begin: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
         """Makes a loader's iterator on the ranks that are not spared; it may draw random numbers. Called by every rank."""
-        if not self.stages(kind):
+        if not self.ranks(kind):
             return begin()
         before = rng_state()
         try:

@@ -28,17 +28,18 @@ def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: F
     values = gather_values(group, value)
     told = [other for other in values if other is not None]
     if any(other != told[0] for other in told):
+        ranks = [*range(len(values))] if group is None else dist.get_process_group_ranks(group)
         raise type(disagreement)(
             disagreement.what,
             where=disagreement.where,
-            observed="; ".join(f"stage {stage}: {other}" for stage, other in enumerate(values)),
+            observed="; ".join(f"rank {rank}: {other}" for rank, other in sorted(zip(ranks, values, strict=True))),
             expected=disagreement.expected,
             todo=disagreement.todo,
         )
 
 
 def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
-    """The small, picklable values of all ranks, by stage; this one's without a group. Called by every rank of the group."""
+    """The small, picklable values of all ranks, by pipeline rank; this one's without a group. Called by all of the group."""
     if group is None:
         return [value]
     values = [value] * dist.get_world_size(group)
@@ -48,7 +49,7 @@ def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
 
 def of_last_stage(value: Value, topology: Topology) -> Value:
     """The picklable value of the last stage's rank; the others' do not count. Called by every rank of the pipeline."""
-    if topology.num_stages == 1:
+    if topology.num_ranks == 1:
         return value
     box = [value if topology.is_last else None]
     dist.broadcast_object_list(box, src=topology.last_rank, group=topology.control_group)

@@ -106,7 +106,7 @@ class Hooks:
     def install(self, trainer: Trainer) -> None:
         """Wraps the hooks of user code until the module's ``teardown`` hook, the last one, or :meth:`uninstall`."""
         self.uninstall()
-        if self._topology.num_stages == 1:
+        if self._topology.num_ranks == 1:
             return
         hooks = list(hooks_of_users(trainer, self._module))
         patches = [(owner, name, self._wrap(trainer, getattr(owner, name))) for owner, name in hooks]
@@ -131,7 +131,7 @@ class Hooks:
 
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
         """Hooks see the parameters of the whole model in the groups of these optimizers."""
-        self._optimizers = optimizers if self._topology.num_stages > 1 else ()
+        self._optimizers = optimizers if self._topology.num_ranks > 1 else ()
         # It would look at each gradient of the other stages, which the rank that has them sets to zero.
         patches = [(each.optimizer, "zero_grad", self.outside(each.optimizer.zero_grad)) for each in self._optimizers]
         self._installed.enter_context(patched_attributes(*patches))
@@ -377,12 +377,12 @@ class Hooks:
         digest = _digest_of([(name, value.hex()) for name, value in numbers_logged.items()])
         are_others_back = True
         while are_others_back:  # to look at something, before they come to this call
-            result, by_stage = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
+            result, by_rank = self._vote({_LOGGING: 1.0, _DIGEST: digest, _MINUS_DIGEST: -digest}, numbers_logged)
             are_others_back = any(result[kind] > 0 for kind in _LOOKS)
-        zeros = by_stage[-1] if by_stage else None  # rank 0 holds the last stage
+        zeros = by_rank[self._topology.last_place] if by_rank else None  # which is on rank 0
         if zeros is None:
             return values
-        self._report({n for logged in by_stage if logged for n in logged if not _same(logged[n], zeros.get(n))})
+        self._report({n for logged in by_rank if logged for n in logged if not _same(logged[n], zeros.get(n))})
         return {name: _as(value, zeros[name]) if name in zeros else value for name, value in values.items()}
 
     def _log_missing(self, logged: list[dict[str, Any]]) -> None:

@@ -104,10 +104,12 @@ class WholeModel:
 
     def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Each rank that has something which another has not, and that in the same order everywhere."""
+        topology = self._topology
         for stage, tensors in first_held(self._module, self._plan).items():
-            wanted = [t for fqn, t in tensors.items() if len(self._plan.stages_of(fqn)) < self._topology.num_stages]
+            holders = {fqn: topology.ranks_of(self._plan.stages_of(fqn)) for fqn in tensors}
+            wanted = [tensor for fqn, tensor in tensors.items() if len(holders[fqn]) < topology.num_ranks]
             if wanted:
-                yield self._topology.rank_of(stage), wanted
+                yield topology.rank_of(stage), wanted
 
     def _broadcast(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
         """The owner's tensors on every rank: one message for each dtype."""

@@ -4,6 +4,7 @@
 - ``cost``: what nodes weigh, and what a cut would send.
 - ``granularity``: which modules are opened for a balanced partition.
 - ``partition``: the solver.
+- ``cut_rule``: what is balanced, or where the user wants the cuts.
 - ``fastest_cut``: the same by simulated time, for a chain whose costs are known.
 - ``unit_costs``, ``stage_costs``: what units compute and keep, and how long that takes on a device.
 - ``recompute``: which values each stage computes for itself.

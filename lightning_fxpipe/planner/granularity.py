@@ -17,7 +17,13 @@ from lightning_fxpipe.tracing.trace import TracedRegion
 GOOD_ENOUGH = 1.05
 
 
-def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, num_stages: int) -> Chain:
+def open_until_balanced(
+    trace: Callable[..., TracedRegion],
+    root: nn.Module,
+    call: Recordable,
+    num_stages: int,
+    weigh: Callable[[Chain, Recordable], list[int]] | None = None,
+) -> Chain:
     """Traces at the coarsest granularity whose best partition is good enough.
 
     Everything that stays a whole module keeps its hooks, its Python and its own control flow, so modules are opened only
@@ -28,11 +34,13 @@ def open_until_balanced(trace: Callable[..., TracedRegion], root: nn.Module, cal
         trace: Traces the call; its further arguments are those of ``trace_region`` of ``tracing.trace``.
         root: The module that paths are relative to.
         call, num_stages: The call, and how many stages it gets.
+        weigh: Gives the weights of a chain's units; None: their parameters.
     """
-    opened = _too_heavy(root, num_stages)
+    opened = set[str]() if weigh else _too_heavy(root, num_stages)
+    weigh = weigh or stage_weights
     while True:
         chain = build_chain(trace(opened=opened, check=False))
-        candidates = _worth_opening(chain, stage_weights(chain, call), num_stages, opened)
+        candidates = _worth_opening(chain, weigh(chain, call), num_stages, opened)
         if not candidates:
             return chain
         opened |= candidates

@@ -15,8 +15,8 @@ from torch import fx, nn
 from lightning_fxpipe._compat.torch import size_hint
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
 from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
-from lightning_fxpipe.planner.granularity import cut_costs, open_until_balanced, prelude_fqns, stage_weights, unused_fqns
-from lightning_fxpipe.planner.partition import solve
+from lightning_fxpipe.planner.cut_rule import CutRule, modules_around
+from lightning_fxpipe.planner.granularity import open_until_balanced, prelude_fqns, unused_fqns
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.tracing.recordable import Recordable
@@ -90,14 +90,12 @@ class Planned:
     assignment: Assignment | None = None
 
 
-def plan_regions(
-    root: nn.Module, calls: Iterable[Recordable], *, num_stages: int, device: torch.device | None = None
-) -> Planned:
+def plan_regions(root: nn.Module, calls: Iterable[Recordable], *, rule: CutRule, device: torch.device | None = None) -> Planned:
     """Plans the first of several regions that can be recorded and cut. Arguments and errors as :func:`plan_region`."""
     first: FxPipeError | None = None
     for call in calls:
         try:
-            return _plan_region(root, call, num_stages, device)
+            return _plan_region(root, call, rule, device)
         except CannotCut as signal:
             raise first or signal.reason from None
         except (TraceError, PartitionError) as error:
@@ -107,33 +105,40 @@ def plan_regions(
 
 
 def plan_region(root: nn.Module, call: Recordable, *, num_stages: int, device: torch.device | None = None) -> PartitionPlan:
-    """Plans the stages of a call that was found in a step. Arguments as :func:`trace_region`, errors as ``make_plan``."""
-    return plan_regions(root, [call], num_stages=num_stages, device=device).plan
+    """Plans the stages of a call that was found in a step, by parameters. Arguments as :func:`trace_region`, errors as
+    ``make_plan``."""
+    return plan_regions(root, [call], rule=CutRule(num_stages=num_stages), device=device).plan
 
 
-def _plan_region(root: nn.Module, call: Recordable, num_stages: int, device: torch.device | None) -> Planned:
+def _plan_region(root: nn.Module, call: Recordable, rule: CutRule, device: torch.device | None) -> Planned:
     trace = partial(trace_region, root, call, device=device)
     try:
-        return _plan_traced(partial(trace, answers_looks=False), root, call, num_stages)
+        return _plan_traced(partial(trace, answers_looks=False), root, call, rule)
     except PartitionError:  # modules that look at values stayed whole, and may not have to
-        return _plan_traced(partial(trace, answers_looks=True), root, call, num_stages)
+        return _plan_traced(partial(trace, answers_looks=True), root, call, rule)
 
 
-def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, num_stages: int) -> Planned:
-    chain = open_until_balanced(trace, root, call, num_stages)
-    assignment = _best_assignment(chain, call, num_stages)
+def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> Planned:
+    if rule.split_points:
+        chain = build_chain(trace(opened=modules_around(rule.split_points), check=False))
+    else:
+        weigh = None if rule.is_by_parameters else rule.weights
+        chain = open_until_balanced(trace, root, call, rule.num_stages, weigh)
+    assignment = _best_assignment(chain, call, rule)
     needed = _opened_by_a_cut(assignment)
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
     chain = build_chain(trace(opened={*needed, *unable}, first=chain.traced))
-    assignment = _best_assignment(chain, call, num_stages)
+    assignment = _best_assignment(chain, call, rule)
     return Planned(plan=describe_plan(assignment, call), region=call, traced=chain.traced, assignment=assignment)
 
 
-def _best_assignment(chain: Chain, call: Recordable, num_stages: int) -> Assignment:
+def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> Assignment:
     try:
-        return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), cut_costs(chain), num_stages))
+        return Assignment(chain=chain, cuts=rule.cuts(chain, call))
     except PartitionError as error:
+        if rule.split_points:
+            raise
         obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
         whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()]
         more = [f"{len(obstacles)} more where none may fall, such as: {obstacles[0]}"] if obstacles else []

@@ -7,19 +7,29 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_fxpipe.errors import ScheduleError, UnsupportedError
+from lightning_fxpipe.errors import PartitionError, ScheduleError, UnsupportedError
+from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.stage_costs import Device, stage_costs
 from lightning_fxpipe.planner.step_plan import make_planned
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.simulator import Simulation
 
-# Those with one stage a rank.
-SCHEDULES: tuple[SimulatedSchedule, ...] = ("gpipe", "1f1b", "zb_h1", "zb_h2", "zero_bubble")
-# What the strategy runs.
-_THERE = ("gpipe", "1f1b")
+# With one stage a rank, and with two.
+SCHEDULES: tuple[SimulatedSchedule, ...] = (
+    "gpipe",
+    "1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zero_bubble",
+    "interleaved_1f1b",
+    "zbv_zero_bubble",
+    "v_half",
+    "v_min",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +37,11 @@ class SimulatedPlan:
     """A plan, and what a step would take with it. ``print`` shows both as tables.
 
     Attributes:
-        plan: The plan.
+        plan: The plan, with a stage on each device.
         num_microbatches: Microbatches of a batch.
         device: What each stage runs on.
         simulations: Of a step, by the schedule.
-        refused: Schedules that do not fit into the device's memory, with the reason.
+        refused: Schedules that there are not for so many stages or microbatches or so little memory, with the reason.
     """
 
     plan: PartitionPlan
@@ -43,14 +53,13 @@ class SimulatedPlan:
     def __str__(self) -> str:
         rows = [(name, *_cells(found, self.device)) for name, found in self.simulations.items()]
         rows += [(name, "-", "-", "-", reason) for name, reason in self.refused.items()]
-        headers = ("Schedule", "Step", "Idle", "Most memory", "Of stage")
+        headers = ("Schedule", "Step", "Idle", "Most memory", "Of rank")
         table = render_table(
             f"A step with {self.num_microbatches} microbatches would take",
             headers,
             rows,
             right_aligned=headers[1:4],
-            caption="The model's calls alone: without the rest of the step, the optimizer and what Python takes.\n"
-            f"The strategy runs {' and '.join(_THERE)}.",
+            caption="The model's calls alone: without the rest of the step, the optimizer and what Python takes.",
         )
         return f"{self.plan}\n\n{table}"
 
@@ -70,16 +79,18 @@ def simulate_plan(
 
     Args:
         module, example_batch, num_stages, batch_dim: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
-        device: What each stage runs on, such as ``DEVICES["a100"]``.
+        device: What each rank runs on, such as ``DEVICES["a100"]``.
         num_microbatches: Microbatches of the batch.
-        schedules: Schedules with one stage a rank.
+        schedules: Schedules to compare. Those with two stages on each of the ``num_stages`` devices have the same graph cut
+            into twice as many.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
 
     Raises:
         UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
         FxPipeError: What ``make_plan`` raises.
     """
-    planned = make_planned(module, example_batch, num_stages=num_stages, num_microbatches=num_microbatches, batch_dim=batch_dim)
+    rule = CutRule(num_stages=num_stages)
+    planned = make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim)
     assignment = planned.assignment
     if assignment is None:
         raise UnsupportedError(
@@ -88,22 +99,23 @@ def simulate_plan(
             expected="a step whose calls of the model are one region",
             todo="Simulate the module that the step calls: simulate_plan(module.net, its_input, ...).",
         )
-    costs = stage_costs(
-        assignment.chain,
-        unit_costs(assignment.chain),
-        assignment.cuts,
-        device,
-        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
-    )
-    room = [device.memory_bytes - stage.state_bytes for stage in costs]
+    of_units = unit_costs(assignment.chain)
     simulations: dict[SimulatedSchedule, Simulation] = {}
     refused: dict[SimulatedSchedule, str] = {}
     for schedule in schedules:
+        held = stages_of_ranks(schedule, num_stages)
         try:
+            cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, num_stages * len(held[0]))
+            costs = stage_costs(assignment.chain, of_units, cuts, device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
             simulations[schedule] = simulate(
-                costs, num_microbatches=num_microbatches, schedule=schedule, memory_bytes=room, link=device.link
+                costs,
+                num_microbatches=num_microbatches,
+                schedule=schedule,
+                stages_per_rank=len(held[0]),
+                memory_bytes=[device.memory_bytes - sum(costs[stage].state_bytes for stage in stages) for stages in held],
+                link=device.link,
             )
-        except ScheduleError as error:
+        except (ScheduleError, PartitionError) as error:
             refused[schedule] = error.what
     return SimulatedPlan(
         plan=planned.plan,
@@ -114,8 +126,16 @@ def simulate_plan(
     )
 
 
+def _cuts(planned: Planned, num_stages: int) -> tuple[int, ...]:
+    """The cuts of the same graph into more stages."""
+    assert planned.assignment is not None
+    assert planned.region is not None
+    chain = planned.assignment.chain
+    return CutRule(num_stages=num_stages).cuts(chain, planned.region)
+
+
 def _cells(found: Simulation, device: Device) -> tuple[str, str, str, str]:
     peak = max(found.peak_bytes)
-    stage = str(found.peak_bytes.index(peak))
+    rank = str(found.peak_bytes.index(peak))
     fits = "" if peak <= device.memory_bytes else ": more than there is"
-    return human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %", human_bytes(round(peak)), stage + fits
+    return human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %", human_bytes(round(peak)), rank + fits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import lightning_class
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
+from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule, check_split_points
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
@@ -29,9 +30,11 @@ def make_plan(
     module: nn.Module,
     example_batch: object,
     *,
-    num_stages: int,
+    num_stages: int | None = None,
     num_microbatches: int = 1,
     batch_dim: int = 0,
+    balance: BalanceName = "parameters",
+    split_points: Sequence[str] = (),
 ) -> PartitionPlan:
     """Plans the stages of a module without training it and without a process group.
 
@@ -40,9 +43,12 @@ def make_plan(
             then called itself.
         example_batch: What ``training_step`` gets as ``batch``; for a plain module its argument, or a tuple or dict of its
             arguments.
-        num_stages: Number of stages.
+        num_stages: Number of stages; not needed with split points.
         num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
         batch_dim: Dimension of the batch's tensors that is the batch.
+        balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
+            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches.
+        split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
 
     Returns:
         The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
@@ -50,43 +56,73 @@ def make_plan(
     Raises:
         TraceError: The call cannot be found or recorded.
         BatchError: The batch cannot be split into several microbatches.
-        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs.
+        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs, or none where one is wanted.
+        UnsupportedError: A step that every rank runs is to be cut by another rule than parameters.
     """
-    options = {"num_stages": num_stages, "num_microbatches": num_microbatches, "batch_dim": batch_dim}
-    return make_planned(module, example_batch, **options).plan
+    points = tuple(split_points)
+    if num_stages is None and not points:
+        raise TypeError("make_plan() needs num_stages or split_points")
+    rule = CutRule(
+        num_stages=len(points) + 1 if num_stages is None else num_stages,
+        balance=balance,
+        num_microbatches=num_microbatches,
+        split_points=points,
+    )
+    return make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim).plan
 
 
 def make_planned(
-    module: nn.Module, example_batch: object, *, num_stages: int, num_microbatches: int = 1, batch_dim: int = 0
+    module: nn.Module, example_batch: object, *, rule: CutRule, num_microbatches: int = 1, batch_dim: int = 0
 ) -> Planned:
     """The plan, and what it was made of. Arguments and errors as :func:`make_plan`."""
+    check_rule(rule, module)
+    num_stages = rule.num_stages
 
     def of_region() -> Planned:
         batch, size = first_microbatch(example_batch, num_microbatches, num_stages, batch_dim)
         found = regions(module, StepCall.of_training(module, batch), batch_size=size, batch_dim=batch_dim)
-        return plan_regions(module, found, num_stages=num_stages)
+        return plan_regions(module, found, rule=rule)
 
     def jointly() -> PartitionPlan:
         step = StepCall.of_training(module, example_batch)
         return plan_jointly(module, step, example_batch, num_stages=num_stages, batch_dim=batch_dim)
 
-    planned = region_or_joint_plan(module, of_region, jointly) if hasattr(module, "training_step") else of_region()
+    planned = region_or_joint_plan(module, of_region, jointly, rule) if hasattr(module, "training_step") else of_region()
     plan = dataclasses.replace(planned.plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
     return dataclasses.replace(planned, plan=plan)
 
 
-def region_or_joint_plan(module: nn.Module, of_region: Callable[[], Planned], jointly: Callable[[], PartitionPlan]) -> Planned:
+def check_rule(rule: CutRule, module: nn.Module) -> None:
+    """Raises :class:`PartitionError` where split points are no modules, or more or fewer than the stages need."""
+    check_split_points(module, rule.split_points)
+    if rule.split_points and len(rule.split_points) + 1 != rule.num_stages:
+        raise PartitionError(
+            "There are more or fewer split points than the stages need.",
+            observed=f"{len(rule.split_points)} split points and {rule.num_stages} stages",
+            expected=f"{rule.num_stages - 1}: one for each stage after the first",
+            todo="Leave num_stages out, or change one of the two.",
+        )
+
+
+def region_or_joint_plan(
+    module: nn.Module, of_region: Callable[[], Planned], jointly: Callable[[], PartitionPlan], rule: CutRule
+) -> Planned:
     """A plan for a training step.
 
     Args:
         module: The LightningModule.
         of_region: Makes a plan for the step as one region.
         jointly: Makes one for a step that every rank runs.
+        rule: Where the graph is to be cut.
 
     Raises:
         FxPipeError: Neither can be made.
     """
     reason = must_run_jointly(module)
+    if not rule.is_by_parameters:
+        if reason:
+            raise _only_by_parameters(reason)
+        return of_region()
     if reason:
         return _joint(jointly(), reason)
     try:
@@ -99,6 +135,15 @@ def region_or_joint_plan(module: nn.Module, of_region: Callable[[], Planned], jo
             raise error from None
         facts = "; ".join(text for text in (error.where, error.observed) if text)
         return _joint(joint, f"{error.what} ({facts})" if facts else error.what)
+
+
+def _only_by_parameters(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        "A step that every rank runs is cut by parameters only.",
+        observed=reason,
+        expected="a step whose calls of the model are one region, for split points or another balance",
+        todo='Leave split_points out, and set balance="parameters".',
+    )
 
 
 def _if_possible(jointly: Callable[[], PartitionPlan]) -> PartitionPlan | None:

@@ -37,7 +37,7 @@ from lightning_fxpipe.runtime.region_run import RegionRun
 from lightning_fxpipe.runtime.replay import watched_step
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_traces import StageTraces
-from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 from lightning_fxpipe.tracing.region import no_model_called
 from lightning_fxpipe.tracing.signals import StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -91,7 +91,7 @@ class PipelineRuntime:
         self.stage_traces = StageTraces(root, plan, topology, trace_log)
         self.batch_traces = BatchTraces(root, members, topology, self.stage_traces, sparing)
         interleaving = Interleaving(schedule=schedule, options=loss or LossOptions(), topology=topology, log=trace_log)
-        self._setups = PassSetups(root, plan, topology, trace_log, interleaves=schedule != "gpipe")
+        self._setups = PassSetups(root, plan, topology, trace_log, schedule=SCHEDULES[schedule])
         self._sparing = sparing
         self._log = trace_log
         self._told_of_one_piece = False
@@ -162,7 +162,7 @@ class PipelineRuntime:
     @contextmanager
     def _behind_stages(self, step: Step, call: RegionRun | None) -> Iterator[None]:
         """The block runs the step's code; behind the region no other rank waits for this one, if nothing is trained."""
-        if step.is_training or not self._topology.is_last or self._topology.num_stages == 1:
+        if step.is_training or not self._topology.is_last or self._topology.num_ranks == 1:
             yield
             return
         try:
@@ -190,7 +190,7 @@ class PipelineRuntime:
         trace, shapes = found
         sizes = trace.traced.bind_sizes(shapes)
         assert sizes is not None
-        count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_stages)
+        count = self._num_microbatches or default_num_microbatches(num_samples, self._topology.num_ranks)
         training, before = step.is_training, partial(self._agree, step, batch)
         return RegionRun(
             root=self._root,

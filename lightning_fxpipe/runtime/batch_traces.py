@@ -57,11 +57,11 @@ class BatchTraces:
 
     def find(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
         """The trace, None for a batch that skips the model; and the batch, which has its values wherever that needs them."""
-        spared = self._sparing.stages(step.kind) if self._sparing is not None else frozenset[int]()
+        spared = self._sparing.ranks(step.kind) if self._sparing is not None else frozenset[int]()
         try:
             try:
                 found = self._lookup(step, batch, size, has_values=not spared)
-                needs_values = bool(spared & found[0].stages_with_inputs)
+                needs_values = any(self._topology.placement.rank_of(stage) in spared for stage in found[0].stages_with_inputs)
             except ValuesNeeded:
                 needs_values = True
             if needs_values:
@@ -74,7 +74,7 @@ class BatchTraces:
         return found, batch
 
     def _learn_needs(self, step: Step, batch: Any, size: int, found: Found) -> None:
-        if self._topology.num_stages < 3:
+        if self._topology.num_ranks < 3:
             return
         reading = found[0].stages_with_inputs
         if step.kind not in self._reading:
@@ -93,11 +93,13 @@ class BatchTraces:
             return False
         return found[0].traced is expected[0].traced and found[1] == expected[1]
 
-    def free_stages(self, kind: StepKind) -> frozenset[int]:
-        """The stages but for the last that a step's batches so far have shown to need no values of them."""
+    def free_ranks(self, kind: StepKind) -> frozenset[int]:
+        """The pipeline ranks, but for the last stage's, that a step's batches so far have shown to need no values of them."""
         if kind not in self._reading or self._traces.looks_at_values(kind):
             return frozenset()
-        return frozenset(range(self._topology.last_stage)) - self._reading[kind]
+        placement = self._topology.placement
+        needed = {self._topology.last_place, *map(placement.rank_of, self._reading[kind])}
+        return frozenset(range(placement.num_ranks)) - needed
 
     def _lookup(self, step: Step, batch: Any, size: int, *, has_values: bool) -> Found:
         # What the model is called with follows from the batch's shapes and constants and what the prelude reads; where those

@@ -93,7 +93,7 @@ class JointSteps:
 
     def run(self, step: Step, batch: Any) -> Any:
         """Runs a step; returns what it returns, on every rank. Called by every rank."""
-        if self.topology.num_stages == 1:
+        if self.topology.num_ranks == 1:
             with step.context():
                 return step.function(batch, *step.rest)
         calls = _Calls(self, step)
@@ -106,7 +106,7 @@ class JointSteps:
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """The block is the step's, or called by it: it sees the whole model, and is one replica. Entered by every rank."""
-        if self.topology.num_stages == 1 or self._hooks.are_running:
+        if self.topology.num_ranks == 1 or self._hooks.are_running:
             yield
             return
         # What the block prints is printed once.
@@ -223,7 +223,7 @@ class _Calls(TorchFunctionMode):
 
     def _through_stages(self, trace: StageTrace, sizes: Any, num_samples: int, inputs: tuple[Tensor, ...]) -> JointPass:
         steps, training = self._steps, torch.is_grad_enabled()
-        wanted = steps.num_microbatches or default_num_microbatches(num_samples, steps.topology.num_stages)
+        wanted = steps.num_microbatches or default_num_microbatches(num_samples, steps.topology.num_ranks)
         key = (*self._step.random_key, "call", self._count)
         self._count += 1
         before = rng_state()

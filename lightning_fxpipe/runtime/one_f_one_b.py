@@ -367,9 +367,10 @@ class InterleavedPass:
         """Whether a microbatch has shown that the step does more than to log its loss; on the last stage, after a run."""
         return self._read[1] is None
 
-    def _one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        outputs, _ = self._run.compute(leg, index, received, state=None, training=True)
-        if not self.setup.is_last:
+    def _one(self, leg: Leg, of: int, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """One microbatch through the stage ``of`` this index."""
+        outputs, _ = self._run.compute(leg, self.setup.stages[of], index, received, state=None, training=True)
+        if of != self.setup.last_stage:
             return tuple(output.contiguous() for output in outputs)
         number = leg.number(index)
         assert self.tail is not None

@@ -32,9 +32,10 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.lru import LruCache
-from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, gradient_specs
+from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, gradient_specs
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace, check_same_cuts
-from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
+from lightning_fxpipe.schedules.pipelining import Pipeline, Place
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -50,13 +51,13 @@ class _Stages:
     """This rank's part of a trace.
 
     Attributes:
-        stage: The rank's stage.
+        stages: The rank's stages, by their index.
         results: What the last stage gives.
         tail: Where the results are, what runs once for the batch.
         division: How the batch is cut; None where it is not.
     """
 
-    stage: Stage
+    stages: Mapping[int, Stage]
     results: tuple[fx.Node, ...]
     tail: Stage | None
     division: Division | None
@@ -70,7 +71,7 @@ class PassSetups:
         plan: Where each parameter lives.
         topology: This rank's place.
         log: Is told of batches that cannot be cut.
-        interleaves: Whether batches may run forward and backward at once.
+        schedule: How training batches go through the stages.
         everywhere: Whether every rank gets the results, and not only the last stage's.
     """
 
@@ -81,10 +82,10 @@ class PassSetups:
         topology: Topology,
         log: TraceLog,
         *,
-        interleaves: bool = False,
+        schedule: Schedule = SCHEDULES["gpipe"],
         everywhere: bool = False,
     ) -> None:
-        self._interleaves = interleaves
+        self._schedule = schedule
         self._everywhere = everywhere
         self._root = root
         self._plan = plan
@@ -205,7 +206,7 @@ class PassSetups:
         topology = self._topology
         check_same_cuts(assignment, topology)
         return _Stages(
-            stage=build_stage(assignment, topology.stage_index),
+            stages={stage: build_stage(assignment, stage) for stage in topology.stages},
             results=assignment.boundary(topology.last_stage),
             tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
             division=division,
@@ -214,7 +215,7 @@ class PassSetups:
     def _setup(
         self, traced: TracedRegion, stages: _Stages, passes: tuple[Pass, ...], sizes: Mapping[Any, int], training: bool
     ) -> PassSetup:
-        division, stage, topology = stages.division, stages.stage, self._topology
+        division, topology = stages.division, self._topology
         num_values = len(traced.input_nodes) + len(traced.draw_nodes)
         joined: tuple[int | None, ...] = (None,) * len(stages.results)
         dims: dict[str, int] = {}
@@ -238,9 +239,9 @@ class PassSetups:
             admits_one_more = longer is not None and traced.admits(longer)
             legs.append(self._leg(stages, part, passes[0].size, sizes_of_part, carried, training, admits_one_more))
         return PassSetup(
-            stage=stage,
+            stages=stages.stages,
             tail=stages.tail,
-            is_last=topology.is_last,
+            last_stage=topology.last_stage,
             legs=tuple(legs),
             input_dims=(None,) * num_values if division is None else division.input_dims,
             joined_dims=joined,
@@ -263,35 +264,65 @@ class PassSetups:
         training: bool,
         admits_one_more: bool,
     ) -> Leg:
-        stage, division, topology = stages.stage, stages.division, self._topology
-        received, sent = boundary_specs(stage.boundary_in, sizes), boundary_specs(stage.boundary_out, sizes)
-        is_first, is_last = stage.index == 0, topology.is_last
-        pipeline = partial(Pipeline, num_stages=topology.num_stages, num_microbatches=part.count, device=topology.device)
-        onward = partial(pipeline, stage_index=stage.index, group=topology.group)
-        forward = onward(received=received + (() if is_first else carried), sent=None if is_last else sent + carried)
-        backward = interleaved = None
+        division, topology, last = stages.division, self._topology, self._topology.last_stage
+        crossings = {
+            index: Crossing(received=boundary_specs(stage.boundary_in, sizes), sent=boundary_specs(stage.boundary_out, sizes))
+            for index, stage in stages.stages.items()
+        }
+        pipeline = partial(Pipeline, num_places=last + 1, num_microbatches=part.count, device=topology.device)
+        one_way = partial(pipeline, order=forward_order(topology.placement, part.count))
+        forward = one_way([_onward(index, crossings[index], last, carried) for index in crossings], group=topology.group)
+        backward = alternating = None
         if training:
-            backward = pipeline(
-                stage_index=topology.last_stage - stage.index,
-                group=topology.backward_group,
-                received=() if is_last else gradient_specs(sent),
-                sent=None if is_first else gradient_specs(received),
-            )
-        if training and division is not None and self._interleaves:
+            back = [_backward(index, crossings[index], last) for index in reversed(crossings)]
+            backward = one_way(back, group=topology.backward_group)
+        if training and division is not None and self._schedule.alternates:
             # Made when it is needed.
-            interleaved = cache(partial(onward, received=received, sent=None if is_last else sent, is_interleaved=True))
+            alternating = cache(partial(self._alternating, pipeline, stages, crossings, part.count))
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
             rows=0 if division is None else division.rows(part.size),
-            received=received,
-            sent=sent,
+            crossings=crossings,
             sizes=sizes,
             admits_one_more=admits_one_more,
             forward=forward,
             backward=backward,
-            interleaved=interleaved,
+            interleaved=alternating,
         )
+
+    def _alternating(
+        self, pipeline: Callable[..., Pipeline], stages: _Stages, crossings: Mapping[int, Crossing], count: int
+    ) -> Pipeline:
+        """Microbatches forward and backward by turns."""
+        topology, schedule = self._topology, self._schedule
+        places = [_onward(index, crossing, topology.last_stage) for index, crossing in crossings.items()]
+        if schedule.splits:
+            places = [
+                dataclasses.replace(place, parameters=tuple(stages.stages[place.stage].module.parameters())) for place in places
+            ]
+        order = training_order(schedule, topology.placement, count)
+        return pipeline(places, order=order, group=topology.group, has_backward=True)
+
+
+def _onward(index: int, crossing: Crossing, last: int, carried: tuple[TensorSpec, ...] = ()) -> Place:
+    """A stage on the way forward; ``carried`` crosses each boundary besides."""
+    return Place(
+        stage=index,
+        index=index,
+        received=crossing.received + (carried if index else ()),
+        sent=None if index == last else crossing.sent + carried,
+    )
+
+
+def _backward(index: int, crossing: Crossing, last: int) -> Place:
+    """A stage on the way back."""
+    return Place(
+        stage=index,
+        index=last - index,
+        received=() if index == last else gradient_specs(crossing.sent),
+        sent=gradient_specs(crossing.received) if index else None,
+    )
 
 
 def _random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:

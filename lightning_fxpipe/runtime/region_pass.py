@@ -47,6 +47,19 @@ RunBackward = Callable[[Any, Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """What crosses the boundaries of a stage for one microbatch.
+
+    Attributes:
+        received: Specs of the tensors from the previous stage.
+        sent: Specs of the tensors to the next stage; on the last stage those that are joined.
+    """
+
+    received: tuple[TensorSpec, ...]
+    sent: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Leg:
     """Microbatches of one size, on this rank.
 
@@ -54,8 +67,7 @@ class Leg:
         part: Which microbatches of the batch.
         start: First row of the first of them in the dimension that is cut.
         rows: Rows of each.
-        received: Specs of the tensors from the previous stage.
-        sent: Specs of the tensors to the next stage; on the last stage those that are joined.
+        crossings: Of each of the rank's stages, what crosses its boundaries.
         sizes: Values of the graph's symbols for one of them.
         admits_one_more: Whether the graph holds for one of them with one sample more.
         forward, backward: The pipelines; the latter only in training.
@@ -65,8 +77,7 @@ class Leg:
     part: Pass
     start: int
     rows: int
-    received: tuple[TensorSpec, ...]
-    sent: tuple[TensorSpec, ...]
+    crossings: Mapping[int, Crossing]
     sizes: Mapping[Any, int]
     admits_one_more: bool
     forward: Pipeline
@@ -87,9 +98,9 @@ class PassSetup:
     """What all calls of the region with inputs of the same shapes have in common, on this rank.
 
     Attributes:
-        stage: This rank's stage.
+        stages: This rank's stages, by their index.
         tail: On the last stage, what then runs once on the joined results.
-        is_last: Whether this rank joins the results.
+        last_stage: Index of the one whose results are joined.
         legs: The microbatches.
         input_dims: Of the region's inputs and draws, the dimension that is cut; None: each microbatch gets all of it.
         joined_dims: Of what the last stage gives, the dimension along which microbatches are joined; None: all give the same.
@@ -103,9 +114,9 @@ class PassSetup:
         norms: The layers whose running statistics wait for all microbatches.
     """
 
-    stage: Stage
+    stages: Mapping[int, Stage]
     tail: Stage | None
-    is_last: bool
+    last_stage: int
     legs: tuple[Leg, ...]
     input_dims: tuple[int | None, ...]
     joined_dims: tuple[int | None, ...]
@@ -116,6 +127,11 @@ class PassSetup:
     carries_random_state: bool
     device: torch.device
     norms: DeferredNorms
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank joins the results."""
+        return self.last_stage in self.stages
 
     @property
     def can_be_interleaved(self) -> bool:
@@ -150,10 +166,10 @@ class PassSetup:
 
 @dataclass(frozen=True, eq=False)
 class StageRun:
-    """This rank's stage on the microbatches of one call of the region.
+    """This rank's stages on the microbatches of one call of the region.
 
     Attributes:
-        setup: The stage and the microbatches.
+        setup: The stages and the microbatches.
         values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
         random_key: Identifies the batch within the run, for the random numbers of stages.
     """
@@ -163,13 +179,14 @@ class StageRun:
     random_key: tuple[int | str, ...]
 
     def compute(
-        self, leg: Leg, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
+        self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...], *, state: Tensor | None, training: bool
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """What the stage gives for one microbatch. Seeds the generators, unless their state goes from stage to stage.
+        """What a stage gives for one microbatch. Seeds the generators, unless their state goes from stage to stage.
 
         Args:
             leg: The microbatches of its size.
-            index: Its number among them.
+            stage: The stage.
+            index: The microbatch's number among them.
             received: What the previous stage sent.
             state: State of the random numbers, where it goes from stage to stage.
             training: Whether a backward pass follows.
@@ -181,26 +198,26 @@ class StageRun:
             UnsupportedError: The next stage expects another tensor.
         """
         setup = self.setup
-        key = (*self.random_key, leg.number(index), setup.stage.index)
+        key = (*self.random_key, leg.number(index), stage.index)
         if not setup.carries_random_state:
             seed_generators(*key)
         with continued_random_numbers(state, *key) if setup.carries_random_state else nullcontext(), setup.norms.noting():
-            outputs = setup.stage.module(*received, *self._inputs(leg, index))
+            outputs = stage.module(*received, *self._inputs(leg, stage, index))
             after = generator_state(setup.device) if setup.carries_random_state else None
-        for output, spec, node in zip(outputs, leg.sent, setup.stage.boundary_out, strict=True):
+        for output, spec, node in zip(outputs, leg.crossings[stage.index].sent, stage.boundary_out, strict=True):
             # A transport does not compare shapes or dtypes.
             loses_gradient = training and output.requires_grad and not spec.requires_grad
             if tuple(output.shape) != spec.shape or output.dtype != spec.dtype or loses_gradient:
-                raise _mismatch_error(setup.stage, node, output, spec)
+                raise _mismatch_error(stage, node, output, spec)
         return outputs, after
 
-    def mixing_call(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> str | None:
-        """The call of the stage in which the samples of a microbatch notice each other, found by trial; None for none."""
+    def mixing_call(self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...]) -> str | None:
+        """The call of a stage in which the samples of a microbatch notice each other, found by trial; None for none."""
         setup = self.setup
-        dims = [setup.sample_dims.get(node.name) for node in setup.stage.boundary_in]
-        dims += [setup.input_dims[i] for i in setup.stage.region_inputs]
-        inputs = [*received, *self._inputs(leg, index)]
-        module, rows_of = setup.stage.module, setup.sample_dims.get
+        dims = [setup.sample_dims.get(node.name) for node in stage.boundary_in]
+        dims += [setup.input_dims[i] for i in stage.region_inputs]
+        inputs = [*received, *self._inputs(leg, stage, index)]
+        module, rows_of = stage.module, setup.sample_dims.get
         mixing = mixing_call(module, inputs, dims, rows_of, leg.rows)
         if leg.rows == 1 and leg.admits_one_more:
             mixing = mixing_call_of_one(module, inputs, dims, rows_of)
@@ -208,27 +225,28 @@ class StageRun:
             mixing = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
         return mixing
 
-    def saved_bytes(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> int:
-        """Bytes that autograd keeps for the backward pass of a microbatch, found by trial."""
-        inputs = tuple(t.clone().requires_grad_(s.requires_grad) for t, s in zip(received, leg.received, strict=True))
-        module, there = self.setup.stage.module, (value for value in self.values if value is not None)
+    def saved_bytes(self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...]) -> int:
+        """Bytes that autograd keeps for a stage's backward pass of a microbatch, found by trial."""
+        specs = leg.crossings[stage.index].received
+        inputs = tuple(t.clone().requires_grad_(s.requires_grad) for t, s in zip(received, specs, strict=True))
+        module, there = stage.module, (value for value in self.values if value is not None)
         saved = SavedBytes((*module.parameters(), *module.buffers(), *there))
         try:
             with torch.enable_grad(), saved.counting():
-                self.compute(leg, index, inputs, state=None, training=True)
+                self.compute(leg, stage, index, inputs, state=None, training=True)
         except Exception as error:  # torch.func, for one, cannot be looked at so; what else fails will fail again
             _logger.debug("What autograd keeps cannot be seen (%s)", error)
         return saved.num_bytes
 
-    def _inputs(self, leg: Leg, index: int) -> list[Tensor | None]:
+    def _inputs(self, leg: Leg, stage: Stage, index: int) -> list[Tensor | None]:
         setup = self.setup
-        wanted = ((self.values[i], setup.input_dims[i]) for i in setup.stage.region_inputs)
+        wanted = ((self.values[i], setup.input_dims[i]) for i in stage.region_inputs)
         return [None if value is None else cut(value, dim, leg.row(index), leg.rows) for value, dim in wanted]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """The graph of one microbatch on this rank: what it began with, and where it ended.
+    """The graph of one microbatch in one stage: what it began with, and where it ended.
 
     The outputs themselves have been sent or joined; their memory is given back, but for what autograd has saved.
     """
@@ -242,16 +260,16 @@ class RegionPass:
     """One call of the region. Made by every rank of the pipeline.
 
     Attributes:
-        setup: The stage and the microbatches.
+        setup: The stages and the microbatches.
         values: The region's inputs and draws for the whole batch; None for a draw that is made where it stands.
         random_key: Identifies the batch within the run, for the random numbers of stages.
         training: Whether a backward pass may follow.
         announce: Tells the other ranks that the backward pass begins, and whether what the stages saved is kept for one more.
             Called on the last stage.
-        tries: Where the first microbatch is to show that the stage treats samples one by one, what it was before.
+        tries: Where the first microbatch is to show that the stages treat samples one by one, what they were before.
         measures: Whether the first microbatch is to show what autograd would keep of it. The state of the random numbers must
             not go from stage to stage then.
-        obstacle: Why this rank's stage does not, or must not run more than once for a batch, after a try.
+        obstacle: Why this rank's stages do not, or must not run more than once for a batch, after a try.
         saved_bytes: What autograd would keep on this rank, after a measurement.
         retains: Whether what the stages saved is kept for one more backward pass.
     """
@@ -270,7 +288,7 @@ class RegionPass:
 
     def __post_init__(self) -> None:
         self._run = StageRun(self.setup, self.values, self.random_key)
-        self._kept: dict[int, _Kept] = {}  # by number of the microbatch
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and number of the microbatch
         self._results = self.setup.joining()
 
     # ------------------------------------------------------------------ forward
@@ -298,31 +316,31 @@ class RegionPass:
             self.tries = None  # it holds copies
         return self._results.take() if self.setup.is_last else None
 
-    def _forward_one(self, leg: Leg, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """One microbatch through this rank's stage."""
-        setup, number = self.setup, leg.number(index)
+    def _forward_one(self, leg: Leg, of: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """One microbatch through the stage ``of`` this index."""
+        setup, stage, number = self.setup, self.setup.stages[of], leg.number(index)
         state: Tensor | None = None
-        if setup.carries_random_state and setup.stage.index:
+        if setup.carries_random_state and of:
             *tensors, state = received
             received = tuple(tensors)
         if self.training:
             received = tuple(
                 tensor.detach().requires_grad_(spec.requires_grad and torch.is_grad_enabled())
-                for tensor, spec in zip(received, leg.received, strict=True)
+                for tensor, spec in zip(received, leg.crossings[of].received, strict=True)
             )
-        if self.tries is not None and number == 0:
-            call = self._run.mixing_call(leg, index, received)
+        if self.tries is not None and number == 0 and self.obstacle is None:
+            call = self._run.mixing_call(leg, stage, index, received)
             self.obstacle = None if call is None else f"in {call}, samples of the batch notice each other"
         if self.measures and number == 0:
-            self.saved_bytes = self._run.saved_bytes(leg, index, received)
-        outputs, state = self._run.compute(leg, index, received, state=state, training=self.training)
+            self.saved_bytes += self._run.saved_bytes(leg, stage, index, received)
+        outputs, state = self._run.compute(leg, stage, index, received, state=state, training=self.training)
         if self.tries is not None and number == 0:
-            self.tries.note_first()
+            self.tries.note_first(stage.module, [other.module for other in setup.stages.values() if other is not stage])
         if self.training and torch.is_grad_enabled():
             ends = tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)
-            self._kept[number] = _Kept(received=received, ends=ends)
+            self._kept[of, number] = _Kept(received=received, ends=ends)
         detached = tuple(output.detach() for output in outputs)
-        if not setup.is_last:
+        if of != setup.last_stage:
             contiguous = tuple(output.contiguous() for output in detached)
             return contiguous if state is None else (*contiguous, state)
         if state is not None:
@@ -337,7 +355,7 @@ class RegionPass:
 
         Args:
             gradients: On the last stage, those of the joined results.
-            only: The tensors of this rank's stage that get gradients; by default all that it trains.
+            only: The tensors of this rank's stages that get gradients; by default all that it trains.
         """
         for leg in self.setup.legs:
             assert leg.backward is not None
@@ -354,30 +372,32 @@ class RegionPass:
         leg: Leg,
         joined: Sequence[Tensor | None],
         only: Sequence[Tensor] | None,
+        of: int,
         index: int,
         received: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """One microbatch back through this rank's stage; returns the gradients for the previous one.
+        """One microbatch back through a stage; returns the gradients for the previous one.
 
         Args:
             leg: The microbatches of its size.
             joined: On the last stage, the gradients of the joined results.
             only: See :meth:`backward`.
-            index: Its number among them.
+            of: The stage's index.
+            index: The microbatch's number among them.
             received: On another stage, the gradients of what it had sent.
         """
-        number = leg.number(index)
-        kept = self._kept.get(number) if self.retains else self._kept.pop(number, None)
+        key, crossing = (of, leg.number(index)), leg.crossings[of]
+        kept = self._kept.get(key) if self.retains else self._kept.pop(key, None)
         if kept is None:
             raise RuntimeError(
                 "Trying to backward through the pipelined calls a second time: what they saved has been freed. "
                 "Specify retain_graph=True where backward is called the first time."
             )
-        if self.setup.is_last:
+        if of == self.setup.last_stage:
             gradients = self._own_gradients(leg, index, joined)
         else:
             waiting = iter(received)
-            gradients = [next(waiting) if spec.requires_grad else None for spec in leg.sent]
+            gradients = [next(waiting) if spec.requires_grad else None for spec in crossing.sent]
         pairs = [
             (end, gradient)
             for end, gradient in zip(kept.ends, gradients, strict=True)
@@ -388,7 +408,7 @@ class RegionPass:
         inputs = None if only is None else [tensor for tensor in (*kept.received, *only) if tensor.requires_grad]
         if pairs and inputs != []:
             torch.autograd.backward([e for e, _ in pairs], [g for _, g in pairs], retain_graph=self.retains, inputs=inputs)
-        trained = [t for t, spec in zip(kept.received, leg.received, strict=True) if spec.requires_grad]
+        trained = [t for t, spec in zip(kept.received, crossing.received, strict=True) if spec.requires_grad]
         sent = tuple(torch.zeros_like(t) if t.grad is None else t.grad.contiguous() for t in trained)
         for tensor in trained:
             tensor.grad = None

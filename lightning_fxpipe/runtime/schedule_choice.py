@@ -20,7 +20,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
 from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_pass import PassSetup
-from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 from lightning_fxpipe.stages.memory import memory_for_rank
 from lightning_fxpipe.tracing.trace_log import TraceLog
 
@@ -47,8 +47,9 @@ class Interleaving:
     """
 
     def __init__(self, *, schedule: ScheduleName, options: LossOptions, topology: Topology, log: TraceLog) -> None:
-        self._is_asked_for = schedule == "1f1b"
-        self.may_be = schedule != "gpipe"
+        self._name = "1F1B" if schedule in ("auto", "1f1b") else f'schedule="{schedule}"'
+        self.may_be = SCHEDULES[schedule].alternates
+        self._is_asked_for = self.may_be and schedule != "auto"
         self._options = options
         self._topology = topology
         self._log = log
@@ -126,7 +127,7 @@ class Interleaving:
             )
 
     def _is_tight(self, needed: int, parameters: Sequence[nn.Parameter]) -> bool:
-        free = memory_for_rank(self._topology.device, self._topology.num_stages)
+        free = memory_for_rank(self._topology.device, self._topology.num_ranks)
         if free is None:
             return False
         # Gradients and the optimizer's states, two for each parameter with Adam, are still to come.
@@ -150,7 +151,7 @@ class Interleaving:
         if self._finding.reduction is not None and self._options.reduction is not None:
             todo = f"Set FxPipeStrategy(loss_reduction={self._finding.reduction.value!r}), or leave it out."
         raise UnsupportedError(
-            "1F1B cannot train this loss: it is not made of those of the microbatches.",
+            f"{self._name} cannot train this loss: it is not made of those of the microbatches.",
             observed=observed,
             expected="a mean or a sum over samples, or a mean with the weights that loss_weight gives",
             todo=todo,

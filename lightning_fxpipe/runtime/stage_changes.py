@@ -8,7 +8,7 @@ Buffers are allowed to change, and the user is told: most are statistics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ class StageChanges:
     """Made before the microbatches run.
 
     Args:
-        root: The LightningModule, with this rank's stage.
+        root: The LightningModule, with this rank's stages.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -82,10 +82,19 @@ class StageChanges:
         self._frozen = {fqn: _Frozen(p, totals[fqn], p.detach().clone() if copies else None) for fqn, p in frozen.items()}
         self._after_first: dict[str, Any] = {}
 
-    def note_first(self) -> None:
-        """Called when the first microbatch has gone through: what changes once, such as a flag, is no count."""
-        self._after_first = self._counts()
-        self._totals_after_first = _Totals.of(self._trained)
+    def note_first(self, stage: nn.Module, others: Sequence[nn.Module] = ()) -> None:
+        """Called when the first microbatch has gone through a stage: what changes once, such as a flag, is no count.
+
+        Args:
+            stage: The stage.
+            others: The rank's other stages, which it may not have been through.
+        """
+        # What several stages have counts from the first of them on.
+        own = {id(held) for held in (*stage.modules(), *stage.parameters())}
+        later = {id(held) for other in others for held in (*other.modules(), *other.parameters())} - own
+        self._after_first = self._counts(later) | self._after_first
+        new = {fqn: p for fqn, p in self._trained.items() if id(p) not in later and fqn not in self._totals_after_first}
+        self._totals_after_first |= _Totals.of(new)
 
     def reason(self) -> str | None:
         """Why batches must not be cut, after all microbatches; None if they may.
@@ -130,10 +139,12 @@ class StageChanges:
                 if frozen.copy is not None:
                     frozen.parameter.copy_(frozen.copy)
 
-    def _counts(self) -> dict[str, Any]:
-        """Numbers that modules hold, and the lengths of their lists and dicts."""
+    def _counts(self, later: Collection[int] = ()) -> dict[str, Any]:
+        """Numbers that modules hold, and the lengths of their lists and dicts, but for some modules, by identity."""
         found: dict[str, Any] = {}
         for path, module in self._root.named_modules():
+            if id(module) in later:
+                continue
             for name, value in vars(module).items():
                 if name in _TORCHS_OWN:
                     continue

@@ -50,7 +50,7 @@ class ValuesNeeded(Exception):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageTrace:
-    """A trace and this rank's stage of it; ``span`` is None where the region is a single call, which other steps may make.
+    """A trace and this rank's stages of it; ``span`` is None where the region is a single call, which other steps may make.
 
     ``stages_with_inputs`` are the stages, of all ranks, that compute with a tensor that the region is called with.
     """
@@ -58,7 +58,7 @@ class StageTrace:
     kind: StepKind
     span: Span | None
     traced: TracedRegion
-    stage: Stage
+    stages: tuple[Stage, ...]
     stages_with_inputs: frozenset[int]
 
     @property
@@ -260,7 +260,7 @@ class StageTraces:
             kind=kind,
             span=region.span if isinstance(region, StepRegion) else None,
             traced=assignment.chain.traced,
-            stage=build_stage(assignment, self._topology.stage_index),
+            stages=tuple(build_stage(assignment, stage) for stage in self._topology.stages),
             stages_with_inputs=stages_with_inputs(assignment),
         )
         self._note_looks(kind, made.traced)
@@ -286,7 +286,7 @@ class StageTraces:
         Raises:
             CannotFollow: It failed on one of them, in a step that trains nothing.
         """
-        if kind is StepKind.TRAIN or self._topology.num_stages == 1:
+        if kind is StepKind.TRAIN or self._topology.num_ranks == 1:
             return cut()
         made: _Cut | None = None
         failure: FxPipeError | None = None

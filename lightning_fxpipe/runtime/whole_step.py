@@ -78,7 +78,7 @@ class WholeSteps:
         facts = "; ".join(text for text in (error.where, error.observed) if text)
         why = f"Results are those of one device. Why: {error.what} ({facts})"
         rest = f"the rest of the model, {num_bytes / 2**20:,.1f} MiB"
-        free = memory_for_rank(self._topology.device, self._topology.num_stages)
+        free = memory_for_rank(self._topology.device, self._topology.num_ranks)
         if not of_last_stage(free is None or num_bytes <= _USABLE_SHARE * free, self._topology):
             self._warn(
                 f"The {kind.value} cannot run in stages at once, and the last stage's rank has no room for {rest}. So every "
@@ -161,12 +161,12 @@ class WholeSteps:
 
     def _missing(self) -> list[tuple[int, Tensor]]:
         """What the last stage lacks, with the rank that has it, in the same order on every rank."""
-        held, last = first_held(self._module, self._plan), self._topology.last_stage
+        held, topology = first_held(self._module, self._plan), self._topology
         return [
-            (self._topology.rank_of(stage), tensor)
+            (topology.rank_of(stage), tensor)
             for stage, tensors in held.items()
             for fqn, tensor in tensors.items()
-            if last not in self._plan.stages_of(fqn)
+            if topology.last_rank not in topology.ranks_of(self._plan.stages_of(fqn))
         ]
 
     def _own_versions(self) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """The order in which microbatches go through the stages, forward and backward.
 
-- ``pipelining``: the classes of ``torch.distributed.pipelining`` by name. A further schedule gets its name here, and is
-  chosen in ``runtime.schedule_choice``.
+- ``by_name``: the schedules that a user can ask for. A further one gets its name here.
+- ``pipelining``: runs them, as classes of ``torch.distributed.pipelining`` or as tables that torch runs.
+- ``split_backward``: where gradients of weights may come later than those of inputs.
 """

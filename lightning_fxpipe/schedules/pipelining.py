@@ -5,28 +5,32 @@ How the public classes are used (seen in torch 2.13 and 2.15; ``tests/ranks/test
 * Metadata is static: ``input_args`` and ``output_args`` are given, so no forward runs only to learn shapes.
 * Each microbatch's forward gets its own index (``mb``) and looks everything else up by it; ``step`` is called with
   ``mb=torch.arange(M)``, which torch cuts into M one-element tensors.
-* The backward pass of a region is a pipeline of its own, in the reverse order of the stages. Only 1F1B leaves it to torch:
-  there the last stage's forward returns the weighted loss; ``loss_fn`` hands it through, ``scale_grads=False``.
+* The backward pass of a region is a pipeline of its own, in the reverse order of the stages. It is left to torch only where
+  microbatches go forward and backward by turns: there the last stage's forward returns the weighted loss; ``loss_fn`` hands it
+  through, ``scale_grads=False``.
 * Between two steps nothing of a batch is kept, nor memory for the next one (``_compat.pipelining``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lightning_fxpipe._compat.pipelining import FrugalStage
+from lightning_fxpipe._compat.autograd import with_own_node
+from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, unlogged
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.schedules.by_name import Order
+from lightning_fxpipe.schedules.split_backward import HookWatch, may_split
+from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.stages.build import TensorSpec
 
-ScheduleName = Literal["auto", "gpipe", "1f1b"]
-
-RunMicrobatch = Callable[[int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]
+RunMicrobatch = Callable[[int, int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
@@ -34,71 +38,109 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One of a rank's stages in a pass.
+
+    Attributes:
+        stage: The stage.
+        index: Its number on the way of the pass.
+        received: Specs of the tensors received from the place before; empty for the first.
+        sent: Specs of the tensors sent to the next place; None for the last.
+        parameters: Those whose gradients the stage computes, where they may come later than those of its inputs; else None.
+    """
+
+    stage: int
+    index: int
+    received: tuple[TensorSpec, ...]
+    sent: tuple[TensorSpec, ...] | None
+    parameters: tuple[nn.Parameter, ...] | None = None
+
+
 class _MicrobatchAdapter(nn.Module):
     """What torch calls for each microbatch: gives the received tensors and the microbatch's index to ``run``."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
         super().__init__()
         self.run: RunMicrobatch | None = None
+        self._place = place
+        self._watch = HookWatch()
+        self._splits: dict[int, bool] = {}  # by microbatch
 
     def forward(self, *received: Tensor, mb: Tensor) -> Tensor | tuple[Tensor, ...]:
         assert self.run is not None
-        return self.run(int(mb), received)
+        place, index = self._place, int(mb)
+        if place.parameters is None:
+            return self.run(place.stage, index, received)
+        with self._watch.watching():
+            outputs = self.run(place.stage, index, received)
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        # torch detaches them in place after the first half of their backward pass, and the second may need what was sent.
+        outputs = tuple(with_own_node(output) if output.requires_grad else output for output in outputs)
+        self._splits[index] = not self._watch.has_seen_any and may_split(received, outputs, place.parameters)
+        return outputs[0] if place.sent is None else outputs
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Those of the stage, which is no submodule: torch asks for them where it splits backward passes."""
+        return iter(self._place.parameters or ())
+
+    def splits(self, index: int) -> bool:
+        """Whether the backward pass of a microbatch may be split. The first place's runs as a whole when torch splits it."""
+        return self._splits.get(index, False) or self._place.index == 0
 
 
 class Pipeline:
     """One rank's part of a pass of microbatches of one shape through all ranks.
 
     Args:
-        stage_index: The rank's place.
-        num_stages: Places, one a rank.
-        received: Specs of the tensors received from the previous place; empty for the first.
-        sent: Specs of the tensors sent to the next place; None for the last.
+        places: The rank's stages, in the order of the pass.
+        num_places: Those of all ranks.
         num_microbatches: Microbatches in one call of :meth:`step`.
-        is_interleaved: Whether torch runs backward, too, one microbatch after another's forward pass (1F1B); the last place
-            then gives each microbatch's weighted loss. With fewer microbatches than stages all forward passes come first.
-            Else there are forward passes only.
+        order: In which order the ranks do what.
+        has_backward: Whether torch runs backward, too; the last place then gives each microbatch's weighted loss. Else there
+            are forward passes only, and the order's backward actions do nothing.
         device: Device of the received tensors.
-        group: Process group in which rank i has place i.
+        group: Process group whose ranks the order is for.
     """
 
     def __init__(
         self,
+        places: Sequence[Place],
         *,
-        stage_index: int,
-        num_stages: int,
-        received: tuple[TensorSpec, ...],
-        sent: tuple[TensorSpec, ...] | None,
+        num_places: int,
         num_microbatches: int,
+        order: Order,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        is_interleaved: bool = False,
+        has_backward: bool = False,
     ) -> None:
-        self._adapter = _MicrobatchAdapter()
-        scalar = torch.empty((), device="meta", requires_grad=is_interleaved)
-        self._stage = FrugalStage(
-            self._adapter,
-            stage_index,
-            num_stages,
-            device,
-            input_args=_examples(received, is_interleaved),
-            output_args=(scalar,) if sent is None else _examples(sent, is_interleaved),
-            group=group,
-        )
+        scalar = torch.empty((), device="meta", requires_grad=has_backward)
+        self._adapters = [_MicrobatchAdapter(place) for place in places]
+        self._stages = [
+            FrugalStage(
+                adapter,
+                place.index,
+                num_places,
+                device,
+                input_args=_examples(place.received, has_backward),
+                output_args=(scalar,) if place.sent is None else _examples(place.sent, has_backward),
+                group=group,
+                splits=adapter.splits,
+            )
+            for place, adapter in zip(places, self._adapters, strict=True)
+        ]
         self._num_microbatches = num_microbatches
-        self._has_losses = is_interleaved and sent is None
+        self._has_losses = has_backward and any(place.sent is None for place in places)
         self._failed = False
-        kind = Schedule1F1B if is_interleaved and num_microbatches >= num_stages else ScheduleGPipe
-        self._schedule = kind(
-            self._stage, num_microbatches, loss_fn=_pass_loss_through if is_interleaved else None, scale_grads=False
-        )
+        self._schedule = _schedule(order, self._stages, num_microbatches, _pass_loss_through if has_backward else None)
 
     def step(self, run: RunMicrobatch) -> None:
         """Runs all microbatches. Called by every rank of the pipeline.
 
         Args:
-            run: Computes one microbatch, from its index and what was received, which is its own. Returns what is sent; on the
-                last rank a scalar.
+            run: Computes one microbatch of a stage, from the stage, the microbatch's index and what was received, which is its
+                own. Returns what is sent; of the last place a scalar.
 
         Raises:
             Exception: What ``run`` raised, without the wrapper that torch puts around it.
@@ -110,11 +152,15 @@ class Pipeline:
                 todo="Make a new Trainer and module, and resume from a checkpoint.",
             )
         count = self._num_microbatches
-        self._adapter.run, self._failed = run, True
+        self._failed = True
+        for adapter in self._adapters:
+            adapter.run = run
         try:
             target = torch.zeros(count) if self._has_losses else None
-            self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
-            self._stage.clear_runtime_states()  # torch does so with the next step only
+            with unlogged():
+                self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
+            for stage in self._stages:
+                stage.clear_runtime_states()  # torch does so with the next step only
             self._failed = False
             return
         except RuntimeError as error:
@@ -123,8 +169,20 @@ class Pipeline:
             if not isinstance(failure, Exception):
                 raise
         finally:
-            self._adapter.run = None  # it holds the batch
+            for adapter in self._adapters:
+                adapter.run = None  # it holds the batch
         raise failure  # out here, where it keeps what led to it
+
+
+def _schedule(order: Order, stages: Sequence[FrugalStage], num_microbatches: int, loss: Callable[..., Tensor] | None) -> Any:
+    """What runs an order."""
+    if isinstance(order, ActionTable):
+        rows = [[str(action) for action in actions] for actions in order.ranks]
+        return TableSchedule(stages, num_microbatches, rows, loss_fn=loss, scale_grads=False)
+    if issubclass(order, PipelineScheduleSingle):
+        (stage,) = stages
+        return order(stage, num_microbatches, loss_fn=loss, scale_grads=False)
+    return order([*stages], num_microbatches, loss_fn=loss, scale_grads=False)
 
 
 def _pass_loss_through(loss: Tensor, target: Tensor) -> Tensor:

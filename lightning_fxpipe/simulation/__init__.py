@@ -4,9 +4,10 @@
 - ``orders``: the tables of GPipe, 1F1B, looped breadth-first, and interleaved 1F1B.
 - ``zero_bubble``, ``zero_bubble_v``, ``walk``: tables made to fit given costs and a limit of memory.
 - ``v_shape``: tables in which a rank's two stages lie in a V, for half or a third of the memory.
+- ``torch_tables``: those of torch's own schedules for which there is no table here.
 - ``by_name``: all of these by name, and the entry: what a schedule takes.
 - ``costs``: seconds and bytes of a stage's actions, and what a transfer between ranks takes.
 - ``simulator``: runs a table: when each action begins and ends, what is idle, what decides, what is in memory.
 
-Nothing here knows torch: a table is what the runtime is given, or would be.
+A table is the very one that the runtime executes. But for ``torch_tables`` nothing here knows torch.
 """

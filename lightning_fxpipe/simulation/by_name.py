@@ -17,6 +17,7 @@ from lightning_fxpipe.simulation.orders import (
     one_forward_one_backward,
 )
 from lightning_fxpipe.simulation.simulator import Simulation, run_table
+from lightning_fxpipe.simulation.torch_tables import torch_table
 from lightning_fxpipe.simulation.v_shape import v_half, v_min
 from lightning_fxpipe.simulation.zero_bubble import zero_bubble
 from lightning_fxpipe.simulation.zero_bubble_v import zero_bubble_v
@@ -26,6 +27,9 @@ SimulatedSchedule = Literal[
     "1f1b",
     "looped_bfs",
     "interleaved_1f1b",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipev",
     "zb_h1",
     "zb_h2",
     "zero_bubble",
@@ -33,8 +37,9 @@ SimulatedSchedule = Literal[
     "v_half",
     "v_min",
 ]
-_LOOPED = ("looped_bfs", "interleaved_1f1b")
-_V_SHAPED = ("zero_bubble_v", "v_half", "v_min")
+_LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
+_V_SHAPED = ("zbv_zero_bubble", "dualpipev", "zero_bubble_v", "v_half", "v_min")
+_TORCHS = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 _NO_LINK, _NO_OVERHEAD = Link(), Overhead()
 
 
@@ -54,9 +59,10 @@ def simulate(
         costs: Of each stage, for one microbatch.
         num_microbatches: How many a batch is cut into.
         schedule: A name, or a table of one's own (``ActionTable.from_csv``). "zero_bubble" and "zero_bubble_v" are made to fit
-            the costs and the memory; for "zero_bubble_v", "v_half" and "v_min" a rank has two stages, the first and the
-            last of those that are left.
-        stages_per_rank: For "looped_bfs" and "interleaved_1f1b": rank r of P has the stages r, r + P, r + 2 P and so on.
+            the costs and the memory. For "zbv_zero_bubble", "dualpipev", "zero_bubble_v", "v_half" and "v_min" a rank has two
+            stages, the first and the last of those that are left.
+        stages_per_rank: For "looped_bfs", "interleaved_1f1b" and "interleaved_zero_bubble": of P ranks, r has the stages r,
+            r + P, r + 2 P and so on.
         memory_bytes: For each rank, what its activations may take, for schedules that are made to fit.
         link: What it takes to send something to another rank.
         overhead: What is not computed, and takes time all the same.
@@ -76,6 +82,13 @@ def simulate(
             todo="Use that number, or another table.",
         )
     return run_table(table, costs, link=link, overhead=overhead)
+
+
+def stages_of_ranks(schedule: SimulatedSchedule, num_ranks: int) -> list[tuple[int, ...]]:
+    """The stages of each rank with a schedule, where nobody says how many."""
+    if schedule in _V_SHAPED:
+        return [(rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks)]
+    return [(rank, rank + num_ranks) if schedule in _LOOPED else (rank,) for rank in range(num_ranks)]
 
 
 def table_of(
@@ -101,8 +114,9 @@ def table_of(
             expected="at least 1",
             todo="Use at least one microbatch.",
         )
-    per_rank = 2 if schedule in _V_SHAPED else stages_per_rank
-    if stages_per_rank != 1 and schedule not in _LOOPED or per_rank < 1 or not costs or len(costs) % per_rank:
+    per_rank = stages_per_rank if schedule in _LOOPED else len(stages_of_ranks(schedule, 1)[0])
+    is_other = stages_per_rank not in (1, per_rank) and schedule not in _LOOPED
+    if is_other or per_rank < 1 or not costs or len(costs) % per_rank:
         raise ScheduleError(
             "A schedule cannot be made for so many stages.",
             observed=f"{schedule} for {len(costs)} stages, {stages_per_rank} on each rank",
@@ -119,6 +133,8 @@ def table_of(
         return looped_breadth_first(num_ranks, num_microbatches, stages_per_rank=per_rank)
     if schedule == "interleaved_1f1b":
         return interleaved(num_ranks, num_microbatches, stages_per_rank=per_rank)
+    if schedule in _TORCHS:
+        return torch_table(schedule, num_ranks, num_microbatches, stages_per_rank=per_rank)
     return _BY_COUNTS[schedule](num_ranks, num_microbatches)
 
 

@@ -45,34 +45,37 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> ActionTab
 
 
 def interleaved(num_ranks: int, num_microbatches: int, *, stages_per_rank: int) -> ActionTable:
-    """1F1B with several stages a rank, each of which takes P microbatches at a time.
+    """1F1B with several stages a rank, each of which takes P microbatches at a time, or a few more.
 
-    Rank r has stages r, r + P, r + 2 P and so on (Megatron-LM, arXiv 2104.04473, section 2.2).
+    Rank r has stages r, r + P, r + 2 P and so on (Megatron-LM, arXiv 2104.04473, section 2.2). Rounds of more than P
+    microbatches are those of torch's ``ScheduleInterleaved1F1B``, whose table this is.
 
     Raises:
-        ScheduleError: The number of microbatches is no multiple of that of the ranks.
+        ScheduleError: The microbatches cannot go in as many rounds as there are times P of them.
     """
-    if num_microbatches % num_ranks:
+    num_rounds = max(1, num_microbatches // num_ranks)
+    per_round = num_microbatches // num_rounds
+    if num_microbatches % num_rounds:
         raise ScheduleError(
-            "An interleaved schedule takes as many microbatches at a time as there are ranks.",
+            "An interleaved schedule takes its microbatches in rounds of as many as there are ranks, or a few more.",
             observed=f"{num_microbatches} microbatches on {num_ranks} ranks",
-            expected=f"a multiple of {num_ranks}",
-            todo='Use another number of microbatches, or schedule="1f1b".',
+            expected=f"a multiple of {num_rounds}, one for each round",
+            todo=f'Use a multiple of {num_ranks}, or schedule="1f1b".',
         )
     total = num_microbatches * stages_per_rank
 
     def place(step: int, is_backward: bool) -> tuple[int, int]:
         """Which of its stages a rank's forward (or backward) number ``step`` is of, and of which microbatch."""
-        rounds, inside = divmod(step, num_ranks * stages_per_rank)
-        chunk, index = divmod(inside, num_ranks)
-        return (stages_per_rank - 1 - chunk if is_backward else chunk), rounds * num_ranks + index
+        rounds, inside = divmod(step, per_round * stages_per_rank)
+        chunk, index = divmod(inside, per_round)
+        return (stages_per_rank - 1 - chunk if is_backward else chunk), rounds * per_round + index
 
     def of_rank(rank: int) -> Iterator[Action]:
         def action(step: int, is_backward: bool) -> Action:
             chunk, microbatch = place(step, is_backward)
             return Action(chunk * num_ranks + rank, BACKWARD if is_backward else FORWARD, microbatch)
 
-        num_first = min(total, (stages_per_rank - 1) * num_ranks + 2 * (num_ranks - rank - 1))
+        num_first = min(total, (stages_per_rank - 1) * per_round + 2 * (num_ranks - rank - 1))
         yield from (action(step, False) for step in range(num_first))
         for step in range(total):
             if num_first + step < total:

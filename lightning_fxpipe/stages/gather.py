@@ -36,7 +36,7 @@ def gather(root: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Se
     received: dict[str, Tensor] = {}
     for stage, mine in first_held(root, plan).items():
         sent = broadcast_value(mine, topology.rank_of(stage), topology.control_group)
-        if stage != topology.stage_index:
+        if stage not in topology.stages:
             received.update(sent)
     parameters = {id(entry.placeholder): entry.parameter for entry in dropped}
     names = canonical_fqns(root)

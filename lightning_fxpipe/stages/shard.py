@@ -6,7 +6,7 @@ state dict still see the whole module.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +34,13 @@ class Dropped:
 
 
 def drop_other_stages(
-    root: nn.Module, plan: PartitionPlan, stage_index: int, device: torch.device, materials: Materials | None = None
+    root: nn.Module, plan: PartitionPlan, stages: Sequence[int], device: torch.device, materials: Materials | None = None
 ) -> list[Dropped]:
     """Drops the tensors of the other stages, in place, and moves the rest of the module to ``device`` as Lightning does.
 
     Args:
         root, plan: The module, and which stage holds what.
-        stage_index, device: This rank's.
+        stages, device: This rank's.
         materials: Values for the tensors that have no data.
 
     Returns:
@@ -55,7 +55,7 @@ def drop_other_stages(
 
     def is_own(fqn: str) -> bool:
         holders = plan.stages_of(names[fqn])
-        return not holders or stage_index in holders
+        return not holders or any(stage in stages for stage in holders)
 
     if materials is None:
         check_is_whole(root.named_parameters())

@@ -192,7 +192,7 @@ class CheckpointHooks:
             return
         self._remove_linked()
         location = Location.of(path, storage_options)
-        check_seen_by_all(location, topology.num_stages)
+        check_seen_by_all(location, topology.num_ranks)
         with session.hooks.suspend():
             names = list(module.state_dict())
             checkpoint = without_foreign_extras(checkpoint, module)
@@ -251,7 +251,7 @@ class CheckpointHooks:
         """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
         session = self._now.session
         self._saver.wait()
-        location, rank, num_ranks = Location.of(path), self._now.topology.stage_index, self._now.topology.num_stages
+        location, rank, num_ranks = Location.of(path), self._now.topology.rank, self._now.topology.num_ranks
         check_seen_by_all(location, num_ranks)
         if location.path is not None:
             recover(location.path)

@@ -143,7 +143,7 @@ class ReplicaStrategy(Base):
             return decision
         votes = torch.tensor(int(decision), device="cpu")
         dist.all_reduce(votes, group=self._control_group)
-        return int(votes) == self.topology.num_stages if all else int(votes) > 0
+        return int(votes) == self.topology.num_ranks if all else int(votes) > 0
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

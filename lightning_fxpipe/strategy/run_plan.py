@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -17,14 +17,17 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.data.begun import BegunIterators
+from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
-from lightning_fxpipe.microbatch.split import first_microbatch, tensors_without_batch
+from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches, first_microbatch, tensors_without_batch
+from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
-from lightning_fxpipe.planner.step_plan import plan_jointly, region_or_joint_plan
+from lightning_fxpipe.planner.step_plan import check_rule, plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import logger, telling
 from lightning_fxpipe.reporting.wording import error_words
-from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_num_stages
+from lightning_fxpipe.schedules.by_name import Schedule
+from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
 from lightning_fxpipe.tracing.region import StepCall, holds_any, trains
 from lightning_fxpipe.user_code.frames import raising_source
@@ -54,14 +57,35 @@ class PlanOptions:
     Attributes:
         given: A plan to use instead of making one.
         num_stages: Number of stages, or ``"auto"``.
+        stages_per_rank: Of each device, or ``"auto"``.
         num_microbatches: Microbatches of a batch; None chooses by the batch's size.
         batch_dim: Dimension of the batch in its tensors.
+        balance: What is equal on all stages.
+        split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
     """
 
     given: PartitionPlan | None
-    num_stages: int | str
+    num_stages: int | Literal["auto"]
+    stages_per_rank: int | Literal["auto"]
     num_microbatches: int | None
     batch_dim: int
+    balance: BalanceName = "parameters"
+    split_points: tuple[str, ...] = ()
+
+    def placement(self, num_ranks: int, schedule: Schedule) -> Placement:
+        """Which rank has which stages. Errors as :func:`placement_for`."""
+        num_stages = self.num_stages
+        if self.given is not None:
+            if num_stages not in ("auto", self.given.num_stages):
+                raise UnsupportedError(
+                    "The given plan does not have as many stages as are asked for.",
+                    observed=f"FxPipeStrategy(num_stages={num_stages}), and a plan with {self.given.num_stages}",
+                    todo="Make the plan again with that number, or leave the option out.",
+                )
+            num_stages = self.given.num_stages
+        elif self.split_points and num_stages == "auto":
+            num_stages = len(self.split_points) + 1
+        return placement_for(num_ranks, schedule, num_stages=num_stages, stages_per_rank=self.stages_per_rank)
 
 
 class RunPlans:
@@ -93,7 +117,7 @@ class RunPlans:
         trainer: Trainer,
         module: LightningModule,
         *,
-        num_stages: int,
+        placement: Placement,
         device: torch.device,
         context: Callable[[StepKind], AbstractContextManager[None]],
     ) -> Planned:
@@ -102,24 +126,22 @@ class RunPlans:
         Args:
             trainer: The Trainer, about to run.
             module: The module, whole.
-            num_stages: As many as there are ranks.
+            placement: How many stages there are, and on how many ranks.
             device: This rank's device.
             context: Makes the precision plugin's context for a step.
 
         Raises:
-            UnsupportedError: There are fewer or more devices than stages, or no batch.
+            UnsupportedError: There is no batch.
             FxPipeError: As ``make_plan`` of ``planner.planning``.
         """
         options = self.options
-        check_num_stages(options.num_stages, num_stages)
         plan = options.given
         if plan is not None:
             plan.check_fits(_shapes(module))
-            check_num_stages(plan.num_stages, num_stages)
             check_batch_dim(options.batch_dim, plan.batch_dim)
             planned = Planned(plan=plan)
         else:
-            trial = _Trial(trainer, module, options, num_stages, device, context, self.begun)
+            trial = _Trial(trainer, module, options, placement, device, context, self.begun)
             kind = step_of_run(trainer)
             with telling(f"Tracing the {kind.words}", after_seconds=0):
                 planned = trial.plan(kind)
@@ -134,7 +156,7 @@ class _Trial:
     trainer: Trainer
     module: LightningModule
     options: PlanOptions
-    num_stages: int
+    placement: Placement
     device: torch.device
     context: Callable[[StepKind], AbstractContextManager[None]]
     begun: BegunIterators
@@ -177,7 +199,10 @@ class _Trial:
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit, take=self.begun.first))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
-            planned = region_or_joint_plan(self.module, of_region, jointly) if kind is StepKind.TRAIN else of_region()
+            if kind is StepKind.TRAIN:
+                planned = region_or_joint_plan(self.module, of_region, jointly, self._rule(batch))
+            else:
+                planned = of_region()
             without_batch = tensors_without_batch(batch)
             plan = dataclasses.replace(planned.plan, batch_dim=self.options.batch_dim, without_batch=without_batch)
             return dataclasses.replace(planned, plan=plan)
@@ -185,7 +210,7 @@ class _Trial:
     def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool]) -> Planned:
         """A plan for the step as one region; ``fallback`` tells what is a model where it cannot run without data."""
         options = self.options
-        microbatch, size = first_microbatch(batch, options.num_microbatches, self.num_stages, options.batch_dim)
+        microbatch, size = first_microbatch(batch, options.num_microbatches, self.placement.num_ranks, options.batch_dim)
         found = first_regions(
             self.module,
             partial(StepCall.of_step, getattr(self.module, kind.value), microbatch),
@@ -194,7 +219,19 @@ class _Trial:
             device=self.device,
             fallback=fallback,
         )
-        return plan_regions(self.module, found, num_stages=self.num_stages, device=self.device)
+        return plan_regions(self.module, found, rule=self._rule(batch), device=self.device)
+
+    def _rule(self, batch: Any) -> CutRule:
+        options, placement = self.options, self.placement
+        num_samples = count_samples(batch, options.num_microbatches, options.batch_dim).num_samples
+        rule = CutRule(
+            num_stages=placement.num_stages,
+            balance=options.balance,
+            num_microbatches=options.num_microbatches or default_num_microbatches(num_samples, placement.num_ranks),
+            split_points=options.split_points,
+        )
+        check_rule(rule, self.module)
+        return rule
 
     def _plan_jointly(self, batch: Any, *, accepts_part: bool) -> PartitionPlan:
         """A plan for a step that every rank runs, with as many optimizers as it has."""
@@ -203,7 +240,7 @@ class _Trial:
                 self.module,
                 StepCall.of_step(self.module.training_step, batch),
                 batch,
-                num_stages=self.num_stages,
+                num_stages=self.placement.num_stages,
                 batch_dim=self.options.batch_dim,
                 device=self.device,
                 accepts_part=accepts_part,

@@ -43,7 +43,7 @@ from lightning_fxpipe.runtime.batch_result import BatchResult, StepNews
 from lightning_fxpipe.runtime.batch_run import PipelineRuntime
 from lightning_fxpipe.runtime.joint_step import JointSteps
 from lightning_fxpipe.runtime.whole_step import WholeSteps
-from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.schedules.by_name import ScheduleName
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.shard import drop_other_stages
@@ -102,7 +102,7 @@ class Session:
         self.plan = plan
         self._topology = topology
         self.is_split = True
-        self._dropped = drop_other_stages(module, plan, topology.stage_index, topology.device, materials)
+        self._dropped = drop_other_stages(module, plan, topology.stages, topology.device, materials)
         self._materials = materials
         belong_to_one_replica(held_metrics(module).values())
         self._shared = _share_parameters(module, plan, topology)
@@ -162,17 +162,17 @@ class Session:
         for copy in averaged_modules(trainer):
             if not any(parameter.is_meta for parameter in copy.parameters()):
                 # What is averaged with this rank's stage; the rest would cost the memory of the whole model.
-                drop_other_stages(copy, self.plan, self._topology.stage_index, self._topology.device)
+                drop_other_stages(copy, self.plan, self._topology.stages, self._topology.device)
         for monitor, throughput in throughputs(trainer):
             # The whole pipeline is the device that works on a batch.
-            throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_stages
+            throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_ranks
         self.hooks.install(trainer)
         self._old_gradients = None
-        if self._topology.num_stages > 1:
+        if self._topology.num_ranks > 1:
             self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
         self._sparing.watch(
             running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
-            free_stages=self._runtime.batch_traces.free_stages,
+            free_ranks=self._runtime.batch_traces.free_ranks,
             is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
         )
 
@@ -300,7 +300,7 @@ class Session:
     def _make_whole(self, num_copies: int, *, must: bool) -> None:
         """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank."""
         num_bytes = sum(t.numel() * t.element_size() for t in (*self.module.parameters(), *self.module.buffers()))
-        is_whole = self._topology.num_stages == 1
+        is_whole = self._topology.num_ranks == 1
         if not must and not is_whole and not has_room_for_copies(num_bytes, num_copies, self._topology):
             warn(
                 f"The module stays split: {num_copies} copies of {num_bytes / 2**30:.1f} GiB do not fit into the memory "
@@ -461,16 +461,15 @@ def _hooks_change_checkpoints(module: Any) -> bool:
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:
-    """Finds what several stages hold, and makes it equal on all holders, as well as what every rank holds."""
+    """Finds what several ranks hold, and makes it equal on all holders, as well as what every rank holds."""
     copies = []
     for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
-        stages = plan.stages_of(fqn)
-        if len(stages) > 1:
-            ranks = tuple(topology.rank_of(stage) for stage in stages)
-            copies.append((ranks, tensor if topology.stage_index in stages else None))
+        ranks = topology.ranks_of(plan.stages_of(fqn))
+        if len(ranks) > 1:
+            copies.append((ranks, tensor if topology.holds_any(plan.stages_of(fqn)) else None))
     shared = SharedParameters(copies, topology)
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):
-        if topology.num_stages > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
+        if topology.num_ranks > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
             dist.broadcast(tensor.data, src=0)
     return shared

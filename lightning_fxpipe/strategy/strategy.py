@@ -35,11 +35,12 @@ from lightning_fxpipe.metrics.metric_states import one_replica
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
 from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
+from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
-from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
@@ -65,14 +66,24 @@ class PipelineStrategy(ReplicaStrategy):
     device and in a process of its own. Every batch is split into microbatches that flow through the stages.
 
     Args:
-        num_stages: Number of stages, one for each device. ``"auto"``: as many as the Trainer has devices.
+        num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says.
+        stages_per_rank: Stages on each device. ``"auto"``: two where the schedule wants several, else one. With several, a
+            pipeline runs on a single device, too.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
             for each stage where the batch allows it.
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
-            step once on the whole batch, and then all backward: any loss is exact. ``"1f1b"`` keeps at most ``num_stages``
-            microbatches alive on a stage; the rest of the step runs for each microbatch, too, and the loss must be a sum over
-            microbatches, which is checked. ``"auto"`` takes it where the loss allows it and a batch's activations would take
-            more than half of the memory that is left, and else ``"gpipe"``.
+            step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
+            on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs
+            for each microbatch, too, and the loss must be a sum over microbatches, which is checked. ``"auto"`` takes it
+            where the loss allows it and a batch's activations would take more than half of the memory that is left, and else
+            ``"gpipe"``. All others are kinds of 1F1B, which idle less: ``"interleaved_1f1b"`` with several stages on each
+            device; ``"zb_h1"``, ``"zb_h2"``, ``"zero_bubble"`` and ``"interleaved_zero_bubble"``, which compute
+            gradients of weights later than those of inputs; ``"zbv_zero_bubble"``, ``"dualpipev"``, ``"v_half"`` and
+            ``"v_min"``, which place two stages on each device in a V, the last two to take less memory.
+        balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
+            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches.
+        split_points: Paths of the modules that the stages after the first begin with, as ``model.layers.12``, instead of a
+            balance. The number of stages follows from them.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
         loss_reduction: For ``"1f1b"``: what the loss is over the samples of a batch, ``"mean"``, ``"sum"``, or ``"auto"`` to
@@ -99,8 +110,11 @@ class PipelineStrategy(ReplicaStrategy):
     def __init__(
         self,
         num_stages: PositiveInt | Literal["auto"] = "auto",
+        stages_per_rank: PositiveInt | Literal["auto"] = "auto",
         num_microbatches: PositiveInt | Literal["auto"] = "auto",
         schedule: ScheduleName = "auto",
+        balance: BalanceName = "parameters",
+        split_points: list[str] | None = None,
         plan: PlanFile | PartitionPlan | None = None,
         loss_reduction: LossReductionName = "auto",
         loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
@@ -114,8 +128,13 @@ class PipelineStrategy(ReplicaStrategy):
     ) -> None:
         super().__init__()
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
+        if plan is not None and (split_points or balance != "parameters"):
+            raise ValueError("FxPipeStrategy: the plan says where the cuts are; leave split_points and balance out")
         check_options(
+            balance=balance,
+            split_points=split_points,
             num_stages=num_stages,
+            stages_per_rank=stages_per_rank,
             num_microbatches=num_microbatches,
             schedule=schedule,
             batch_dim=batch_dim,
@@ -126,8 +145,11 @@ class PipelineStrategy(ReplicaStrategy):
             PlanOptions(
                 given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
                 num_stages=num_stages,
+                stages_per_rank=stages_per_rank,
                 num_microbatches=self._num_microbatches,
                 batch_dim=batch_dim,
+                balance=balance,
+                split_points=tuple(split_points or ()),
             )
         )
         self._loss = LossOptions.of(loss_reduction, loss_weight)
@@ -214,7 +236,7 @@ class PipelineStrategy(ReplicaStrategy):
         begin_run(start, self.cluster_environment.main_address)
         self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
-        if self.topology.num_stages > 1:
+        if self.topology.num_ranks > 1:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
         # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
@@ -224,8 +246,9 @@ class PipelineStrategy(ReplicaStrategy):
 
     def _take_place(self) -> None:
         """Joins the process groups that all runs share. A module that is in stages stays in those of its session."""
+        placement = self._plans.options.placement(self._num_machines * self.num_processes, SCHEDULES[self._schedule])
         with noted_connections():
-            topology = shared_topology(self.root_device, self._timeout, num_failed_runs())
+            topology = shared_topology(self.root_device, self._timeout, placement, num_failed_runs())
         if self._topology is None or (topology is not self._topology and not self._is_in_stages()):
             self._topology = topology
             self._sparing = Sparing(topology, inform)
@@ -270,7 +293,7 @@ class PipelineStrategy(ReplicaStrategy):
             self._stage_optimizers = kept_through(self._stage_optimizers, self.module, self.session.dropped, group)
         self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._stage_optimizers))
         # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
-        local_rank = self.local_rank if self.topology.num_stages > 1 else None
+        local_rank = self.local_rank if self.topology.num_ranks > 1 else None
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
         self.setup_precision_plugin()
@@ -291,7 +314,7 @@ class PipelineStrategy(ReplicaStrategy):
                     planned = self._plans.make(
                         trainer,
                         self.module,
-                        num_stages=self.topology.num_stages,
+                        placement=self.topology.placement,
                         device=self.root_device,
                         context=partial(step_context, self.precision_plugin),
                     )
@@ -325,7 +348,7 @@ class PipelineStrategy(ReplicaStrategy):
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
         trained = [] if has_no_optimizer(self.optimizers) else self.optimizers
-        coupled = check_optimizers(trained, self.topology.num_stages) if trained or not self.optimizers else []
+        coupled = check_optimizers(trained, self.topology.num_ranks) if trained or not self.optimizers else []
         self._stage_optimizers = [
             StageOptimizer(self.module, one, self.session.dropped, is_coupled=any(one is other for other in coupled))
             for one in trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from fsspec.utils import get_protocol
@@ -21,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat.lightning import takes_loader, validates_by_time
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
+from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
@@ -28,6 +29,7 @@ from lightning_fxpipe.optim.coupling import couples_parameters
 from lightning_fxpipe.optim.twins import CannotTryError
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.reporting.messages import inform, warn
+from lightning_fxpipe.schedules.by_name import Schedule
 
 
 def check_torch(num_processes: int, version: str = torch.__version__) -> None:
@@ -44,17 +46,46 @@ def check_torch(num_processes: int, version: str = torch.__version__) -> None:
         )
 
 
-def check_num_stages(num_stages: int | str, num_devices: int) -> None:
-    """Raises :class:`UnsupportedError` unless there is one device for each stage."""
-    if num_stages not in ("auto", num_devices):
-        more = "more" if isinstance(num_stages, int) and num_devices > num_stages else "fewer"
+def placement_for(
+    num_ranks: int, schedule: Schedule, *, num_stages: int | Literal["auto"], stages_per_rank: int | Literal["auto"]
+) -> Placement:
+    """Which device has which stages.
+
+    Args:
+        num_ranks: Devices.
+        schedule: How batches go through the stages.
+        num_stages: As the user or a given plan says.
+        stages_per_rank: As the user says.
+
+    Raises:
+        UnsupportedError: The stages cannot be as many on each device, or not with this schedule.
+    """
+    if num_stages == "auto":
+        count = schedule.stages_per_rank if stages_per_rank == "auto" else stages_per_rank
+    else:
+        count = num_stages // num_ranks
+        if num_stages % num_ranks or stages_per_rank not in ("auto", count):
+            raise _not_placed(num_stages, stages_per_rank, num_ranks)
+    if schedule.is_fixed and count != schedule.stages_per_rank:
         raise UnsupportedError(
-            f"There are {more} devices than stages.",
-            observed=f"{num_stages} stages and {num_devices} devices",
-            expected="one stage for each device",
-            todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}"
-            " (a plan made for another number of stages must be made again).",
+            f"The schedule {schedule.name!r} is not made for so many stages on each device.",
+            observed=f"{count * num_ranks} stages and {num_ranks} devices",
+            expected=f"{schedule.stages_per_rank} on each device",
+            todo=f"Set num_stages={schedule.stages_per_rank * num_ranks}, leave it out, or take another schedule "
+            "(a plan made for another number of stages must be made again).",
         )
+    return Placement(num_ranks=num_ranks, stages_per_rank=count, is_v=schedule.is_v)
+
+
+def _not_placed(num_stages: int, stages_per_rank: int | str, num_devices: int) -> UnsupportedError:
+    each = "the same number of stages" if stages_per_rank == "auto" else f"{stages_per_rank} stages"
+    return UnsupportedError(
+        "The stages cannot be shared out among the devices.",
+        observed=f"{num_stages} stages and {num_devices} devices",
+        expected=f"{each} on each device",
+        todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}, or another multiple of the devices"
+        " (a plan made for another number of stages must be made again).",
+    )
 
 
 def check_batch_dim(batch_dim: int, of_plan: int) -> None:

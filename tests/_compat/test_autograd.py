@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.autograd import after_backward, backward_keeps_graph, runs_before
+from lightning_fxpipe._compat.autograd import (
+    after_backward,
+    backward_keeps_graph,
+    has_gradient_hooks,
+    runs_before,
+    with_own_node,
+)
 
 
 class _Notes(torch.autograd.Function):
@@ -52,3 +58,29 @@ def test_an_operation_knows_which_of_its_inputs_a_pass_goes_on_to() -> None:
     torch.autograd.grad(total, y, retain_graph=True)
     total.backward()
     assert notes == [False, True, True, True]
+
+
+def test_a_parameters_gradient_hooks_are_seen() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert not has_gradient_hooks(parameter)
+    handle = parameter.register_hook(lambda gradient: gradient)
+    assert has_gradient_hooks(parameter)
+    handle.remove()
+    assert not has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert has_gradient_hooks(parameter)
+
+
+@pytest.mark.parametrize("make", [lambda x: x[:1], lambda x: x.exp(), lambda x: x.sum(), lambda x: x.t().contiguous()])
+def test_a_tensor_with_a_node_of_its_own_may_be_detached_in_place(make: Any) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    made = make(x)
+    own = with_own_node(made)
+    assert own.data_ptr() == made.data_ptr()
+    assert own.shape == made.shape
+    own.sum().backward(retain_graph=True)
+    assert x.grad is not None
+    own.detach_()
+    made.sum().backward()  # which may have saved itself
+    with pytest.raises(RuntimeError, match="detach views"):
+        (x * 2)[:1].detach_()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_fxpipe._compat.pipelining import FrugalStage
+from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, rows_of, unlogged
 
 OVERRIDDEN = [name for name, value in vars(FrugalStage).items() if inspect.isfunction(value) and not name.startswith("_")]
 
@@ -24,4 +26,63 @@ def test_a_stage_lists_what_it_receives() -> None:
     source = inspect.getsource(inspect.getmodule(PipelineStage) or torch)
     assert "self.args_recv_info: dict[int, tuple[" in source
     assert "self.grad_recv_info" in source
+    assert "self.bwd_cache" in source
     assert "self.fwd_cache" in source or "release_fwd_send_outputs" in source
+
+
+def table_schedule(rows: list[list[str]]) -> TableSchedule:
+    """Of two stages on one rank."""
+    one = torch.ones(1, 2)
+    stages: list[PipelineStage] = [
+        FrugalStage(torch.nn.Linear(2, 2), index, 2, torch.device("cpu"), input_args=one, output_args=one, group=group())
+        for index in range(2)
+    ]
+    return TableSchedule(stages, 2, rows, loss_fn=None)
+
+
+def group() -> torch.distributed.ProcessGroup:
+    """Of this process alone."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    assert torch.distributed.group.WORLD is not None
+    return torch.distributed.group.WORLD
+
+
+@pytest.fixture
+def _no_group_is_left() -> Iterator[None]:
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_group_is_left")
+def test_torch_runs_a_table() -> None:
+    rows = [["0F0", "1F0", "0F1", "1I0", "0B0", "1F1", "1W0", "1B1", "0B1"]]
+    schedule = table_schedule(rows)
+    assert rows_of(schedule) == rows
+    with pytest.raises(AssertionError, match="B"):
+        table_schedule([["0F0", "1F0", "0F1", "1F1"]])
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.mark.usefixtures("_no_group_is_left")
+def test_a_stage_that_fails_prints_no_schedule() -> None:
+    schedule, records = table_schedule([["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]]), _Records()
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    logger.addHandler(records)
+    try:
+        with pytest.raises(RuntimeError), unlogged():
+            schedule.step(torch.ones(2, 3))
+        assert not records.messages
+        with pytest.raises(RuntimeError):
+            schedule.step(torch.ones(2, 3))
+        assert any("Full Schedule" in message for message in records.messages)
+    finally:
+        logger.removeHandler(records)

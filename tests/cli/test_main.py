@@ -137,7 +137,7 @@ def test_simulate_prints_the_plan_and_what_a_step_would_take(project: Path, run:
     out = run("simulate", "--config", write(config_of(), project), "--device", "h100", "--num-microbatches", "2")
     assert out.startswith(str(plan_by_hand(2, num_microbatches=2)))
     lines = [line.split() for line in out.splitlines()]
-    assert ["Schedule", "Step", "Idle", "Most", "memory", "Of", "stage"] in lines
+    assert ["Schedule", "Step", "Idle", "Most", "memory", "Of", "rank"] in lines
     assert [line[0] for line in lines if line and line[0] in SCHEDULES] == [*SCHEDULES]
 
 
@@ -198,6 +198,19 @@ def test_options_override_the_config(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project), "--num-stages", "4", "--num-microbatches", "2")
     assert out.strip() == str(plan_by_hand(4, num_microbatches=2)).strip()
     assert "one microbatch of 4" in out
+
+
+def test_stages_begin_with_the_split_points(project: Path, run: Run) -> None:
+    config = write(config_of(trainer={"devices": 2}), project)
+    out = run("plan", "--config", config, "--split-points", "net.1", "net.2")
+    assert "in 3 stages" in out
+    begins = [line.split()[1] for line in out.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]
+    assert begins == ["net.0", "net.1", "net.2"]
+
+
+def test_another_balance_is_asked_for(project: Path, run: Run) -> None:
+    config = write(config_of(), project)
+    assert "in 2 stages" in run("plan", "--config", config, "--num-stages", "2", "--balance", "flops")
 
 
 def test_init_args_reach_the_classes(project: Path, run: Run) -> None:

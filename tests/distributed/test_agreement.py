@@ -28,4 +28,4 @@ def test_who_abstains_does_not_disagree(monkeypatch: pytest.MonkeyPatch) -> None
     agree(monkeypatch, 1, None, 1)
     with pytest.raises(BatchError) as caught:
         agree(monkeypatch, 1, None, 2)
-    assert caught.value.observed == "stage 0: 1; stage 1: None; stage 2: 2"
+    assert caught.value.observed == "rank 0: 1; rank 1: None; rank 2: 2"

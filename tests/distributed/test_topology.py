@@ -6,11 +6,11 @@ import copy
 
 import torch
 
-from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.topology import Placement, Topology
 
 
 def place(stage: int) -> Topology:
-    return Topology(group=None, control_group=None, stage_index=stage, num_stages=3, device=torch.device("cpu"))
+    return Topology(group=None, control_group=None, rank=stage, placement=Placement(num_ranks=3), device=torch.device("cpu"))
 
 
 def test_the_last_stage_is_on_rank_zero() -> None:
@@ -18,6 +18,42 @@ def test_the_last_stage_is_on_rank_zero() -> None:
     assert [place(0).rank_of(stage) for stage in range(3)] == [2, 1, 0]
     assert place(1).last_rank == 0
     assert [place(stage).is_last for stage in range(3)] == [False, False, True]
+
+
+def stages_of(num_ranks: int, **options: int) -> list[tuple[int, ...]]:
+    placement = Placement(num_ranks=num_ranks, **options)  # type: ignore[arg-type]
+    found = [placement.stages_of(rank) for rank in range(num_ranks)]
+    assert all(placement.rank_of(stage) == rank for rank, stages in enumerate(found) for stage in stages)
+    assert sorted(stage for stages in found for stage in stages) == [*range(placement.num_stages)]
+    return found
+
+
+def test_several_stages_go_round() -> None:
+    assert stages_of(3, stages_per_rank=2) == [(0, 3), (1, 4), (2, 5)]
+    assert stages_of(1, stages_per_rank=4) == [(0, 1, 2, 3)]
+
+
+def test_stages_of_a_v_come_back() -> None:
+    assert stages_of(3, stages_per_rank=2, is_v=True) == [(0, 5), (1, 4), (2, 3)]
+    assert stages_of(1, stages_per_rank=2, is_v=True) == [(0, 1)]
+
+
+def test_the_last_stage_of_a_v_is_on_rank_zero() -> None:
+    placement = Placement(num_ranks=3, stages_per_rank=2, is_v=True)
+    ranks = [
+        Topology(group=None, control_group=None, rank=r, placement=placement, device=torch.device("cpu")) for r in range(3)
+    ]
+    assert [rank.is_last for rank in ranks] == [True, False, False]
+    assert [ranks[0].rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+    assert ranks[1].last_rank == 0
+
+
+def test_stages_of_one_rank_are_one_holder() -> None:
+    placement = Placement(num_ranks=2, stages_per_rank=2)
+    topology = Topology(group=None, control_group=None, rank=0, placement=placement, device=torch.device("cpu"))
+    assert topology.ranks_of([0, 1, 2]) == (1, 0)
+    assert topology.holds_any([1, 2])
+    assert not topology.holds_any([1, 3])
 
 
 def test_a_copy_is_the_same_place() -> None:

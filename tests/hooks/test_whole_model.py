@@ -11,7 +11,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
-from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
 
 
@@ -121,7 +121,7 @@ def test_other_tensors_are_left_alone() -> None:
 
 
 def alone() -> Topology:
-    return Topology(group=None, control_group=None, stage_index=0, num_stages=1, device=torch.device("cpu"))
+    return Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=1), device=torch.device("cpu"))
 
 
 def test_a_module_that_is_whole_again_has_no_placeholders() -> None:

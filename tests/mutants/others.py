@@ -55,14 +55,14 @@ MUTANTS = [
     ),
     Mutant(
         _TOPOLOGY,
-        "        return self.last_stage - stage\n",
-        "        return stage\n",
+        "return rank if self.placement.is_v else self.num_ranks - 1 - rank",
+        "return rank",
         ("distributed/test_topology.py::test_the_last_stage_is_on_rank_zero",),
         "stages run with the ranks, not against them",
     ),
     Mutant(
         _TOPOLOGY,
-        "known[device, timeout][0] != failed:",
+        "known[key][0] != failed:",
         "False:",
         ("ranks/test_many_runs.py::test_runs_share_their_groups_until_one_fails",),
         "a run goes on with the groups of one that has failed, and takes its messages",

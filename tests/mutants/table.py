@@ -1,6 +1,6 @@
 """All mutants."""
 
-from tests.mutants import checkpoint, microbatch, optim, others, planner, runtime, simulation, stages, tracing
+from tests.mutants import checkpoint, microbatch, optim, others, planner, runtime, schedules, simulation, stages, tracing
 
-_ROOMS = (planner, simulation, tracing, microbatch, stages, runtime, optim, checkpoint, others)
+_ROOMS = (planner, simulation, schedules, tracing, microbatch, stages, runtime, optim, checkpoint, others)
 MUTANTS = [mutant for room in _ROOMS for mutant in room.MUTANTS]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_fxpipe import UnsupportedError, make_plan, simulate
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
 from lightning_fxpipe.planner.stage_costs import DEVICES, Device
+from lightning_fxpipe.simulation.by_name import stages_of_ranks
 
 WIDTH = 64
 SLOW = Device(flops_per_second=1e9, bytes_per_second=1e9)
@@ -25,15 +26,24 @@ def test_each_schedule_is_simulated_with_the_costs_of_the_plans_stages() -> None
     batch = torch.randn(16, WIDTH)
     found = simulate_plan(layers(), batch, num_stages=3, num_microbatches=4, device=SLOW)
     assert found.plan == make_plan(layers(), batch, num_stages=3, num_microbatches=4)
-    assert [*found.simulations] == [*SCHEDULES]
+    assert [*found.simulations, *found.refused] == [*SCHEDULES]
     costs = found.simulations["1f1b"].costs
     # Two layers of 64 x 64 and four samples: reading and writing weights and samples takes longer than 2 * 4 * 64 * 64 flops.
     layer = (WIDTH * WIDTH + 2 * 4 * WIDTH) * 4 / 1e9
     assert [stage.forward_seconds for stage in costs] == pytest.approx([2 * max(layer, 2 * 4 * WIDTH**2 / 1e9)] * 3)
     assert [stage.state_bytes for stage in costs] == [2 * WIDTH * WIDTH * 4 * 4] * 3
     assert [stage.output_bytes for stage in costs] == [4 * WIDTH * 4, 4 * WIDTH * 4, 0]
+    half = found.simulations["v_half"].costs  # each device has two stages of one layer
+    assert [stage.state_bytes for stage in half] == [WIDTH * WIDTH * 4 * 4] * 6
     for schedule, simulation in found.simulations.items():
-        again = simulate(costs, num_microbatches=4, schedule=schedule, memory_bytes=[float("inf")] * 3)
+        each = len(stages_of_ranks(schedule, 3)[0])
+        again = simulate(
+            half if each == 2 else costs,
+            num_microbatches=4,
+            schedule=schedule,
+            stages_per_rank=each,
+            memory_bytes=[float("inf")] * 3,
+        )
         assert simulation.seconds == again.seconds
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import FakeWorld
 from lightning_fxpipe.distributed.commands import Commands
-from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.cost import build_chain
 from lightning_fxpipe.planner.planning import Assignment
@@ -216,7 +216,7 @@ class Messages:
 
 def traces_of(root: Steps, *example: Any, log: TraceLog | None = None) -> StageTraces:
     plan = make_plan(root, example, num_stages=2)
-    topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
+    topology = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=2), device=torch.device("cpu"))
     return StageTraces(root, plan, topology, log or Messages().log())
 
 
@@ -439,7 +439,7 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
 
     messages, root = Messages(), Module(torch.tanh)
     plan = make_plan(root, batches[0], num_stages=2)
-    topology = Topology(group=None, control_group=None, stage_index=0, num_stages=2, device=torch.device("cpu"))
+    topology = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=2), device=torch.device("cpu"))
     commands = Commands(None, source=0)
     stages = runtime.PipelineRuntime(
         root, Members(root), plan, topology, num_microbatches=2, commands=commands, trace_log=messages.log()

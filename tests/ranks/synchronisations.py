@@ -219,8 +219,8 @@ class RenamedGroups:
         def noted(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
             return new_group(*args, backend=backend, group_desc=_OF_HOST if backend == "gloo" else None, **kwargs)
 
-        def made(device: torch.device, timeout: Any = None) -> Any:
-            found = make(device, timeout)
+        def made(device: torch.device, timeout: Any = None, *args: Any) -> Any:
+            found = make(device, timeout, *args)
             order = dist.get_process_group_ranks(found.group)
             control = dist.new_group(order, timeout, backend="gloo", sort_ranks=False)
             topology.closed_with(found, [control])

@@ -267,6 +267,11 @@ HOOKS: dict[str, Run] = {
     "stops in a step": Run(module=StopsInStep, options={"min_epochs": 0}),
     "stops on one rank": Run(module=StopsOnOneRank, options={"min_epochs": 0}),
     "logs its rank": Run(module=LogsRank, look_at_zero=lambda trainer, module, folder: module.extent),
+    "logs its rank, stages in a V": Run(
+        module=LogsRank,
+        look_at_zero=lambda trainer, module, folder: module.extent,
+        strategy={"num_microbatches": 4, "schedule": "zbv_zero_bubble"},
+    ),
     "configures callbacks": Run(module=ConfiguresCallbacks, options={"max_epochs": 8}),
 }
 

@@ -95,6 +95,14 @@ class Adversarial(Manual):
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
 
 
+class Deep(Adversarial):
+    """As many layers in each model as four stages need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = mlp(4, 12, 9, 9, 5), mlp(5, 10, 9, 8, 1)
+
+
 class WithoutNoise(Adversarial):
     """A checkpoint of a pipeline has the random numbers' state, and one of a single device has not."""
 
@@ -282,6 +290,8 @@ RUNS = {
         options={"enable_checkpointing": True},
         resume_from="step=6.ckpt",
     ),
+    "two stages on each": _run(Deep, strategy={"num_microbatches": 4, "stages_per_rank": 2}),
+    "stages in a V": _run(Deep, strategy={"num_microbatches": 4, "schedule": "zbv_zero_bubble"}),
     # Sums over microbatches round otherwise.
     "mixed precision": _run(Adversarial, options={"precision": "bf16-mixed"}, strategy={"num_microbatches": 1}),
 }

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.pipelining import Pipeline, Place
 from lightning_fxpipe.stages.build import TensorSpec
 from tests.lit import make_trainer
 from tests.livebytes import LiveBytes, without_garbage
@@ -196,18 +197,18 @@ def run_pipeline(training: bool) -> list[tuple[float, float]]:
     parameter = nn.Parameter(torch.ones(1))
     spec = TensorSpec(shape=(NUM_ENTRIES,), dtype=torch.float32, requires_grad=True)
 
-    def run(_: int, received: tuple[Tensor, ...]) -> Tensor:
+    def run(_: int, __: int, received: tuple[Tensor, ...]) -> Tensor:
         with torch.set_grad_enabled(training):
             made = received[0] + parameter if received else parameter.expand(NUM_ENTRIES).clone()
             return made.sum() if index == num_stages - 1 else made
 
+    is_last = index == num_stages - 1
     pipeline = Pipeline(
-        stage_index=index,
-        num_stages=num_stages,
-        received=(spec,) if index else (),
-        sent=(spec,) if index < num_stages - 1 else None,
+        [Place(stage=index, index=index, received=(spec,) if index else (), sent=None if is_last else (spec,))],
+        num_places=num_stages,
         num_microbatches=NUM_MICROBATCHES,
-        is_interleaved=training,
+        order=Schedule1F1B if training else ScheduleGPipe,
+        has_backward=training,
         device=torch.device("cpu"),
         group=group,
     )

@@ -209,7 +209,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "more devices than stages": Refusal(
         module=lambda: LitModel("mlp"),
-        what="There are more devices than stages.",
+        what="The stages cannot be shared out among the devices.",
         observed="2 stages and 3 devices",
         todo="Trainer(devices=2)",
         strategy=lambda: {"num_stages": 2},
@@ -297,7 +297,7 @@ REFUSED: dict[str, Refusal] = {
         module=ByRank,
         kind=TraceError,
         what="The ranks recorded different graphs of the same step.",
-        observed="stage",
+        observed="rank 0",
         todo="depends on the rank",
     ),
     "another loss later": Refusal(

@@ -123,6 +123,10 @@ def uneven_plan(stages: int) -> Any:
 PLAIN, ONE, TWO, THREE, FOUR = (Place(stages=count) for count in (0, 1, 2, 3, 4))
 TWO_UNEVEN, THREE_UNEVEN = (Place(stages=count, is_uneven=True) for count in (2, 3))
 GPIPE = Place(stages=2, options={"num_microbatches": 4, "schedule": "gpipe"})
+# Several stages on each rank, which go round or come back in a V; and all on one.
+ROUND = Place(stages=2, options={"num_microbatches": 4, "stages_per_rank": 2, "schedule": "gpipe"})
+IN_A_V = Place(stages=2, options={"num_microbatches": 4, "schedule": "zbv_zero_bubble"})
+INSIDE = Place(stages=1, options={"num_microbatches": 4, "num_stages": 4, "schedule": "1f1b"})
 
 
 def train(optimizer: str, place: Place, folder: str, ckpt_path: str | None = None) -> dict[str, Any]:
@@ -213,6 +217,11 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages_and_other_cuts(ranks
     check_pairs(
         ranks, tmp_path, [(TWO_UNEVEN, THREE), (TWO_UNEVEN, PLAIN), (PLAIN, TWO_UNEVEN), (TWO_UNEVEN, TWO_UNEVEN)], ["fused"]
     )
+
+
+def test_a_checkpoint_of_several_stages_on_a_rank_goes_on_anywhere(ranks: Ranks, tmp_path: Path) -> None:
+    pairs = [(ROUND, IN_A_V), (IN_A_V, IN_A_V), (IN_A_V, INSIDE), (INSIDE, PLAIN), (INSIDE, ROUND)]
+    check_pairs(ranks, tmp_path, pairs, ["adamw"])
 
 
 @pytest.mark.slow

@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
 
-from lightning_fxpipe.schedules.pipelining import Pipeline, RunMicrobatch, bubble_fraction
+from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.schedules.by_name import SCHEDULES, training_order
+from lightning_fxpipe.schedules.pipelining import Pipeline, Place, RunMicrobatch, bubble_fraction
 from lightning_fxpipe.stages.build import TensorSpec
 from tests.ranks.pool import RankPool
 
@@ -158,7 +161,7 @@ class Rank:
     def pipeline(self, num_microbatches: int, size: int, *, training: bool) -> tuple[Pipeline, RunMicrobatch]:
         between = boundaries(self.num_stages, size)
 
-        def run(index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        def run(_: int, index: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
             assert self.data is not None
             self.result.order.append(f"forward {index}")
             self.result.received.append(tuple(tensor.requires_grad for tensor in received))
@@ -176,13 +179,19 @@ class Rank:
             self.result.losses.append(loss.detach().clone())
             return loss
 
-        made = Pipeline(
-            stage_index=self.index,
-            num_stages=self.num_stages,
+        place = Place(
+            stage=self.index,
+            index=self.index,
             received=between[self.index - 1] if self.index else (),
             sent=None if self.is_last else between[self.index],
+        )
+        placement = Placement(num_ranks=self.num_stages)
+        made = Pipeline(
+            [place],
+            num_places=self.num_stages,
             num_microbatches=num_microbatches,
-            is_interleaved=training,
+            order=training_order(SCHEDULES["1f1b"], placement, num_microbatches) if training else ScheduleGPipe,
+            has_backward=training,
             device=CPU,
             group=self.group,
         )

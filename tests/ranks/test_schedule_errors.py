@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
 
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.pipelining import Pipeline, Place
 from tests.ranks.pool import RankPool
 from tests.ranks.test_schedule import CPU, Data, LastStage, Rank, make_group
 
@@ -76,12 +77,11 @@ def alone() -> dist.ProcessGroup:
 
 def single_stage() -> Pipeline:
     return Pipeline(
-        stage_index=0,
-        num_stages=1,
-        received=(),
-        sent=None,
+        [Place(stage=0, index=0, received=(), sent=None)],
+        num_places=1,
         num_microbatches=2,
-        is_interleaved=True,
+        order=Schedule1F1B,
+        has_backward=True,
         device=CPU,
         group=alone(),
     )
@@ -94,7 +94,7 @@ def fail_in_training(where: str, cause: Exception | None) -> dict[str, Any] | No
     def hook(gradient: Tensor) -> None:
         fail_with(cause)
 
-    def run(index: int, received: tuple[Tensor, ...]) -> Tensor:
+    def run(_: int, index: int, received: tuple[Tensor, ...]) -> Tensor:
         loss = weight * 2
         if index == 1 and where == "backward":
             loss.register_hook(hook)
@@ -126,7 +126,7 @@ def test_what_led_to_the_users_error_is_kept(ranks: Callable[[int], RankPool], w
 def fail_with_runtime_error() -> dict[str, Any]:
     """Runs on every rank: an error of the type that torch wraps others in."""
 
-    def run(index: int, received: tuple[Tensor, ...]) -> Tensor:
+    def run(_: int, index: int, received: tuple[Tensor, ...]) -> Tensor:
         raise RuntimeError("shape mismatch in the user's code")
 
     try:
@@ -146,7 +146,7 @@ def step_after_error() -> str:
     weight = nn.Parameter(torch.ones(()))
     fails = [True, False]
 
-    def run(index: int, received: tuple[Tensor, ...]) -> Tensor:
+    def run(_: int, index: int, received: tuple[Tensor, ...]) -> Tensor:
         if index == 1 and fails.pop(0):
             fail_with()
         return weight * (index + 2)

@@ -280,4 +280,4 @@ def fit_ends_early() -> str:
 
 def test_data_that_ends_early_is_refused_on_spared_ranks_too(ranks: Ranks) -> None:
     for told in ranks(3).run(fit_ends_early):
-        assert "stage 0: 8 batches; stage 1: at least 9 batches; stage 2: at least 9 batches" in told
+        assert "rank 0: at least 9 batches; rank 1: at least 9 batches; rank 2: 8 batches" in told

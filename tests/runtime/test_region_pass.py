@@ -13,7 +13,7 @@ from lightning_fxpipe import UnsupportedError
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.split import Pass, plan_passes
 from lightning_fxpipe.rng import isolated_rng
-from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, RegionPass, StageRun
+from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, RegionPass, StageRun
 from lightning_fxpipe.stages.build import Stage, TensorSpec
 
 CPU = torch.device("cpu")
@@ -23,12 +23,12 @@ WIDTH = 3
 class Alone:
     """A pipeline of one stage."""
 
-    def __init__(self, part: Pass) -> None:
-        self.part = part
+    def __init__(self, part: Pass, stage: int) -> None:
+        self.part, self.stage = part, stage
 
-    def step(self, run: Callable[[int, tuple[Tensor, ...]], Any]) -> None:
+    def step(self, run: Callable[[int, int, tuple[Tensor, ...]], Any]) -> None:
         for index in range(self.part.count):
-            run(index, ())
+            run(self.stage, index, ())
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> TensorSpec:
@@ -51,14 +51,13 @@ def setup_of(
             spec(*(part.size, *each.shape[1:]), dtype=each.dtype, requires_grad=each.requires_grad) if dim == 0 else each
             for each, dim in zip(specs, joined, strict=True)
         )
-        pipeline: Any = Alone(part)
+        pipeline: Any = Alone(part, index)
         legs.append(
             Leg(
                 part=part,
                 start=start,
                 rows=part.size,
-                received=(),
-                sent=sent,
+                crossings={index: Crossing(received=(), sent=sent)},
                 sizes={},
                 admits_one_more=False,
                 forward=pipeline,
@@ -71,9 +70,9 @@ def setup_of(
         index=index, module=module, region_inputs=(0,), boundary_in=(), boundary_out=tuple(result_node() for _ in specs)
     )
     return PassSetup(
-        stage=stage,
+        stages={index: stage},
         tail=None,
-        is_last=True,
+        last_stage=index,
         legs=tuple(legs),
         input_dims=(0,),
         joined_dims=joined,
@@ -113,7 +112,7 @@ def test_a_stage_that_gives_another_tensor_than_planned_is_refused(what: str) ->
     setup = setup_of(Gives(OTHER[what]), 4, 2, spec(4, WIDTH, requires_grad=what != "gradient"))
     run = StageRun(setup, [torch.ones(4, WIDTH)], (0,))
     with pytest.raises(UnsupportedError, match="another tensor than it was set up to send") as caught:
-        run.compute(setup.legs[0], 0, (), state=None, training=True)
+        run.compute(setup.legs[0], setup.stages[0], 0, (), state=None, training=True)
     assert caught.value.where == "model.layer, model.py:3"
     assert caught.value.observed is not None
     assert caught.value.observed != caught.value.expected
@@ -126,7 +125,7 @@ def masks(stage: int, batch: int) -> list[tuple[float, ...]]:
     with isolated_rng():
         for leg in setup.legs:
             for index in range(leg.part.count):
-                (output,), _ = run.compute(leg, index, (), state=None, training=False)
+                (output,), _ = run.compute(leg, setup.stages[stage], index, (), state=None, training=False)
                 found.append(tuple(output[:3].flatten().tolist()))
     return found
 

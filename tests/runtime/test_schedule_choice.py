@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lightning_fxpipe import UnsupportedError
-from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
 from lightning_fxpipe.runtime import schedule_choice
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
-from lightning_fxpipe.schedules.pipelining import ScheduleName
+from lightning_fxpipe.schedules.by_name import ScheduleName
 
-ALONE = Topology(group=None, control_group=None, stage_index=0, num_stages=1, device=torch.device("cpu"))
+ALONE = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=1), device=torch.device("cpu"))
 SETUP: Any = SimpleNamespace(num_microbatches=4)
 FITS = Finding(verdict=Verdict.FITS, reduction=LossReduction.SUM)
 DIFFERS = Finding(verdict=Verdict.DIFFERS, observed="3 for the whole batch")

@@ -50,7 +50,7 @@ def seen_after(what: str, layer: Layer) -> StageChanges:
     """Two microbatches."""
     changes = StageChanges(nn.Sequential(layer))
     layer.change(what)
-    changes.note_first()
+    changes.note_first(nn.Module())
     layer.change(what)
     return changes
 
@@ -72,6 +72,32 @@ def test_what_changes_once_and_buffers_are_none(what: str) -> None:
     changes = seen_after(what, Layer())
     assert changes.reason() is None
     assert changes.buffers() == (["0.seen"] if what == "buffer" else [])
+
+
+@pytest.mark.parametrize("what", ["calls", "decay"])
+def test_what_counts_in_one_of_several_stages_is_seen(what: str) -> None:
+    """All microbatches go through a rank's stage before the next of its stages gets any."""
+    first, second = Layer(), Layer()
+    changes = StageChanges(nn.Sequential(first, second))
+    for layer, other, change in ((first, second, what), (second, first, "flag")):
+        layer.change(change)
+        changes.note_first(layer, [other])
+        layer.change(change)
+    if what == "calls":
+        assert "0.calls" in str(changes.reason())
+    else:
+        with pytest.raises(UnsupportedError, match=r"(?s)changes parameters.*0\.trained"):
+            changes.reason()
+
+
+def test_what_begins_in_a_later_stage_of_a_rank_is_none() -> None:
+    first, second = Layer(), Layer()
+    changes = StageChanges(nn.Sequential(first, second))
+    changes.note_first(first, [second])
+    second.change("flag")
+    changes.note_first(second, [first])
+    second.change("flag")
+    assert changes.reason() is None
 
 
 def test_buffers_are_put_back() -> None:
@@ -99,7 +125,7 @@ def test_rows_of_an_embedding_are_bounded_by_each_microbatch() -> None:
     embedding = nn.Embedding(6, 4, max_norm=0.1)
     changes = StageChanges(nn.Sequential(embedding))
     embedding(torch.arange(3))
-    changes.note_first()
+    changes.note_first(nn.Module())
     embedding(torch.arange(3, 6))
     assert changes.reason() is None
 

@@ -18,6 +18,9 @@ EXPECTED: dict[SimulatedSchedule, tuple[int, float]] = {
     "1f1b": (8, 45),
     "looped_bfs": (4, 57),
     "interleaved_1f1b": (4, 57),
+    "interleaved_zero_bubble": (4, 51),
+    "zbv_zero_bubble": (4, 51),
+    "dualpipev": (4, 51),
     "zb_h1": (8, 31),
     "zb_h2": (8, 34),
     "zero_bubble": (8, 31),
@@ -33,7 +36,7 @@ def test_all_names_are_tested() -> None:
 
 @pytest.mark.parametrize("schedule", EXPECTED)
 def test_each_name_is_that_of_a_schedule(schedule: SimulatedSchedule) -> None:
-    per_rank = 2 if schedule in ("looped_bfs", "interleaved_1f1b") else 1
+    per_rank = 2 if schedule in ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble") else 1
     found = simulate([COST] * 8, num_microbatches=8, schedule=schedule, stages_per_rank=per_rank)
     assert (found.table.num_ranks, found.pipeline_seconds) == EXPECTED[schedule]
     assert found.table.num_microbatches == 8
@@ -61,6 +64,7 @@ def test_what_is_given_is_used() -> None:
         (4, {"schedule": "looped_bfs", "stages_per_rank": 0}, "looped_bfs for 4 stages, 0"),
         (5, {"schedule": "v_half"}, "two with this one"),
         (0, {}, "for 0 stages"),
+        (8, {"schedule": "dualpipev"}, "torch's schedule is not made for so many microbatches[^*]*4 microbatches on 4 ranks"),
         (1, {"schedule": ActionTable.from_csv("0F0,0B0"), "num_microbatches": 2}, "made for another number of microbatches"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
+from lightning_fxpipe._compat.pipelining import rows_of_class
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.orders import (
@@ -104,6 +106,21 @@ def test_the_heaviest_of_uneven_stages_decides() -> None:
     assert max(found.peak_bytes) == 33
 
 
-def test_interleaving_needs_rounds_of_as_many_microbatches_as_ranks() -> None:
-    with pytest.raises(ScheduleError, match="takes as many microbatches at a time as there are ranks"):
-        interleaved(4, 6, stages_per_rank=2)
+def test_interleaving_needs_rounds_of_equally_many_microbatches() -> None:
+    with pytest.raises(ScheduleError, match="takes its microbatches in rounds"):
+        interleaved(4, 9, stages_per_rank=2)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
+def test_the_interleaved_order_is_torchs(num_ranks: int, stages_per_rank: int) -> None:
+    """Which the runtime executes."""
+    for count in range(1, 14):
+        try:
+            theirs = rows_of_class(ScheduleInterleaved1F1B, num_ranks, stages_per_rank, count)
+        except ValueError:
+            with pytest.raises(ScheduleError):
+                interleaved(num_ranks, count, stages_per_rank=stages_per_rank)
+            continue
+        ours = interleaved(num_ranks, count, stages_per_rank=stages_per_rank)
+        assert [[str(action) for action in actions] for actions in ours.ranks] == theirs

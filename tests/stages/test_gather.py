@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.stages import gather
 
 
 def alone() -> Topology:
-    return Topology(group=None, control_group=None, stage_index=0, num_stages=1, device=torch.device("cpu"))
+    return Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=1), device=torch.device("cpu"))
 
 
 def test_copies_are_made_where_most_of_the_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:

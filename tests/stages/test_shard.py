@@ -130,7 +130,7 @@ def test_a_rank_keeps_exactly_the_tensors_of_its_stage(name: str, num_stages: in
         module, plan = planned(name, num_stages)
         before = all_tensors(module)
         expected = {fqn for fqn, names in names_of(before) if stage in holders(plan, names)}
-        drop_other_stages(module, plan, stage, CPU)
+        drop_other_stages(module, plan, [stage], CPU)
         after = all_tensors(module)
         assert {fqn for fqn, tensor in after.items() if not tensor.is_meta} == expected
         # Nothing that stays is copied: the optimizer, hooks and the user's own references see the same objects.
@@ -142,7 +142,7 @@ def test_every_stage_leaves_something_and_together_they_keep_everything(name: st
     kept: list[set[str]] = []
     for stage in range(num_stages):
         module, plan = planned(name, num_stages)
-        drop_other_stages(module, plan, stage, CPU)
+        drop_other_stages(module, plan, [stage], CPU)
         kept.append({fqn for fqn, tensor in all_tensors(module).items() if not tensor.is_meta})
     everything = all_tensors(case(name)[0]).keys()
     assert set.union(*kept) == everything
@@ -159,7 +159,7 @@ def test_placeholders_look_like_the_tensors_that_they_stand_for(name: str, num_s
         module, plan = planned(name, num_stages)
         before, state = described(all_tensors(module)), list(module.state_dict())
         parameters = [fqn for fqn, _ in module.named_parameters()]
-        drop_other_stages(module, plan, stage, CPU)
+        drop_other_stages(module, plan, [stage], CPU)
         assert described(all_tensors(module)) == before
         assert list(module.state_dict()) == state  # the unsaved buffer is still not among them
         assert [fqn for fqn, _ in module.named_parameters()] == parameters
@@ -168,7 +168,7 @@ def test_placeholders_look_like_the_tensors_that_they_stand_for(name: str, num_s
 def test_what_no_stage_claims_stays_on_every_rank_and_what_comes_after_with_the_last() -> None:
     for stage in range(2):
         module, plan = planned("distilled", 2)
-        drop_other_stages(module, plan, stage, CPU)
+        drop_other_stages(module, plan, [stage], CPU)
         assert not module.teacher.weight.is_meta
         assert not module.class_weights.is_meta
         assert module.projection.weight.is_meta == (stage == 0)
@@ -178,7 +178,7 @@ def test_tied_weights_stay_tied_on_every_stage() -> None:
     for stage in range(3):
         module, plan = planned("gpt", 3)
         assert plan.stages_of("tok.weight") == (0, 2)
-        drop_other_stages(module, plan, stage, CPU)
+        drop_other_stages(module, plan, [stage], CPU)
         assert module.head.weight is module.tok.weight
         # The first stage embeds with it and the last computes the logits; the one between has nothing to do with it.
         assert module.tok.weight.is_meta == (stage == 1)
@@ -188,7 +188,7 @@ def test_tied_weights_stay_tied_on_every_stage() -> None:
 def test_the_second_list_of_an_lstms_weights_follows(stage: int) -> None:
     module, plan = planned("lstm", 2)
     (holder,) = plan.stages_of("lstm.weight_ih_l0")
-    drop_other_stages(module, plan, stage, CPU)
+    drop_other_stages(module, plan, [stage], CPU)
     flat, registered = module.lstm._flat_weights, list(module.lstm.parameters())
     assert len(flat) == len(registered) == 8
     assert all(one is other for one, other in zip(flat, registered, strict=True))
@@ -201,7 +201,7 @@ def test_the_second_list_follows_in_the_module_that_was_planned(stage: int) -> N
     module, batch = case("lstm")
     expected = module(*batch)
     plan = make_plan(module, batch, num_stages=2)
-    drop_other_stages(module, plan, stage, CPU)
+    drop_other_stages(module, plan, [stage], CPU)
     assert all(one is other for one, other in zip(module.lstm._flat_weights, module.lstm.parameters(), strict=True))
     if plan.stages_of("lstm.weight_ih_l0") == (stage,):
         restored = case("lstm")[0]
@@ -211,7 +211,7 @@ def test_the_second_list_follows_in_the_module_that_was_planned(stage: int) -> N
 
 def test_an_optimizer_can_still_group_all_parameters() -> None:
     module, plan = planned("mixed", 2)
-    drop_other_stages(module, plan, 0, CPU)
+    drop_other_stages(module, plan, [0], CPU)
     decay = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     rest = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest}])
@@ -220,11 +220,11 @@ def test_an_optimizer_can_still_group_all_parameters() -> None:
 
 def test_a_module_that_has_lost_its_parameters_is_refused() -> None:
     module, plan = planned("mlp", 3)
-    drop_other_stages(module, plan, 1, CPU)
+    drop_other_stages(module, plan, [1], CPU)
     lost = [fqn for fqn, parameter in module.named_parameters() if parameter.is_meta]
     kept = all_tensors(module)
     with pytest.raises(UnsupportedError) as caught:
-        drop_other_stages(module, plan, 0, CPU)
+        drop_other_stages(module, plan, [0], CPU)
     assert f"no data for {lost[0]} and {len(lost) - 1} others" in str(caught.value)
     assert all(all_tensors(module)[fqn] is tensor for fqn, tensor in kept.items())
 
@@ -233,14 +233,14 @@ def test_a_single_lost_parameter_is_named_alone() -> None:
     module, plan = planned("mixed", 2)
     module.last.bias = nn.Parameter(torch.empty(4, device="meta"))
     with pytest.raises(UnsupportedError, match=r"no data for last\.bias\n") as caught:
-        drop_other_stages(module, plan, 0, CPU)
+        drop_other_stages(module, plan, [0], CPU)
     assert "others" not in str(caught.value)
 
 
 def test_nothing_of_its_own_stage_is_exchanged() -> None:
     module, plan = planned("mixed", 2)
     before = all_tensors(module)
-    drop_other_stages(module, plan, 1, CPU)
+    drop_other_stages(module, plan, [1], CPU)
     assert all(tensor.is_meta or tensor is before[fqn] for fqn, tensor in all_tensors(module).items())
 
 
@@ -250,7 +250,7 @@ def test_a_parameter_moves_in_place_so_that_references_see_it() -> None:
     module, plan = planned("mixed", 2)
     weight = module.last.weight
     values = weight.detach().clone()
-    drop_other_stages(module, plan, 1, torch.device("cuda", 0))
+    drop_other_stages(module, plan, [1], torch.device("cuda", 0))
     assert module.last.weight is weight
     assert weight.is_cuda
     torch.testing.assert_close(weight.detach().cpu(), values, rtol=0, atol=0)

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
 from tests.lit import LitModel, make_trainer
 from tests.models import make_samples
@@ -21,14 +22,17 @@ def plan_of(model: str = "mlp", num_stages: int = 2) -> PartitionPlan:
     return make_plan(LitModel(model), make_samples(model, 4), num_stages=num_stages)
 
 
-def plans(given: PartitionPlan, batch_dim: int = 0) -> RunPlans:
-    return RunPlans(PlanOptions(given=given, num_stages="auto", num_microbatches=None, batch_dim=batch_dim))
+def plans(given: PartitionPlan, batch_dim: int = 0, num_stages: Any = "auto") -> RunPlans:
+    return RunPlans(
+        PlanOptions(given=given, num_stages=num_stages, stages_per_rank="auto", num_microbatches=None, batch_dim=batch_dim)
+    )
 
 
 def make(one: RunPlans, module: Any, fn: TrainerFn = TrainerFn.FITTING) -> PartitionPlan:
     trainer = make_trainer()
     trainer.state.fn = fn
-    return one.make(trainer, module, num_stages=2, device=torch.device("cpu"), context=lambda kind: nullcontext()).plan
+    placement = one.options.placement(2, SCHEDULES["auto"])
+    return one.make(trainer, module, placement=placement, device=torch.device("cpu"), context=lambda kind: nullcontext()).plan
 
 
 def test_a_given_plan_is_checked() -> None:
@@ -36,8 +40,11 @@ def test_a_given_plan_is_checked() -> None:
     assert make(plans(plan), LitModel("mlp")) is plan
     with pytest.raises(PartitionError, match="made for another model"):
         make(plans(plan_of("unet")), LitModel("mlp"))
-    with pytest.raises(UnsupportedError, match="devices than stages"):
+    with pytest.raises(UnsupportedError, match="cannot be shared out among the devices"):
         make(plans(plan_of(num_stages=3)), LitModel("mlp"))
+    with pytest.raises(UnsupportedError, match="does not have as many stages as"):
+        make(plans(plan, num_stages=4), LitModel("mlp"))
+    assert make(plans(plan_of(num_stages=4)), LitModel("mlp")).num_stages == 4
     with pytest.raises(UnsupportedError, match="batches in another dimension"):
         make(plans(plan, batch_dim=1), LitModel("mlp"))
     assert make(plans(replace(plan, batch_dim=1), batch_dim=1), LitModel("mlp")).batch_dim == 1

@@ -25,16 +25,18 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.strategy.support import (
     check_batch_dim,
     check_converted,
     check_has_batch,
-    check_num_stages,
     check_optimizers,
     check_sampler,
     check_torch,
     check_trainer,
+    placement_for,
     report_batch_norm,
 )
 from tests.lit import LitModel, make_trainer
@@ -332,18 +334,39 @@ def test_the_trainer_is_refused_with_the_torch_that_is_there() -> None:
             make_trainer(strategy="fxpipe", devices=2)
 
 
-def test_one_device_for_each_stage_passes() -> None:
-    check_num_stages("auto", 3)
-    check_num_stages(3, 3)
+def placed(num_ranks: int, schedule: str = "auto", stages: int | str = "auto", each: int | str = "auto") -> Placement:
+    return placement_for(
+        num_ranks,
+        SCHEDULES[schedule],
+        num_stages=stages,  # type: ignore[arg-type]
+        stages_per_rank=each,  # type: ignore[arg-type]
+    )
 
 
-@pytest.mark.parametrize(("stages", "devices", "word"), [(2, 4, "more devices"), (4, 2, "fewer devices")])
-def test_stages_and_devices_that_disagree_are_refused(stages: int, devices: int, word: str) -> None:
-    with pytest.raises(UnsupportedError, match=word) as caught:
-        check_num_stages(stages, devices)
+def test_each_device_has_one_stage_or_as_many_as_the_schedule_wants() -> None:
+    assert placed(3) == Placement(num_ranks=3)
+    assert placed(3, stages=3) == Placement(num_ranks=3)
+    assert placed(2, "interleaved_1f1b") == Placement(num_ranks=2, stages_per_rank=2)
+    assert placed(2, "interleaved_1f1b", each=3) == Placement(num_ranks=2, stages_per_rank=3)
+    assert placed(2, "dualpipev") == Placement(num_ranks=2, stages_per_rank=2, is_v=True)
+    assert placed(1, "1f1b", stages=4) == Placement(num_ranks=1, stages_per_rank=4)
+    assert placed(2, "gpipe", stages=4, each=2) == Placement(num_ranks=2, stages_per_rank=2)
+
+
+@pytest.mark.parametrize(("stages", "devices", "each"), [(2, 4, "auto"), (3, 2, "auto"), (4, 2, 1), (4, 2, 3)])
+def test_stages_that_cannot_be_shared_out_are_refused(stages: int, devices: int, each: int | str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be shared out") as caught:
+        placed(devices, stages=stages, each=each)
     assert caught.value.observed == f"{stages} stages and {devices} devices"
     assert f"Trainer(devices={stages})" in str(caught.value)
     assert f"num_stages={devices}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "wanted"), [("zbv_zero_bubble", 2, 4), ("v_half", 6, 4), ("zb_h1", 4, 2)])
+def test_a_schedule_for_another_number_of_stages_is_refused(schedule: str, stages: int, wanted: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{schedule}' is not made for so many stages on each device") as caught:
+        placed(2, schedule, stages=stages)
+    assert f"num_stages={wanted}" in str(caught.value)
 
 
 def test_a_batch_passes_through_and_none_is_refused() -> None:

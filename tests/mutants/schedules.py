@@ -1,0 +1,111 @@
+"""Of the room ``schedules``, of where stages are, and of torch's stages as they are used."""
+
+from tests.mutants.mutant import Mutant
+
+_SPLIT, _BY_NAME, _PIPELINING = (f"schedules/{name}.py" for name in ("split_backward", "by_name", "pipelining"))
+_STAGE, _TOPOLOGY, _CHANGES = "_compat/pipelining.py", "distributed/topology.py", "runtime/stage_changes.py"
+_GRADIENTS = "schedules/test_split_backward.py::test_gradients_are_those_of_one_device"
+_LOOKS = "schedules/test_split_backward.py"
+_HOOKS = f"{_LOOKS}::test_hooks_run_as_often_as_without_a_split"
+_ORDERS = "schedules/test_by_name.py"
+
+MUTANTS = [
+    Mutant(
+        _SPLIT,
+        "    if not inputs or any(has_gradient_hooks(parameter) for parameter in parameters):\n",
+        "    if any(has_gradient_hooks(parameter) for parameter in parameters):\n",
+        (f"{_LOOKS}::test_without_an_input_that_trains_the_weights_would_be_lost",),
+        "weights after frozen stages get no gradient",
+    ),
+    Mutant(
+        _SPLIT,
+        "    if not inputs or any(has_gradient_hooks(parameter) for parameter in parameters):\n",
+        "    if not inputs:\n",
+        (_HOOKS,),
+        "hooks of parameters do not run",
+    ),
+    Mutant(
+        _SPLIT,
+        "or not known.issuperset(leaves.values())",
+        "",
+        (f"{_LOOKS}::test_a_weight_that_is_none_of_the_stages_own_would_be_lost",),
+        "a weight that torch is not told of gets no gradient",
+    ),
+    Mutant(
+        _SPLIT,
+        "any(isinstance(node, BackwardCFunction) for node in users) or ",
+        "",
+        (f"{_LOOKS}::test_backwards_of_python_run_once_for_each_microbatch", _GRADIENTS),
+        "backwards of Python run twice",
+    ),
+    Mutant(
+        _SPLIT,
+        "            if node in left_at and left_at[node] is not place:\n                return False\n",
+        "",
+        (f"{_LOOKS}::test_weights_that_leave_the_way_at_two_places_would_run_what_lies_between_twice",),
+        "a layer used twice ends in an error of autograd",
+    ),
+    Mutant(
+        _PIPELINING,
+        "not self._watch.has_seen_any and may_split",
+        "may_split",
+        (_HOOKS,),
+        "hooks on results run twice",
+    ),
+    Mutant(
+        _PIPELINING,
+        "with_own_node(output) if output.requires_grad else output",
+        "output",
+        (f"{_LOOKS}::test_what_is_sent_may_be_needed_for_weights",),
+        "a stage that sends what it has saved ends in an error of autograd",
+    ),
+    Mutant(
+        _STAGE,
+        "        if not full_backward and self.has_backward and not self.splits(bwd_chunk_id):\n",
+        "        if False:\n",
+        (_GRADIENTS,),
+        "every backward pass is split",
+    ),
+    Mutant(
+        _STAGE,
+        "            self._make_buffers(self.grad_recv_info, mb_index)\n",
+        "",
+        (f"{_LOOKS}::test_what_is_sent_may_get_no_gradient",),
+        "a gradient that another stage of the rank does not have has no memory",
+    ),
+    Mutant(
+        _BY_NAME,
+        "    except ScheduleError:\n        return None\n",
+        "    except ZeroDivisionError:\n        return None\n",
+        (f"{_ORDERS}::test_every_order_ends_for_few_and_odd_many_microbatches",),
+        "the last batch of an epoch ends the run",
+    ),
+    Mutant(
+        _BY_NAME,
+        "return kind if num_microbatches % num_rounds == 0 else None",
+        "return kind",
+        (f"{_ORDERS}::test_where_there_is_no_such_order_all_go_forward_first",),
+        "torch refuses a number of microbatches",
+    ),
+    Mutant(
+        _TOPOLOGY,
+        "min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.num_ranks",
+        "stage % self.num_ranks",
+        ("distributed/test_topology.py::test_stages_of_a_v_come_back",),
+        "stages of a V go round",
+    ),
+    Mutant(
+        _TOPOLOGY,
+        "return tuple(dict.fromkeys(map(self.rank_of, stages)))",
+        "return tuple(map(self.rank_of, stages))",
+        ("distributed/test_topology.py::test_stages_of_one_rank_are_one_holder",),
+        "a rank sums the gradients of a weight that two of its stages use with itself",
+    ),
+    Mutant(
+        _CHANGES,
+        "self._after_first = self._counts(later) | self._after_first",
+        "self._after_first = self._counts()",
+        ("runtime/test_stage_changes.py::test_what_counts_in_one_of_several_stages_is_seen",),
+        "a stage that counts its calls is not seen beside others",
+    ),
+]

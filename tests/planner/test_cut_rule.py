@@ -1,0 +1,175 @@
+"""What is balanced, and cuts where the user wants them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.step_plan import make_planned
+from lightning_fxpipe.planner.unit_costs import unit_costs
+from tests.lit import LitModel
+from tests.models import make_samples
+
+WIDTH = 8
+
+
+class Uneven(nn.Module):
+    """A table of many parameters that computes nothing, and layers of which the last ones compute and keep most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.layers(self.table(x)))
+
+
+def begins(plan: PartitionPlan) -> list[str]:
+    return [stage.first_module for stage in plan.stages]
+
+
+def plan_of(model: nn.Module | None = None, batch: Any = None, **options: Any) -> PartitionPlan:
+    return make_plan(model or Uneven(), torch.arange(64) if batch is None else batch, **options)
+
+
+def test_each_balance_cuts_elsewhere() -> None:
+    cut = {
+        balance: begins(plan_of(num_stages=2, balance=balance))[1].partition(".")[0]
+        for balance in ("parameters", "flops", "memory")
+    }
+    assert cut["parameters"] == "layers"  # the table is more than all the rest
+    assert cut["flops"] == "wide"  # 4 x 64 of each sample in the layers, 2 x 8 x 64 in the wide ones
+    assert cut["memory"] == "layers"
+
+
+def test_memory_is_that_of_states_and_of_all_microbatches() -> None:
+    planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=1))
+    assert planned.assignment is not None
+    assert planned.region is not None
+    chain, costs = planned.assignment.chain, unit_costs(planned.assignment.chain)
+    for count in (1, 8):
+        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).weights(chain, planned.region)
+        states = [4 * unit.parameter_bytes for unit in costs]  # all train
+        assert weights == [state + count * unit.saved_bytes for state, unit in zip(states, costs, strict=True)]
+    assert sum(states) == 4 * 4 * sum(parameter.numel() for parameter in Uneven().parameters())
+
+
+@pytest.mark.parametrize("balance", ["flops", "memory"])
+@pytest.mark.parametrize("name", ["gpt", "unet", "mlp"])
+def test_no_stage_is_much_heavier_than_it_has_to_be(name: str, balance: BalanceName) -> None:
+    """The modules that lie across the ideal cuts have been opened for this weight, too."""
+    rule = CutRule(num_stages=3, balance=balance)
+    planned = make_planned(LitModel(name), make_samples(name, 4), rule=rule)
+    assert planned.assignment is not None
+    assert planned.region is not None
+    weights = rule.weights(planned.assignment.chain, planned.region)
+    bounds = [0, *(cut + 1 for cut in planned.assignment.cuts), len(weights)]
+    stages = [sum(weights[start:end]) for start, end in pairwise(bounds)]
+    assert max(stages) <= 1.2 * max(sum(weights) / 3, *weights)
+
+
+def test_stages_begin_where_the_user_wants() -> None:
+    plan = plan_of(split_points=["layers.1", "layers.3", "wide"])
+    assert begins(plan)[:3] == ["table", "layers.1", "layers.3"]
+    assert begins(plan)[3].startswith("wide")
+    assert plan.stages[2].fqns == ("layers.3.weight", "layers.3.bias")
+    assert begins(plan_of(split_points=["wide.2"]))[1] == "wide.2"
+    assert begins(plan_of(split_points=["wide", "layers.1"], num_stages=3))[1] == "layers.1"
+
+
+def test_a_skip_connection_crosses_the_cuts_between() -> None:
+    model = LitModel("unet")
+    leaves = [path for path, module in model.named_modules() if next(module.children(), None) is None and path]
+    whole = make_plan(model, make_samples("unet", 4), num_stages=2)
+    assert begins(whole)[1] in leaves
+    again = make_plan(model, make_samples("unet", 4), split_points=[begins(whole)[1]])
+    assert [stage.fqns for stage in again.stages] == [stage.fqns for stage in whole.stages]
+
+
+class Looking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.second(h) if float(h.sum()) > 0 else h
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.looking = nn.Linear(WIDTH, WIDTH), Looking()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.looking(self.begin(x))
+
+
+@pytest.mark.parametrize(
+    ("points", "options", "message"),
+    [
+        (["wide.7"], {}, "A split point is no module[^*]*wide.7"),
+        (["attention.0"], {}, "A split point is no module[^*]*attention.0"),
+        (["wide", "wide.0"], {}, "Two split points are the same place"),
+        (["table"], {}, "No cut may fall before a split point[^*]*nothing computes before it"),
+        (["wide"], {"num_stages": 3}, "more or fewer split points than the stages need[^*]*1 split points and 3 stages"),
+    ],
+)
+def test_points_where_none_can_be_are_refused(points: list[str], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        plan_of(split_points=points, **options)
+
+
+def test_a_point_in_a_module_that_stays_whole_says_why() -> None:
+    with pytest.raises(PartitionError, match="is not where the model can be cut") as caught:
+        plan_of(Wrapped(), torch.randn(4, WIDTH), split_points=["looking.second"])
+    assert "looking stays whole: " in str(caught.value.observed)
+    with pytest.raises(PartitionError, match="do not come by it"):
+        plan_of(Skipping(), torch.randn(4, WIDTH), split_points=["unused"])
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_step_that_every_rank_runs_is_cut_by_parameters_only() -> None:
+    class Manual(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.net(batch).square().mean())
+
+    batch = torch.randn(4, WIDTH)
+    assert plan_of(Manual(), batch, num_stages=2).num_stages == 2
+    for options in ({"num_stages": 2, "balance": "flops"}, {"split_points": ["net.1"]}):
+        with pytest.raises(UnsupportedError, match="is cut by parameters only") as caught:
+            plan_of(Manual(), batch, **options)
+        assert caught.value.observed == "manual optimization"
+
+
+def test_without_a_number_of_stages_there_must_be_split_points() -> None:
+    with pytest.raises(TypeError, match="num_stages or split_points"):
+        make_plan(Uneven(), torch.arange(4))
+
+
+def test_stages_are_of_equal_flops_where_they_can_be() -> None:
+    layers = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise([4, 64, 4, 64, 4, 4, 4, 4, 4])))
+    plan = plan_of(layers, torch.randn(8, 4), num_stages=2, balance="flops")
+    assert begins(plan)[1] == "2"

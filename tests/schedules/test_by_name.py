@@ -1,0 +1,97 @@
+"""Which order a schedule has for so many stages and microbatches: the very table that is simulated."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from lightning_fxpipe._compat.pipelining import rows_of_class
+from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.schedules.by_name import (
+    SCHEDULES,
+    ScheduleName,
+    breadth_first,
+    forward_order,
+    training_order,
+)
+from lightning_fxpipe.simulation.actions import Action, ActionTable
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks, table_of
+from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.simulation.orders import looped_breadth_first
+from lightning_fxpipe.simulation.simulator import run_table
+
+COST = StageCosts(
+    forward_seconds=1, input_backward_seconds=1, weight_backward_seconds=1, activation_bytes=1.0, weight_bytes=0.5
+)
+ALTERNATING = [name for name, schedule in SCHEDULES.items() if schedule.alternates]
+
+
+def placement_of(name: str, num_ranks: int) -> Placement:
+    schedule = SCHEDULES[name]
+    return Placement(num_ranks=num_ranks, stages_per_rank=schedule.stages_per_rank, is_v=schedule.is_v)
+
+
+def rows_of_order(order: Any, placement: Placement, num_microbatches: int) -> list[list[str]]:
+    if isinstance(order, ActionTable):
+        return [[str(action) for action in actions] for actions in order.ranks]
+    return rows_of_class(order, placement.num_ranks, placement.stages_per_rank, num_microbatches)
+
+
+def test_each_name_has_a_schedule() -> None:
+    assert [*SCHEDULES] == [*get_args(ScheduleName)]
+    assert {*get_args(SimulatedSchedule)} == {*SCHEDULES} - {"auto"}
+
+
+@pytest.mark.parametrize("name", get_args(SimulatedSchedule))
+def test_stages_are_placed_as_they_are_simulated(name: SimulatedSchedule) -> None:
+    placement = placement_of(name, 3)
+    assert stages_of_ranks(name, 3) == [placement.stages_of(rank) for rank in range(3)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", [name for name in ALTERNATING if name not in ("auto", "1f1b")])
+def test_what_is_executed_is_what_is_simulated(name: str, num_ranks: int) -> None:
+    """Word for word: a simulation of another table would tell of a run that there is not."""
+    placement, schedule, count = placement_of(name, num_ranks), SCHEDULES[name], 8
+    executed = rows_of_order(training_order(schedule, placement, count), placement, count)
+    simulated = table_of(name, [COST] * placement.num_stages, count, schedule.stages_per_rank)  # type: ignore[arg-type]
+    assert executed == [[str(action) for action in actions] for actions in simulated.ranks]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("name", ALTERNATING)
+def test_every_order_ends_for_few_and_odd_many_microbatches(name: str, num_microbatches: int) -> None:
+    for num_ranks in (1, 2, 3, 4):
+        placement = placement_of(name, num_ranks)
+        order = training_order(SCHEDULES[name], placement, num_microbatches)
+        if order in (ScheduleGPipe, Schedule1F1B):
+            continue
+        table = ActionTable.of(map(Action.parse, row) for row in rows_of_order(order, placement, num_microbatches))
+        assert run_table(table, [COST] * placement.num_stages).seconds >= 3 * num_microbatches
+        assert [table.stages_of(rank) for rank in range(num_ranks)] == [placement.stages_of(r) for r in range(num_ranks)]
+
+
+def test_where_there_is_no_such_order_all_go_forward_first() -> None:
+    two = Placement(num_ranks=2)
+    assert training_order(SCHEDULES["1f1b"], two, 2) is Schedule1F1B
+    assert training_order(SCHEDULES["1f1b"], two, 1) is ScheduleGPipe
+    looped = Placement(num_ranks=2, stages_per_rank=2)
+    assert training_order(SCHEDULES["1f1b"], looped, 4) is ScheduleInterleaved1F1B
+    assert training_order(SCHEDULES["interleaved_1f1b"], looped, 5) == breadth_first(looped, 5)
+    assert training_order(SCHEDULES["interleaved_zero_bubble"], looped, 5) == breadth_first(looped, 5)
+    v = Placement(num_ranks=2, stages_per_rank=2, is_v=True)
+    assert training_order(SCHEDULES["dualpipev"], v, 3) == breadth_first(v, 3)
+    assert training_order(SCHEDULES["zbv_zero_bubble"], v, 3) is ScheduleZBVZeroBubble
+    with pytest.raises(ScheduleError):
+        table_of("dualpipev", [COST] * 4, 3)
+
+
+def test_passes_one_way_take_all_microbatches_through_a_stage_first() -> None:
+    assert forward_order(Placement(num_ranks=3), 4) is ScheduleGPipe
+    looped = Placement(num_ranks=3, stages_per_rank=2)
+    assert forward_order(looped, 4) == looped_breadth_first(3, 4, stages_per_rank=2)
+    v = breadth_first(Placement(num_ranks=2, stages_per_rank=2, is_v=True), 1)
+    assert v.to_csv() == "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
