@@ -80,7 +80,9 @@ class FrugalStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """The gradients from another stage of this rank; where there is none, torch sets the buffer to zero."""
         if self.has_backward:
-            self._make_buffers(self.grad_recv_info, mb_index)
+            self._drop_at_first(self.grad_recv_info, mb_index)
+            if any(gradient is None for gradient in next_stage_bwd_outputs):
+                self._make_buffers(self.grad_recv_info, mb_index)
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_one_chunk(

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain
-from lightning_fxpipe.planner.granularity import cut_costs, stage_weights
+from lightning_fxpipe.planner.granularity import cut_costs, parameters_after, stage_weights
 from lightning_fxpipe.planner.partition import solve
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.tracing.recordable import Recordable
@@ -49,10 +49,14 @@ class CutRule:
         costs = unit_costs(chain)
         if self.balance == "flops":
             return [unit.flops for unit in costs]
-        return [
+        weights = [
             unit.parameter_bytes + _STATES_PER_BYTE * unit.gradient_bytes + self.num_microbatches * unit.saved_bytes
             for unit in costs
         ]
+        for parameter in parameters_after(chain, call) if weights else ():
+            copies = 1 + _STATES_PER_BYTE * parameter.requires_grad
+            weights[-1] += copies * parameter.numel() * parameter.element_size()
+        return weights
 
     def cuts(self, chain: Chain, call: Recordable) -> tuple[int, ...]:
         """Position of the last unit of each stage but the last.

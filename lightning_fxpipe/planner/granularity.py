@@ -101,11 +101,18 @@ def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
 def stage_weights(chain: Chain, call: Recordable) -> list[int]:
     """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
     weights = [unit.num_parameters for unit in chain.units]
-    if weights and not (isinstance(call, RegionCall) and call.is_one_of_many):
-        root = chain.traced.root
-        outside = set(unused_fqns(chain)) - set(prelude_fqns(root, call))
-        weights[-1] += sum(parameter.numel() for fqn, parameter in root.named_parameters() if fqn in outside)
+    if weights:
+        weights[-1] += sum(parameter.numel() for parameter in parameters_after(chain, call))
     return weights
+
+
+def parameters_after(chain: Chain, call: Recordable) -> list[nn.Parameter]:
+    """The parameters that the step uses after the region, or nowhere; the last stage holds them."""
+    if isinstance(call, RegionCall) and call.is_one_of_many:
+        return []
+    root = chain.traced.root
+    outside = set(unused_fqns(chain)) - set(prelude_fqns(root, call))
+    return [parameter for fqn, parameter in root.named_parameters() if fqn in outside]
 
 
 def unused_fqns(chain: Chain) -> tuple[str, ...]:

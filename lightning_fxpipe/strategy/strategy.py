@@ -70,7 +70,7 @@ class PipelineStrategy(ReplicaStrategy):
         stages_per_rank: Stages on each device. ``"auto"``: two where the schedule wants several, else one. With several, a
             pipeline runs on a single device, too.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
-            for each stage where the batch allows it.
+            for each device where the batch allows it.
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
             step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
             on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs

@@ -68,8 +68,8 @@ MUTANTS = [
     ),
     Mutant(
         _STAGE,
-        "            self._make_buffers(self.grad_recv_info, mb_index)\n",
-        "",
+        "                self._make_buffers(self.grad_recv_info, mb_index)\n",
+        "                pass\n",
         (f"{_LOOKS}::test_what_is_sent_may_get_no_gradient",),
         "a gradient that another stage of the rank does not have has no memory",
     ),

@@ -77,6 +77,25 @@ def test_no_stage_is_much_heavier_than_it_has_to_be(name: str, balance: BalanceN
     assert max(stages) <= 1.2 * max(sum(weights) / 3, *weights)
 
 
+def test_what_no_call_of_the_model_uses_is_held_by_the_last_stage() -> None:
+    class Ending(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+            self.unused = nn.Parameter(torch.ones(100))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).square().mean()
+
+    rule = CutRule(num_stages=2, balance="memory")
+    planned = make_planned(Ending(), torch.randn(4, WIDTH), rule=rule)
+    assert planned.assignment is not None
+    assert planned.region is not None
+    last = unit_costs(planned.assignment.chain)[-1]
+    of_units = last.parameter_bytes + 3 * last.gradient_bytes + last.saved_bytes
+    assert rule.weights(planned.assignment.chain, planned.region)[-1] == of_units + 4 * 100 * 4
+
+
 def test_stages_begin_where_the_user_wants() -> None:
     plan = plan_of(split_points=["layers.1", "layers.3", "wide"])
     assert begins(plan)[:3] == ["table", "layers.1", "layers.3"]

@@ -93,5 +93,5 @@ def test_the_help_explains_every_option() -> None:
     text = " ".join(printed.split())
     for option in FxPipeStrategy.__init__.__annotations__.keys() - {"return"}:
         assert f"--trainer.strategy.{option} " in text
-    for words in ("Seconds after which", "four for each stage", "one for each device", "default: 1800.0"):
+    for words in ("Seconds after which", "four for each device", "the same on each", "default: 1800.0"):
         assert words in text

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_fxpipe import make_plan
 from lightning_fxpipe._compat.torch import FakeWorld
+from lightning_fxpipe.distributed import topology
 from lightning_fxpipe.optim.precision import step_context
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.strategy import run_plan as runplan
@@ -59,10 +60,12 @@ def test_the_strategy_plans_for_its_device(
     module = MODULES[name]()
     module.predict_step = type(module).training_step.__get__(module)  # type: ignore[method-assign]
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=module)
-    plans = RunPlans(PlanOptions(given=None, num_stages="auto", num_microbatches=2, batch_dim=0))
+    plans = RunPlans(PlanOptions(given=None, num_stages="auto", stages_per_rank="auto", num_microbatches=2, batch_dim=0))
     with simulated_cuda():
         monkeypatch.setattr(runplan, "first_batch", lambda trainer, of_validation, take: batch_on(CUDA))
-        plan = plans.make(trainer, module, num_stages=2, device=CUDA, context=partial(step_context, precision)).plan
+        plan = plans.make(
+            trainer, module, placement=topology.Placement(num_ranks=2), device=CUDA, context=partial(step_context, precision)
+        ).plan
     assert {output.dtype for output in plan.stages[0].outputs} <= {dtype, "float32"}
     assert any(output.dtype == dtype for output in plan.stages[0].outputs)
 

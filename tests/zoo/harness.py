@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from lightning_fxpipe.planner import planning
 from lightning_fxpipe.planner.cost import build_chain, canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
+from lightning_fxpipe.planner.granularity import stage_weights
 from lightning_fxpipe.planner.partition import solve
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region, stage_weights
+from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
