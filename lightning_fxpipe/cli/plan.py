@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, read_work
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.cli.configs import CONFIG_HELP, Work, add_config_options, read_work
+from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
+from lightning_fxpipe.cli.saving import Wanted, save
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.pictures.html_page import write_page
+from lightning_fxpipe.pictures.page import Page, page_of_simulated_plan, title_of_plan
 from lightning_fxpipe.planner.cut_rule import BalanceName
+from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.simulated_plan import simulate_plan
+from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.planner.step_plan import make_plan
 
 _EXAMPLE = """\
@@ -24,7 +32,7 @@ def add_command(commands: Any) -> None:
         "plan",
         help="print how a config's model is cut into stages, without training",
         description="Prints how a config's model is cut into stages, without training.",
-        epilog=_EXAMPLE + CONFIG_HELP,
+        epilog=_EXAMPLE + DEVICE_HELP + CONFIG_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_options(plan)
@@ -42,30 +50,61 @@ def add_command(commands: Any) -> None:
         help="the modules that the stages after the first begin with, instead of a balance",
     )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
+    plan.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also save the plan as a page for a browser, with timelines of a simulated step on --device",
+    )
+    add_device_option(plan, "what the step of --html runs on: ")
     plan.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
+    device = read_device(options.device)
     work = read_work(options)
-    plan = make_plan(
+    page = _page(options, work, device) if options.html else None
+    plan = page.plan if page is not None and page.plan is not None else _make_plan(options, work)
+    print(plan)
+    output = Wanted("--output", options.output, plan.save)
+    save(output, *(() if page is None else (Wanted("--html", options.html, partial(write_page, page)),)))
+    return 0
+
+
+def _num_stages(options: argparse.Namespace, work: Work) -> int | None:
+    """As many as asked for; None where split points say it."""
+    number: int | None = options.num_stages if options.split_points else work.num_stages
+    return number
+
+
+def _make_plan(options: argparse.Namespace, work: Work) -> PartitionPlan:
+    return make_plan(
         work.model,
         work.batch,
-        num_stages=options.num_stages if options.split_points else work.num_stages,
+        num_stages=_num_stages(options, work),
         balance=options.balance,
         split_points=options.split_points,
         num_microbatches=work.num_microbatches,
         batch_dim=work.batch_dim,
     )
-    print(plan)
-    if options.output:
-        try:
-            plan.save(options.output)
-        except OSError as error:
-            raise FxPipeError(
-                "Cannot save the plan.",
-                where=str(options.output),
-                observed=str(error),
-                todo="Give --output a path in a folder that exists and can be written.",
-            ) from error
-        print(f"\nSaved to {options.output}")
-    return 0
+
+
+def _page(options: argparse.Namespace, work: Work, device: Device) -> Page:
+    """The plan with a simulated step, or by itself where none can be simulated, with the reason."""
+    try:
+        return page_of_simulated_plan(
+            simulate_plan(
+                work.model,
+                work.batch,
+                num_stages=_num_stages(options, work) or len(options.split_points) + 1,
+                balance=options.balance,
+                split_points=options.split_points,
+                num_microbatches=work.num_microbatches,
+                batch_dim=work.batch_dim,
+                device=device,
+            )
+        )
+    except UnsupportedError as error:
+        plan = _make_plan(options, work)
+        reason = f"{error.what.removesuffix('.')}: {error.observed}." if error.observed else error.what
+        return Page(title=title_of_plan(plan), plan=plan, notes=(reason,))

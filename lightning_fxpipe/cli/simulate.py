@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, read_work
-from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.planner.simulated_plan import simulate_plan
-from lightning_fxpipe.planner.stage_costs import DEVICES, Device
-from lightning_fxpipe.simulation.costs import Link
+from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
+from lightning_fxpipe.cli.saving import Wanted, save
+from lightning_fxpipe.pictures.chrome_trace import write_trace
+from lightning_fxpipe.pictures.figure import save_figure
+from lightning_fxpipe.pictures.html_page import write_page
+from lightning_fxpipe.pictures.page import page_of_simulated_plan
+from lightning_fxpipe.planner.simulated_plan import SCHEDULES, SimulatedPlan, simulate_plan
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule
+from lightning_fxpipe.simulation.timeline import Timeline
 
 _EXAMPLE = """\
-example:
+examples:
   python -m lightning_fxpipe simulate --config examples/configs/lm_fxpipe.yaml --num-stages 4 --device a100
-
-A device of your own is a YAML file with flops_per_second and bytes_per_second and, if you like, operator_seconds, memory_bytes,
-link_latency_seconds and link_bytes_per_second.
+  python -m lightning_fxpipe simulate --config examples/configs/lm_fxpipe.yaml --num-stages 4 --html step.html
+  python -m lightning_fxpipe simulate --config examples/configs/lm_fxpipe.yaml --schedules 1f1b zb_h1 --plot step.png
 
 """
-_OF_LINK = {"link_latency_seconds": 0.0, "link_bytes_per_second": float("inf")}  # with their defaults
-_OF_DEVICE = ("flops_per_second", "bytes_per_second", "operator_seconds", "memory_bytes")
 
 
 def add_command(commands: Any) -> None:
@@ -30,13 +33,11 @@ def add_command(commands: Any) -> None:
         "simulate",
         help="print what a step of a config's model would take under several schedules, without training",
         description="Prints what a step of a config's model would take under several schedules, without training.",
-        epilog=_EXAMPLE + CONFIG_HELP,
+        epilog=_EXAMPLE + DEVICE_HELP + CONFIG_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_config_options(simulate)
-    simulate.add_argument(
-        "--device", default="a100", metavar="NAME|FILE", help=f"{', '.join(DEVICES)}, or a YAML file (default: a100)"
-    )
+    add_device_option(simulate)
     simulate.add_argument(
         "--optimizer-bytes",
         type=float,
@@ -44,49 +45,49 @@ def add_command(commands: Any) -> None:
         metavar="X",
         help="what the optimizer keeps for each byte of a parameter (default: 2, as Adam)",
     )
+    simulate.add_argument(
+        "--schedules",
+        nargs="+",
+        default=SCHEDULES,
+        choices=get_args(SimulatedSchedule),
+        metavar="NAME",
+        help=f"those to compare, of {', '.join(get_args(SimulatedSchedule))} (default: nine of them)",
+    )
+    pictures = simulate.add_argument_group("pictures")
+    pictures.add_argument(
+        "--html", type=Path, metavar="FILE", help="also save the stages, the timelines and the memory as a page for a browser"
+    )
+    pictures.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also save the timelines as a figure: .png or .svg (needs matplotlib)"
+    )
+    pictures.add_argument(
+        "--trace", type=Path, metavar="FILE", help="also save the timelines as a trace for ui.perfetto.dev (JSON)"
+    )
     simulate.set_defaults(run=_simulate)
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    device = _read_device(options.device)
+    device = read_device(options.device)
     work = read_work(options)
-    print(
-        simulate_plan(
-            work.model,
-            work.batch,
-            num_stages=work.num_stages,
-            num_microbatches=work.num_microbatches,
-            batch_dim=work.batch_dim,
-            device=device,
-            optimizer_bytes_per_byte=options.optimizer_bytes,
-        )
+    simulated = simulate_plan(
+        work.model,
+        work.batch,
+        num_stages=work.num_stages,
+        num_microbatches=work.num_microbatches,
+        batch_dim=work.batch_dim,
+        device=device,
+        schedules=list(dict.fromkeys(options.schedules)),
+        optimizer_bytes_per_byte=options.optimizer_bytes,
+    )
+    print(simulated)
+    timelines = _timelines(simulated)
+    save(
+        Wanted("--html", options.html, lambda path: write_page(page_of_simulated_plan(simulated), path)),
+        Wanted("--plot", options.plot, lambda path: save_figure(timelines, path)),
+        Wanted("--trace", options.trace, lambda path: write_trace(timelines, path)),
     )
     return 0
 
 
-def _read_device(text: str) -> Device:
-    """A device by its name, or from a file.
-
-    Raises:
-        FxPipeError: There is none, or the file does not describe one.
-    """
-    if text in DEVICES:
-        return DEVICES[text]
-    import yaml  # comes with the extra `examples`, as LightningCLI's own parser does
-
-    try:
-        values = yaml.safe_load(Path(text).read_text(encoding="utf-8"))
-        numbers = {str(key): float(value) for key, value in values.items()}
-        unknown = numbers.keys() - {*_OF_DEVICE, *_OF_LINK}
-        if unknown:
-            raise ValueError(f"nothing is known of {', '.join(sorted(unknown))}")
-        latency, speed = (numbers.pop(key, default) for key, default in _OF_LINK.items())
-        return Device(**numbers, link=Link(latency_seconds=latency, bytes_per_second=speed))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        raise FxPipeError(
-            "Cannot read a device.",
-            where=text,
-            observed=str(error),
-            expected=f"{', '.join(DEVICES)}, or a YAML file with flops_per_second and bytes_per_second",
-            todo="Give --device one of these names, or a file as --help describes it.",
-        ) from error
+def _timelines(simulated: SimulatedPlan) -> Sequence[Timeline]:
+    return [Timeline.of_simulation(f"{name}, simulated", found) for name, found in simulated.simulations.items()]

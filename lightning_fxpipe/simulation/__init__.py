@@ -8,6 +8,7 @@
 - ``by_name``: all of these by name, and the entry: what a schedule takes.
 - ``costs``: seconds and bytes of a stage's actions, and what a transfer between ranks takes.
 - ``simulator``: runs a table: when each action begins and ends, what is idle, what decides, what is in memory.
+- ``timeline``: what each rank does when, simulated or measured, for pictures.
 
 A table is the very one that the runtime executes. But for ``torch_tables`` nothing here knows torch.
 """

@@ -99,6 +99,17 @@ class Simulation:
         return tuple(state + peak for state, peak in zip(states, self.peak_activation_bytes, strict=True))
 
     @cached_property
+    def kept_bytes(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """For each rank what it has in memory from when on: pairs of seconds and bytes, one for the beginning and for the end
+        of each action."""
+        found = []
+        for rank, events in enumerate(self.ranks):
+            states = sum(self.costs[stage].state_bytes for stage in self.table.stages_of(rank))
+            ends = zip(events, self._kept(events)[1:], strict=True)
+            found.append(((0.0, states), *((event.end_seconds, states + kept) for event, kept in ends)))
+        return tuple(found)
+
+    @cached_property
     def peak_microbatches(self) -> tuple[int, ...]:
         """The most forwards of each rank that wait for their (whole) backward at a time."""
         return tuple(_most_open(events) for events in self.ranks)

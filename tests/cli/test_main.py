@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import yaml
 from lightning_fxpipe import PartitionPlan, make_plan
 from lightning_fxpipe.__main__ import main
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
+from lightning_fxpipe.planner.stage_costs import DEVICES
 
 # A module beside the config, as a user has it; its name is no other's.
 SOURCE = """
@@ -32,6 +34,12 @@ class Net(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         return self.net(batch[0]).sum()
+
+
+class Manual(Net):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
 
 
 class Data(L.LightningDataModule):
@@ -339,5 +347,74 @@ def test_an_output_that_cannot_be_written_is_named(project: Path, capsys: pytest
     status = main(["plan", "--config", write(config_of(), project), "--output", "no/such/folder/plan.json"])
     assert status == 1
     message = capsys.readouterr().err
-    assert "Cannot save the plan" in message
+    assert "Cannot save what --output asks for" in message
     assert "no/such/folder" in message
+
+
+# ------------------------------------------------------------------ what it draws
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    """What the page at a path shows."""
+    text = page.read_text(encoding="utf-8")
+    return dict(json.loads(text.partition('id="data">')[2].partition("</script>")[0]))
+
+
+def test_simulate_saves_a_page_a_figure_and_a_trace(project: Path, run: Run) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = ["--html", "step.html", "--plot", "step.svg", "--trace", "step.json"]
+    out = run("simulate", "--config", write(config_of(), project), "--schedules", "zb_h1", "1f1b", "zb_h1", *pictures)
+    assert out.endswith("Python takes.\n\nSaved to step.html\nSaved to step.svg\nSaved to step.json\n")
+    page = data_of(project / "step.html")
+    assert [each["name"] for each in page["alternatives"]] == ["zb_h1", "1f1b"]
+    assert page["memoryLimitBytes"] == DEVICES["a100"].memory_bytes
+    assert "<svg" in (project / "step.svg").read_text()
+    names = [event["name"] for event in json.loads((project / "step.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert sorted(names) == sorted(
+        action for each in page["alternatives"] for rank in each["timelines"][0]["ranks"] for action in rank["work"]
+    )
+
+
+def test_plan_saves_a_page_of_the_very_plan_with_a_simulated_step(project: Path, run: Run) -> None:
+    options = ["--balance", "memory", "--output", "plan.json", "--html", "plan.html", "--device", "h200"]
+    out = run("plan", "--config", write(config_of(), project), *options)
+    assert out.endswith("Saved to plan.json\nSaved to plan.html\n")
+    page = data_of(project / "plan.html")
+    assert page["plan"]["text"] == str(PartitionPlan.load("plan.json"))
+    assert out.startswith(page["plan"]["text"])
+    assert page["memoryLimitBytes"] == DEVICES["h200"].memory_bytes
+    assert [each["name"] for each in page["alternatives"]] == [*SCHEDULES]
+
+
+def test_a_page_has_the_cuts_that_are_asked_for(project: Path, run: Run) -> None:
+    config = write(config_of(trainer={"devices": 2}), project)
+    run("plan", "--config", config, "--split-points", "net.3", "--html", "plan.html")
+    page = data_of(project / "plan.html")
+    assert [stage["first"] for stage in page["plan"]["stages"]] == ["net.0", "net.3"]
+    three_layers, one_layer = (stage["stateBytes"] for stage in page["plan"]["stages"])
+    assert three_layers == 3 * one_layer
+
+
+def test_a_step_that_cannot_be_simulated_has_a_page_that_says_why(project: Path, run: Run) -> None:
+    config = write(config_of(model=section("Manual")), project)
+    out = run("plan", "--config", config, "--html", "plan.html")
+    page = data_of(project / "plan.html")
+    assert out.startswith(page["plan"]["text"])
+    assert page["alternatives"] == []
+    assert page["notes"] == ["A step that every rank runs cannot be simulated: manual optimization."]
+
+
+@pytest.mark.parametrize("option", ["--html", "--plot", "--trace"])
+def test_a_picture_that_cannot_be_written_is_named(project: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    path = "no/such/folder/step.png"
+    assert main(["simulate", "--config", write(config_of(), project), "--schedules", "1f1b", option, path]) == 1
+    out, err = capsys.readouterr()
+    assert f"Cannot save what {option} asks for" in err
+    assert path in err
+    assert "Saved to" not in out
+
+
+def test_an_unknown_schedule_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--config", write(config_of(), project), "--schedules", "2f2b"])
+    assert "invalid choice: '2f2b'" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""What each rank does when, simulated or measured: what pictures are drawn of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_fxpipe.simulation.actions import Action
+from lightning_fxpipe.simulation.simulator import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that a rank does, and when.
+
+    Attributes:
+        work: An action; or words for what is none, such as "optimizer step".
+        start_seconds, end_seconds: From when to when, since the step began.
+    """
+
+    work: Action | str
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step of all ranks.
+
+    Attributes:
+        label: What it is of, such as "1f1b, simulated".
+        ranks: For each rank what it does, one after the other.
+        kept_bytes: For each rank how much is in memory from when on, as pairs of seconds and bytes; empty where nobody knows.
+        critical_path: The actions that decide how long it takes; empty where nobody knows.
+    """
+
+    label: str
+    ranks: tuple[tuple[Span, ...], ...]
+    kept_bytes: tuple[tuple[tuple[float, float], ...], ...] = ()
+    critical_path: tuple[Action, ...] = ()
+
+    @classmethod
+    def of_simulation(cls, label: str, simulation: Simulation) -> Timeline:
+        """That of a simulated step."""
+        return cls(
+            label,
+            tuple(tuple(Span(e.action, e.start_seconds, e.end_seconds) for e in events) for events in simulation.ranks),
+            simulation.kept_bytes,
+            tuple(event.action for event in simulation.critical_path),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """From the first beginning to the last end."""
+        spans = [span for spans in self.ranks for span in spans]
+        return max((s.end_seconds for s in spans), default=0.0) - min((s.start_seconds for s in spans), default=0.0)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of that time in which ranks do nothing."""
+        busy = sum(span.seconds for spans in self.ranks for span in spans)
+        return 1 - busy / (len(self.ranks) * self.seconds) if self.seconds else 0.0
