@@ -16,10 +16,10 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeStrategy, PeerError
+from tests.hook_traces import CALLBACK_HOOKS, MODULE_HOOKS, TraceCallback, traced
 from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, Run, compare, go
-from tests.recording import CALLBACK_HOOKS, MODULE_HOOKS, TraceCallback, traced
 
 Ranks = Callable[[int], RankPool]
 
