@@ -1,13 +1,17 @@
 """From a graph to a plan: which stage holds what.
 
 - ``plan``: the plan, as frozen data that can be printed, saved and used again.
+- ``alternatives``: what a plan was chosen from.
 - ``cost``: what nodes weigh, and what a cut would send.
 - ``granularity``: which modules are opened for a balanced partition.
 - ``partition``: the solver.
 - ``cut_rule``: what is balanced, or where the user wants the cuts.
 - ``fastest_cut``: the same by simulated time, for a chain whose costs are known.
 - ``unit_costs``, ``stage_costs``: what units compute and keep, and how long that takes on a device.
+- ``measured_costs``: how long units take on the device at hand.
+- ``choice``: the schedule, the stages and the microbatches that are fastest.
 - ``recompute``: which values each stage computes for itself.
+- ``recompute_rule``: which modules' activations are computed again in the backward pass.
 - ``reorder``: other orders of calls that compute the same.
 - ``planning``: from a module and a batch to a plan.
 - ``units``: the calls of a step that all ranks run, and a plan for them.

@@ -1,4 +1,4 @@
-"""By what rule a graph is cut: stages of equal weight, in one of several weights, or cuts where the user wants them."""
+"""By what rule a graph is cut: stages of equal weight, in one of several weights, or cuts that are fastest, or wanted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Literal
 from torch import nn
 
 from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.alternatives import Alternative
+from lightning_fxpipe.planner.choice import Choice, Search
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.granularity import cut_costs, parameters_after, stage_weights
+from lightning_fxpipe.planner.measured_costs import measured_seconds
 from lightning_fxpipe.planner.partition import solve
+from lightning_fxpipe.planner.recompute_rule import Load, RecomputeRule
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.tracing.recordable import Recordable
 
-BalanceName = Literal["parameters", "flops", "memory"]
+BalanceName = Literal["parameters", "flops", "memory", "seconds"]
 # What training keeps for each byte of a parameter besides itself: its gradient, and two moments of Adam.
 _STATES_PER_BYTE = 3
 
@@ -27,27 +31,39 @@ class CutRule:
     Attributes:
         num_stages: Number of stages.
         balance: What is equal on all stages, as far as it can be: parameters; flops, forward and backward; or bytes of memory:
-            parameters, gradients, Adam's states, and the activations of all microbatches.
+            parameters, gradients, Adam's states, and the activations of all microbatches; or seconds on the device at hand,
+            forward and backward.
         num_microbatches: How many microbatches' activations are in memory.
         split_points: Paths of the modules before which a cut falls; the balance does not count then.
+        recompute: Which modules' activations are computed again.
+        load: What the stages have to hold, where that decides about it; None: nobody knows, or a search says it.
+        search: What the number of stages and all else is chosen from, so that a step is fastest; None: it is not chosen.
     """
 
     num_stages: int
     balance: BalanceName = "parameters"
     num_microbatches: int = 1
     split_points: tuple[str, ...] = ()
+    recompute: RecomputeRule = RecomputeRule()
+    load: Load | None = None
+    search: Search | None = None
+
+    @property
+    def needs_clock(self) -> bool:
+        """Whether layers are timed, which gives other cuts another time."""
+        return self.search is not None or (self.balance == "seconds" and not self.split_points)
 
     @property
     def is_by_parameters(self) -> bool:
         """Whether it is the usual one."""
-        return self.balance == "parameters" and not self.split_points
+        return self.balance == "parameters" and not self.split_points and self.search is None
 
     def weights(self, chain: Chain, call: Recordable) -> list[int]:
-        """What each unit of a chain weighs."""
-        if self.balance == "parameters":
+        """What each unit of a chain weighs; by flops where only a clock tells more."""
+        if self.balance == "parameters" and self.search is None:
             return stage_weights(chain, call)
         costs = unit_costs(chain)
-        if self.balance == "flops":
+        if self.balance == "flops" or self.needs_clock:
             return [unit.flops for unit in costs]
         weights = [
             unit.parameter_bytes + _STATES_PER_BYTE * unit.gradient_bytes + self.num_microbatches * unit.saved_bytes
@@ -57,6 +73,21 @@ class CutRule:
             copies = 1 + _STATES_PER_BYTE * parameter.requires_grad
             weights[-1] += copies * parameter.numel() * parameter.element_size()
         return weights
+
+    def recomputed(self, chain: Chain, cuts: Sequence[int], chosen: Alternative | None) -> tuple[str, ...]:
+        """The modules whose activations are computed again. Errors as ``RecomputeRule.modules``."""
+        load = self.search.load(chain, chosen) if self.search is not None and chosen is not None else self.load
+        return self.recompute.modules(chain, cuts, load)
+
+    def choose(self, chain: Chain, call: Recordable) -> Choice:
+        """The cuts by a clock, for a rule that needs one. Errors as :meth:`cuts` and ``measured_seconds``."""
+        if self.search is not None:
+            outside = sum(parameter.numel() * parameter.element_size() for parameter in parameters_after(chain, call))
+            return self.search.choose(chain, outside)
+        seconds = measured_seconds(chain)
+        assert seconds is not None  # for the very microbatch that was recorded
+        weights = [round(1e9 * (unit.forward + unit.input_backward + unit.weight_backward)) for unit in seconds]
+        return Choice(cuts=solve(weights, cut_costs(chain), self.num_stages), alternatives=())
 
     def cuts(self, chain: Chain, call: Recordable) -> tuple[int, ...]:
         """Position of the last unit of each stage but the last.

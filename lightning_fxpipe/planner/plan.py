@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.alternatives import Alternative, alternatives_table
 from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
 
 _MAKE_AGAIN = "Give the path of a plan, or make one with `python -m lightning_fxpipe plan`."
@@ -122,6 +123,9 @@ class PartitionPlan:
         outside_reason: Why parameters are outside, if not because the step uses them after the region or not at all.
         joint_reason: Why every rank runs the whole training step, with each of the planned calls a pipeline of its own; empty
             where they are one.
+        recomputed_modules: Modules whose activations are not kept for the backward pass, but computed again.
+        alternatives: Where the plan was chosen, schedules and numbers of microbatches, with what each would cost; the chosen
+            one first.
         schema_version: Version of the JSON layout.
     """
 
@@ -138,7 +142,14 @@ class PartitionPlan:
     without_batch: tuple[str, ...] = ()
     outside_reason: str = ""
     joint_reason: str = ""
+    recomputed_modules: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def chosen(self) -> Alternative | None:
+        """The schedule and the microbatches that it was chosen for; None where the plan is for any."""
+        return self.alternatives[0] if self.alternatives else None
 
     @property
     def num_stages(self) -> int:
@@ -214,6 +225,8 @@ class PartitionPlan:
                 without_batch=tuple(data["without_batch"]),
                 outside_reason=data.get("outside_reason", ""),
                 joint_reason=data.get("joint_reason", ""),
+                recomputed_modules=tuple(data.get("recomputed_modules", ())),
+                alternatives=tuple(Alternative(**of) for of in data.get("alternatives", ())),
             )
             complaint = next(_complaints(plan), None)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -238,15 +251,17 @@ class PartitionPlan:
             )
 
     def __str__(self) -> str:
-        return _plan_table(self)
+        table = _plan_table(self)
+        return f"{table}\n\n{alternatives_table(self.alternatives)}" if self.alternatives else table
 
 
 def _complaints(plan: PartitionPlan) -> Iterator[str]:
     """What no planner writes: a file may have been changed, by hand or by chance."""
     outputs = [tensor for stage in plan.stages for tensor in stage.outputs]
-    parts: list[PartitionPlan | StageSpec | BoundaryTensor | RecomputedTensor] = [
+    parts: list[PartitionPlan | StageSpec | BoundaryTensor | RecomputedTensor | Alternative] = [
         plan,
         *plan.recomputed,
+        *plan.alternatives,
         *plan.stages,
         *outputs,
     ]
@@ -273,6 +288,7 @@ _KINDS: dict[str, tuple[type | None, bool]] = {
     "str": (str, False),
     "int": (int, False),
     "bool": (bool, False),
+    "float": (float, False),
     "tuple[int, ...]": (int, True),
     "tuple[str, ...]": (str, True),
 }
@@ -350,6 +366,8 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
     if plan.joint_reason:
         yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
     yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
+    if plan.recomputed_modules:
+        yield f"Computed again in the backward pass: {_shorten(plan.recomputed_modules)}"
     if plan.opened:
         yield f"Cut inside of: {_shorten([path or '(root)' for path in plan.opened], shown=12)}"
     if plan.kept_whole:

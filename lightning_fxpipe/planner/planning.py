@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -14,11 +14,13 @@ from torch import fx, nn
 
 from lightning_fxpipe._compat.torch import size_hint
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
+from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.planner.cut_rule import CutRule, modules_around
 from lightning_fxpipe.planner.granularity import open_until_balanced, prelude_fqns, unused_fqns
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
 from lightning_fxpipe.pytree.sizes import tensor_bytes
+from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.signals import CannotCut
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
@@ -124,18 +126,29 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
     else:
         weigh = None if rule.is_by_parameters else rule.weights
         chain = open_until_balanced(trace, root, call, rule.num_stages, weigh)
-    assignment = _best_assignment(chain, call, rule)
-    needed = _opened_by_a_cut(assignment)
+    assignment, alternatives = _best_assignment(chain, call, rule)
+    # What a clock has said holds for the units that there were, so all that is open stays so.
+    needed = chain.traced.opened if rule.needs_clock else _opened_by_a_cut(assignment)
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
+    num_units = len(chain.units)
     chain = build_chain(trace(opened={*needed, *unable}, first=chain.traced))
-    assignment = _best_assignment(chain, call, rule)
-    return Planned(plan=describe_plan(assignment, call), region=call, traced=chain.traced, assignment=assignment)
+    if rule.needs_clock and len(chain.units) == num_units:
+        assignment = Assignment(chain=chain, cuts=assignment.cuts)
+    else:
+        assignment, alternatives = _best_assignment(chain, call, rule)
+    recomputed = rule.recomputed(chain, assignment.cuts, alternatives[0] if alternatives else None)
+    plan = replace(describe_plan(assignment, call), alternatives=alternatives, recomputed_modules=recomputed)
+    return Planned(plan=plan, region=call, traced=chain.traced, assignment=assignment)
 
 
-def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> Assignment:
+def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Assignment, tuple[Alternative, ...]]:
     try:
-        return Assignment(chain=chain, cuts=rule.cuts(chain, call))
+        if rule.needs_clock:
+            with telling("Timing the model's layers"):
+                choice = rule.choose(chain, call)
+            return Assignment(chain=chain, cuts=choice.cuts), choice.alternatives
+        return Assignment(chain=chain, cuts=rule.cuts(chain, call)), ()
     except PartitionError as error:
         if rule.split_points:
             raise

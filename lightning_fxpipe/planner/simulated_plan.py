@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError, UnsupportedError
-from lightning_fxpipe.planner.cut_rule import CutRule
+from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.stage_costs import Device, stage_costs
@@ -74,22 +74,26 @@ def simulate_plan(
     schedules: Sequence[SimulatedSchedule] = SCHEDULES,
     optimizer_bytes_per_byte: float = 2.0,
     batch_dim: int = 0,
+    balance: BalanceName = "parameters",
+    split_points: Sequence[str] = (),
 ) -> SimulatedPlan:
     """Plans the stages of a module, and simulates a step with them.
 
     Args:
-        module, example_batch, num_stages, batch_dim: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
+        module, example_batch, num_stages, batch_dim, balance, split_points: As
+            :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
         device: What each rank runs on, such as ``DEVICES["a100"]``.
         num_microbatches: Microbatches of the batch.
         schedules: Schedules to compare. Those with two stages on each of the ``num_stages`` devices have the same graph cut
-            into twice as many.
+            into twice as many, by the balance.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
 
     Raises:
         UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
         FxPipeError: What ``make_plan`` raises.
     """
-    rule = CutRule(num_stages=num_stages)
+    points = tuple(split_points)
+    rule = CutRule(num_stages=num_stages, balance=balance, num_microbatches=num_microbatches, split_points=points)
     planned = make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim)
     assignment = planned.assignment
     if assignment is None:
@@ -105,7 +109,8 @@ def simulate_plan(
     for schedule in schedules:
         held = stages_of_ranks(schedule, num_stages)
         try:
-            cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, num_stages * len(held[0]))
+            finer = replace(rule, num_stages=num_stages * len(held[0]), split_points=())
+            cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, finer)
             costs = stage_costs(assignment.chain, of_units, cuts, device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
             simulations[schedule] = simulate(
                 costs,
@@ -126,12 +131,12 @@ def simulate_plan(
     )
 
 
-def _cuts(planned: Planned, num_stages: int) -> tuple[int, ...]:
-    """The cuts of the same graph into more stages."""
+def _cuts(planned: Planned, rule: CutRule) -> tuple[int, ...]:
+    """The cuts of the same graph by another rule."""
     assert planned.assignment is not None
     assert planned.region is not None
     chain = planned.assignment.chain
-    return CutRule(num_stages=num_stages).cuts(chain, planned.region)
+    return rule.cuts(chain, planned.region)
 
 
 def _cells(found: Simulation, device: Device) -> tuple[str, str, str, str]:

@@ -16,6 +16,7 @@ from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, t
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule, check_split_points
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
+from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
@@ -35,6 +36,7 @@ def make_plan(
     batch_dim: int = 0,
     balance: BalanceName = "parameters",
     split_points: Sequence[str] = (),
+    recompute: RecomputeName | Sequence[str] = "none",
 ) -> PartitionPlan:
     """Plans the stages of a module without training it and without a process group.
 
@@ -47,8 +49,11 @@ def make_plan(
         num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
         batch_dim: Dimension of the batch's tensors that is the batch.
         balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
-            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches.
+            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches; or ``"seconds"`` on
+            this device, forward and backward, for which layers are timed.
         split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
+        recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
+            blocks, such as the layers of a transformer; or patterns of paths, as ``["model.layers.*"]``.
 
     Returns:
         The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
@@ -65,6 +70,7 @@ def make_plan(
     rule = CutRule(
         num_stages=len(points) + 1 if num_stages is None else num_stages,
         balance=balance,
+        recompute=RecomputeRule.of(recompute),
         num_microbatches=num_microbatches,
         split_points=points,
     )
@@ -119,7 +125,7 @@ def region_or_joint_plan(
         FxPipeError: Neither can be made.
     """
     reason = must_run_jointly(module)
-    if not rule.is_by_parameters:
+    if not (rule.is_by_parameters and rule.recompute.is_plain):
         if reason:
             raise _only_by_parameters(reason)
         return of_region()
@@ -139,10 +145,11 @@ def region_or_joint_plan(
 
 def _only_by_parameters(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "A step that every rank runs is cut by parameters only.",
+        "A step that every rank runs is cut by parameters only, and nothing of it is recomputed.",
         observed=reason,
-        expected="a step whose calls of the model are one region, for split points or another balance",
-        todo='Leave split_points out, and set balance="parameters".',
+        expected="a step whose calls of the model are one region, for split points, another balance or recomputation",
+        todo='Leave split_points and recompute out, and set balance="parameters"; the model may call '
+        "torch.utils.checkpoint itself.",
     )
 
 

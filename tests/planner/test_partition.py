@@ -1,12 +1,15 @@
-"""The exact solver against brute force over all cuts."""
+"""The exact solver against brute force over all cuts, a plain dynamic programme and an integer programme."""
 
 from __future__ import annotations
 
+import random
 from itertools import combinations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, milp
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.partition import lightest_maximum, solve
@@ -109,6 +112,60 @@ def dynamic_programme(weights: Weights, costs: Costs, num_stages: int) -> tuple[
             for end in (*ends, count)
         }
     return int(limit), int(cheapest[count])
+
+
+def random_problem(numbers: random.Random) -> tuple[Weights, Costs, int]:
+    """With enough legal cuts, and numbers so small that many choices are equally balanced."""
+    count = numbers.randint(5, 12)
+    weights = [numbers.choice([0, 1, 1, 2, 3, 7]) for _ in range(count)]
+    costs = [numbers.choice([None, None, 0, 1, 2, 5, 9]) for _ in range(count - 1)]
+    legal = sum(cost is not None for cost in costs)
+    return weights, costs, numbers.randint(1, min(5, legal + 1))
+
+
+@pytest.mark.parametrize("first_seed", range(0, 200, 20))
+def test_solve_equals_an_integer_programme(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 20):
+        weights, costs, num_stages = random_problem(random.Random(seed))
+        cuts = solve(weights, costs, num_stages)
+        assert score(weights, costs, cuts) == integer_programme(weights, costs, num_stages), f"seed {seed}"
+
+
+def integer_programme(weights: Weights, costs: Costs, num_stages: int) -> tuple[int, int]:
+    """The heaviest stage, then under that limit the cuts' costs, by a solver of another kind.
+
+    A variable of 0 or 1 says whether a unit is in a stage; from one unit to the next the stage's number grows by 1 where a cut
+    is, and by nothing where none may be.
+    """
+    count = len(weights)
+    is_in = np.eye(count * num_stages).reshape(count, num_stages, -1)  # picks the variable of a unit and a stage
+    number_of = np.einsum("usv,s->uv", is_in, np.arange(num_stages))
+    crossed = number_of[1:] - number_of[:-1]
+    load = np.einsum("usv,u->sv", is_in, weights)
+
+    def programme(objective: np.ndarray, limit: float, limit_factor: float) -> int:
+        """Least value; the last variable is the heaviest stage's weight where ``limit_factor`` is 1."""
+
+        def among(rows: np.ndarray, low: object, high: object, factor: float = 0.0) -> LinearConstraint:
+            return LinearConstraint(np.hstack([rows, np.full((len(rows), 1), -factor)]), low, high)
+
+        found = milp(
+            objective,
+            integrality=np.append(np.ones(count * num_stages), 0),
+            bounds=(0, np.append(np.ones(count * num_stages), sum(weights))),
+            constraints=[
+                among(is_in.sum(axis=1), 1, 1),
+                among(number_of[[0, -1]], [0, num_stages - 1], [0, num_stages - 1]),
+                among(crossed, 0, [0 if cost is None else 1 for cost in costs]),
+                among(load, -np.inf, limit, limit_factor),
+            ],
+        )
+        assert found.success, found.message
+        return round(found.fun)
+
+    heaviest = programme(np.append(np.zeros(count * num_stages), 1), 0, 1)
+    paid = np.array([cost or 0 for cost in costs]) @ crossed
+    return heaviest, programme(np.append(paid, 0), heaviest, 0)
 
 
 def test_balances_before_it_saves_bytes() -> None:

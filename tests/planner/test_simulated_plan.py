@@ -47,6 +47,18 @@ def test_each_schedule_is_simulated_with_the_costs_of_the_plans_stages() -> None
         assert simulation.seconds == again.seconds
 
 
+def test_the_cuts_are_those_of_the_balance_or_the_split_points() -> None:
+    model = nn.Sequential(nn.Embedding(1000, WIDTH), *layers(4))
+    batch = torch.zeros(8, dtype=torch.long)
+    by_flops = simulate_plan(model, batch, num_stages=2, device=SLOW, balance="flops", schedules=["1f1b", "interleaved_1f1b"])
+    assert by_flops.plan == make_plan(model, batch, num_stages=2, balance="flops")
+    assert by_flops.plan != make_plan(model, batch, num_stages=2)
+    finer = simulate_plan(model, batch, num_stages=4, device=SLOW, balance="flops", schedules=["1f1b"])
+    assert by_flops.simulations["interleaved_1f1b"].costs == finer.simulations["1f1b"].costs
+    pointed = simulate_plan(model, batch, num_stages=2, device=SLOW, split_points=["4"], schedules=["1f1b"])
+    assert pointed.plan == make_plan(model, batch, split_points=["4"])
+
+
 def test_the_table_has_a_line_for_each_schedule_and_says_what_does_not_fit() -> None:
     states = 2 * WIDTH * WIDTH * 4 * 4
     activations = 2 * 4 * WIDTH * 4  # of one microbatch in two layers

@@ -1,0 +1,59 @@
+"""What a plan was chosen from: combinations of a schedule, stages on each device and microbatches, and what each would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
+
+_NUM_SHOWN = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """One combination.
+
+    Attributes:
+        schedule: Order of forward and backward passes.
+        stages_per_rank: Stages on each device.
+        num_microbatches: Microbatches of a batch.
+        step_seconds: What the model's calls of a step take, as simulated.
+        idle_share: Of that time, for how much devices wait; from 0 to 1.
+        peak_bytes: Most memory that a device needs for it.
+        fits: Whether it has that.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    num_microbatches: int
+    step_seconds: float
+    idle_share: float
+    peak_bytes: int
+    fits: bool
+
+
+def alternatives_table(alternatives: tuple[Alternative, ...]) -> str:
+    """The first of them, the one that was chosen, beside the best of the others."""
+    chosen = alternatives[0]
+    rows = [
+        (
+            each.schedule,
+            str(each.stages_per_rank),
+            str(each.num_microbatches),
+            human_seconds(each.step_seconds),
+            f"{each.step_seconds / chosen.step_seconds:.2f}",
+            f"{100 * each.idle_share:.0f} %",
+            human_bytes(each.peak_bytes) + ("" if each.fits else ": too much"),
+        )
+        for each in alternatives[:_NUM_SHOWN]
+    ]
+    headers = ("Schedule", "Stages", "Microbatches", "Step", "Ratio", "Idle", "Memory")
+    left_out = len(alternatives) - len(rows)
+    return render_table(
+        "Chosen: the first of these",
+        headers,
+        rows,
+        right_aligned=headers[1:],
+        caption="Stages and memory are a device's; a step is the model's calls alone, simulated with the seconds of each layer"
+        + (f"; {left_out} slower ones are left out" if left_out else ""),
+    )

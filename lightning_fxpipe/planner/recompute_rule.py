@@ -1,0 +1,266 @@
+"""Which modules' activations are not kept for the backward pass, but computed again in it (Chen et al., arXiv 1604.06174).
+
+What is taken is a *block*: an entry of the outermost ``ModuleList`` or ``Sequential``, such as a layer of a transformer, or
+else a module that the graph calls as a whole. A block keeps what it gets, and the rest is there only while it goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe._compat.torch import storage_key
+from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.cost import Chain, Unit
+from lightning_fxpipe.planner.fastest_cut import merged
+from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
+from lightning_fxpipe.reporting.wording import error_words
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate
+from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.tracing.repeat import Repeat
+from lightning_fxpipe.user_code.undo import undo_after
+
+RecomputeName = Literal["none", "all", "auto"]
+_STATES_PER_BYTE = 3  # of a parameter that trains: its gradient, and two moments of Adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the stages have to hold at a time.
+
+    Attributes:
+        schedule: Order of forward and backward passes.
+        stages_per_rank: Stages on each device.
+        num_microbatches: Microbatches of a batch.
+        scale: How much larger a microbatch is than the one that the chain was recorded with.
+        memory_bytes: What a device has for it.
+    """
+
+    schedule: SimulatedSchedule
+    stages_per_rank: int
+    num_microbatches: int
+    scale: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeRule:
+    """What the user wants recomputed.
+
+    Attributes:
+        name: Nothing, all blocks, or as few as the memory needs.
+        patterns: Paths of modules, with ``*`` and ``?``, instead of that.
+    """
+
+    name: RecomputeName = "none"
+    patterns: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing has to be, as far as is known without looking."""
+        return not self.patterns and self.name in ("none", "auto")
+
+    @classmethod
+    def of(cls, value: RecomputeName | Sequence[str]) -> RecomputeRule:
+        """From an option's value."""
+        return cls(name=value) if isinstance(value, str) else cls(patterns=tuple(value))  # type: ignore[arg-type]
+
+    def modules(self, chain: Chain, cuts: Sequence[int], load: Load | None) -> tuple[str, ...]:
+        """Paths of the modules whose activations are computed again.
+
+        Args:
+            chain: The chain.
+            cuts: Position of the last unit of each stage but the last.
+            load: What decides where it is as few as the memory needs; None: nobody knows what memory there is.
+
+        Raises:
+            PartitionError: There is no such module, or it changes what it would need once more.
+        """
+        if self.patterns:
+            return _matching(chain, self.patterns)
+        if self.name == "none" or (self.name == "auto" and load is None):
+            return ()
+        blocks = [block for block in blocks_of(chain) if block.change is None and _trains(chain, block)]
+        if self.name == "all" or load is None:
+            return tuple(block.path for block in blocks)
+        return _needed(chain, cuts, blocks, load)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a chain.
+
+    Attributes:
+        path: Of its module.
+        first, last: Positions of its units.
+        change: What it changes that it would need once more to run again; None for nothing.
+    """
+
+    path: str
+    first: int
+    last: int
+    change: str | None
+
+
+def blocks_of(chain: Chain) -> list[Block]:
+    """The blocks of a chain, in their order; a module that is called again elsewhere counts once, where it is first."""
+    found: dict[str, list[int]] = {}
+    for position, unit in enumerate(chain.units):
+        path = _block_path(chain.traced.root, unit)
+        if path and not unit.is_recomputed:
+            found.setdefault(path, []).append(position)
+    return [Block(path, at[0], at[-1], _change(chain, path)) for path, at in found.items()]
+
+
+def _block_path(root: nn.Module, unit: Unit) -> str:
+    node = unit.nodes[0]
+    path = str(node.target) if node.op == "call_module" else str(node.meta.get("module_path") or "")
+    parts = path.split(".")
+    for end in range(1, len(parts)):
+        if isinstance(root.get_submodule(".".join(parts[:end])), (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            return ".".join(parts[: end + 1])
+    return path if node.op == "call_module" else ""
+
+
+def _nodes_in(chain: Chain, path: str) -> Iterator[fx.Node]:
+    for node in chain.traced.graph.nodes:
+        if node.op not in ("placeholder", "get_attr", "output"):
+            own = str(node.meta.get("module_path") or "")
+            if own == path or own.startswith(f"{path}."):
+                yield node
+
+
+def _change(chain: Chain, path: str) -> str | None:
+    """Where a module changes in place what it has not made itself, or others change what it gets or gives."""
+    nodes = dict.fromkeys(_nodes_in(chain, path))
+    inside = _memory(node for node in nodes)
+    outside = _memory(operand for node in nodes for operand in node.all_input_nodes if operand not in nodes)
+    has_begun = False
+    for node in chain.traced.graph.nodes:
+        has_begun |= node in nodes
+        changed = set(node.meta.get("mutated_storages", ()))
+        # What comes before has changed what is its own to see, and gives the same again.
+        if has_begun and (changed & outside or (changed & inside if node not in nodes else changed - inside)):
+            return str(node.meta.get("source") or node.name)
+    return next((found for node in nodes if node.op == "call_module" and (found := _change_of_call(chain, node))), None)
+
+
+def _change_of_call(chain: Chain, node: fx.Node) -> str | None:
+    """What the Python of a module that is called as a whole changes, or fails with, on tensors without data."""
+    if node.meta.get("alike") is not None:
+        return None  # known to change nothing
+    repeat, module = Repeat(chain.traced), chain.traced.root.get_submodule(str(node.target))
+    if any(not isinstance(operand.meta.get("val"), Tensor) for operand in node.all_input_nodes):
+        return f"{node.meta.get('source') or node.name}, in an object that it gets"
+    try:
+        with repeat.active(), torch.enable_grad(), repeat.module_on_fakes(module), undo_after(module) as undone:
+            values = {operand: repeat.blank(operand) for operand in node.all_input_nodes}
+            repeat.call(node, values, lambda module, args, kwargs: module(*args, **kwargs))
+    except Exception as error:
+        return error_words(error)
+    return f"its own attributes, in {type(module).__name__}" if undone.has_changed_any else None
+
+
+def _memory(nodes: Iterable[fx.Node]) -> set[int]:
+    return {storage_key(value) for node in nodes if isinstance(value := node.meta.get("val"), Tensor)}
+
+
+def _trains(chain: Chain, block: Block) -> bool:
+    """Whether a block keeps anything: what hangs on nothing that trains keeps nothing."""
+    nodes = (node for unit in chain.units[block.first : block.last + 1] for node in unit.nodes)
+    return any(isinstance(value := node.meta.get("val"), Tensor) and value.requires_grad for node in nodes)
+
+
+def _matching(chain: Chain, patterns: Sequence[str]) -> tuple[str, ...]:
+    names = [path for path, _ in chain.traced.root.named_modules() if path]
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        matching = [path for path in names if fnmatchcase(path, pattern)]
+        if not matching:
+            raise PartitionError(
+                "Nothing can be recomputed: no module has a path like this.",
+                observed=pattern,
+                expected="paths as model.named_modules() gives them, with * and ? if you like",
+                todo='Correct the pattern, or set recompute="all".',
+            )
+        found |= dict.fromkeys(matching)
+    outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    for path in outermost:
+        change = _change(chain, path)
+        if change is not None:
+            raise PartitionError(
+                "A module cannot be recomputed: it would change something a second time.",
+                where=path,
+                observed=f"what it gets, gives or has not made itself is changed in place, at {change}",
+                expected="a module that gives the same when it runs again",
+                todo="Leave it out of recompute, as one must with BatchNorm.",
+            )
+    return tuple(outermost)
+
+
+# ---------------------------------------------------------------------- as few as the memory needs
+
+
+def _needed(chain: Chain, cuts: Sequence[int], blocks: Sequence[Block], load: Load) -> tuple[str, ...]:
+    """Blocks of the ranks that lack memory, those first that save the most bytes for what they compute."""
+    costs = unit_costs(chain)
+    bounds = [0, *(cut + 1 for cut in cuts), len(chain.units)]
+    inside = [
+        [block for block in blocks if start <= block.first and block.last < end]
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    ]
+    waiting = [sorted(blocks, key=lambda block: _flops_per_byte(chain, costs, block)) for blocks in inside]
+    taken: list[list[Block]] = [[] for _ in inside]
+    while True:
+        stages = [
+            with_recomputed(chain, costs, start, end, blocks, load.scale)
+            for start, end, blocks in zip(bounds, bounds[1:], taken, strict=False)
+        ]
+        found = simulate(
+            stages,
+            num_microbatches=load.num_microbatches,
+            schedule=load.schedule,
+            stages_per_rank=load.stages_per_rank,
+        )
+        lacking = [rank for rank, peak in enumerate(found.peak_bytes) if peak > load.memory_bytes]
+        more = [stage for rank in lacking for stage in found.table.stages_of(rank) if waiting[stage]]
+        if not more:
+            return tuple(block.path for blocks in taken for block in blocks)
+        stage = min(more, key=lambda stage: _flops_per_byte(chain, costs, waiting[stage][0]))
+        taken[stage].append(waiting[stage].pop(0))
+
+
+def _flops_per_byte(chain: Chain, costs: Sequence[UnitCosts], block: Block) -> float:
+    units = costs[block.first : block.last + 1]
+    saved = sum(unit.saved_bytes for unit in units) - chain.site(block.first - 1).num_bytes
+    flops = sum(operator.flops + operator.num_bytes for unit in units for operator in unit.forward)
+    return flops / saved if saved > 0 else float("inf")
+
+
+def with_recomputed(
+    chain: Chain, costs: Sequence[UnitCosts], start: int, end: int, blocks: Sequence[Block], scale: float
+) -> StageCosts:
+    """What a stage keeps whose blocks are recomputed; a forward takes a second, a backward two, and that forward again."""
+    saved = sum(unit.saved_bytes for unit in costs[start:end])
+    again = [sum(unit.saved_bytes for unit in costs[block.first : block.last + 1]) for block in blocks]
+    kept = saved - sum(again) + sum(chain.site(block.first - 1).num_bytes for block in blocks)
+    stage = merged([_states(unit) for unit in costs[start:end]], 0.0)
+    return replace(
+        stage,
+        forward_seconds=1.0,
+        input_backward_seconds=1.0,
+        weight_backward_seconds=1.0,
+        activation_bytes=scale * kept,
+        weight_bytes=scale * kept,
+        state_bytes=stage.state_bytes + scale * max(again, default=0),  # a block at a time is there as a whole
+    )
+
+
+def _states(unit: UnitCosts) -> StageCosts:
+    states = unit.parameter_bytes + _STATES_PER_BYTE * unit.gradient_bytes
+    return StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, state_bytes=states)
