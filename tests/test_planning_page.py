@@ -1,0 +1,80 @@
+"""What docs/planning.md shows is what its script prints, and what it says of the numbers is true."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_fxpipe.planner import partition
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "benchmarks" / "partition_quality.py"
+(TABLE,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+ROWS = [(line[:14].strip(), *line[14:].split()) for line in TABLE.splitlines() if re.search(r"\d\.\d{3}", line)]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import partition_quality
+
+    return partition_quality
+
+
+@pytest.mark.slow
+def test_the_table_is_what_the_script_prints() -> None:
+    run = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == TABLE
+
+
+def test_where_no_weight_has_copies_the_plan_is_near_the_best_and_no_worse_than_lists_of_layers() -> None:
+    rows = [row for row in ROWS if row[0] != "copies"]
+    assert len(rows) == 6 * 3
+    for _, _, _, _, *numbers in rows:
+        plan, best, *peers = map(float, numbers)
+        assert 1 <= best <= plan <= 1.05 * best
+        assert plan <= min(peers)
+
+
+def random_parts(numbers: random.Random) -> tuple[list[frozenset[str]], dict[str, int]]:
+    """Pieces of a model, some of which use the same weights."""
+    sizes = {f"p{index}": numbers.choice([0, 1, 2, 3, 5, 20]) for index in range(9)}
+    return [frozenset(numbers.sample([*sizes], numbers.choice([0, 1, 1, 1, 2]))) for _ in range(8)], sizes
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_best_that_is_possible_is_that_of_all_cuts_and_of_the_solver(script: Any, seed: int) -> None:
+    parts, sizes = random_parts(random.Random(seed))
+    for num_stages in (1, 2, 3):
+        for seen in (parts, script.counted_once(parts)):
+            ends = ([*cuts, len(seen)] for cuts in combinations(range(1, len(seen)), num_stages - 1))
+            best = min(max(script.weights(script.joined(seen, of), sizes)) for of in ends)
+            assert script.lightest_maximum(seen, sizes, num_stages) == best
+        weights = script.weights(script.counted_once(parts), sizes)
+        assert partition.lightest_maximum(weights, [0] * (len(parts) - 1), num_stages) == best
+
+
+def test_the_rules_of_others_by_hand(script: Any) -> None:
+    assert script.uniform_cuts(10, 4) == [3, 6, 8, 10]
+    assert script.equal_block_cuts([False, *[True] * 5, False, False], 2) == [4, 8]
+    assert script.balanced_cuts([4, 1, 1, 1, 1, 4], 2) == [3, 6]
+    assert script.balanced_cuts([1, 2], 3) == [1, 2, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_stages_of_deepspeed_differ_as_little_as_they_can(script: Any, seed: int) -> None:
+    layers = random.Random(seed).choices(range(1, 9), k=7)
+
+    def spread(ends: list[int]) -> int:
+        stages = [sum(layers[start:end]) for start, end in pairwise([0, *ends])]
+        return max(stages) - min(stages)
+
+    assert spread(script.balanced_cuts(layers, 2)) == min(spread([end, 7]) for end in range(1, 7))
