@@ -25,6 +25,8 @@ from lightning_fxpipe.planner.simulated_plan import SimulatedPlan as SimulatedPl
 from lightning_fxpipe.planner.simulated_plan import simulate_plan as simulate_plan
 from lightning_fxpipe.planner.stage_costs import Device as Device
 from lightning_fxpipe.planner.step_plan import make_plan as make_plan
+from lightning_fxpipe.recording.files import read_recording as read_recording
+from lightning_fxpipe.recording.options import Recording as Recording
 from lightning_fxpipe.simulation.actions import ActionTable as ActionTable
 from lightning_fxpipe.simulation.by_name import simulate as simulate
 from lightning_fxpipe.simulation.costs import Link as Link
@@ -50,6 +52,7 @@ __all__ = [
     "PartitionError",
     "PartitionPlan",
     "PeerError",
+    "Recording",
     "ScheduleError",
     "SimulatedPlan",
     "Simulation",
@@ -58,6 +61,7 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "make_plan",
+    "read_recording",
     "simulate",
     "simulate_plan",
 ]

@@ -107,6 +107,21 @@ def test_the_planning_benchmark_plans_each_size() -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_cuts_compares_them(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Before\n\n```text\n```\n\nafter\n")
+    command = [sys.executable, EXAMPLES / "benchmarks" / "partition_quality.py", "--models", "resnet", "--stages", "2", "3"]
+    run = subprocess.run([*command, "--write", page], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["ResNet-50"]]
+    assert [row[1] for row in rows] == ["2", "3"]
+    for *_, plan, best, deepspeed, uniform, blocks in rows:
+        assert 1 <= float(best) <= float(plan) <= 1.05 * float(best)
+        assert float(best) <= min(map(float, (deepspeed, uniform, blocks)))
+    assert page.read_text() == f"Before\n\n```text\n{run.stdout}```\n\nafter\n"
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_simulated_steps_compares_both_schedules() -> None:
     command = [sys.executable, EXAMPLES / "benchmarks" / "simulated_time.py", "--sizes", "small", "--rounds", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -126,6 +141,17 @@ def test_the_benchmark_of_schedules_compares_them() -> None:
     rows = {line.split()[0]: line.split() for line in run.stdout.splitlines() if line.split()[:1]}
     for name in ("gpipe", "zb_h1", "v_half"):
         assert float(rows[name][-1]) < 1e-4  # of the losses
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_what_is_chosen_compares_it() -> None:
+    command = [sys.executable, EXAMPLES / "benchmarks" / "chosen_time.py", "--size=tiny", "--rounds=1"]
+    run = subprocess.run([*command, "--candidates", "auto", "1f1b 4"], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = {line.split()[0]: line.split() for line in run.stdout.splitlines() if line.split()[:1]}
+    for name in ("defaults", "auto", "1f1b"):
+        assert float(rows[name][-1]) < 1e-4  # of the losses
+    assert "simulated" in run.stdout
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ MAX_LINES = 500
 ROOMS = (
     *("errors", "rng"),
     *("_compat", "pytree", "user_code", "reporting", "distributed", "microbatch", "metrics"),
-    *("simulation", "tracing", "planner", "independence", "deferred_init", "stages", "schedules", "data"),
-    *("optim", "hooks", "runtime", "checkpoint", "launch", "strategy"),
+    *("simulation", "recording", "tracing", "planner", "independence", "deferred_init", "stages", "schedules", "data"),
+    *("optim", "hooks", "runtime", "checkpoint", "launch", "pictures", "strategy"),
     *("__init__", "pl", "cli", "__main__"),
 )
 # The command line must plan without a strategy; importing from the package itself would bring it in by the back door.
@@ -32,11 +32,11 @@ KNOW_LIGHTNING = {
     *("_compat.torch", "_compat.lightning", "reporting.messages", "hooks.hook_code", "hooks.user_hooks", "optim.precision"),
     *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
 }
-WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.plan"}
+WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.alternatives", "planner.plan"}
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {
     *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),
-    *("_compat.lightning", "_compat.pipelining"),
+    *("_compat.lightning", "_compat.loggers", "_compat.pipelining"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.

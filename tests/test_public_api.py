@@ -47,6 +47,7 @@ def test_the_public_names_are_these() -> None:
         "PartitionError",
         "PartitionPlan",
         "PeerError",
+        "Recording",
         "ScheduleError",
         "SimulatedPlan",
         "Simulation",
@@ -55,6 +56,7 @@ def test_the_public_names_are_these() -> None:
         "TraceError",
         "UnsupportedError",
         "make_plan",
+        "read_recording",
         "simulate",
         "simulate_plan",
     ]
@@ -79,6 +81,8 @@ def test_the_strategys_parameters_are_these() -> None:
         ("schedule", "auto"),
         ("balance", "parameters"),
         ("split_points", None),
+        ("recompute", "none"),
+        ("compile", False),
         ("plan", None),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
@@ -89,6 +93,7 @@ def test_the_strategys_parameters_are_these() -> None:
         ("gather_after_run", "auto"),
         ("save_distributed_checkpoint", True),
         ("async_save", False),
+        ("record", None),
     ]
 
 
@@ -101,6 +106,7 @@ def test_make_plans_parameters_are_these() -> None:
         ("batch_dim", 0),
         ("balance", "parameters"),
         ("split_points", ()),
+        ("recompute", "none"),
     ]
 
 
@@ -125,9 +131,9 @@ def test_a_number_that_is_none_is_a_value_error(name: str, value: Any) -> None:
         FxPipeStrategy(**{name: value})
 
 
-@pytest.mark.parametrize("value", ["seconds", 3, None])
+@pytest.mark.parametrize("value", ["time", 3, None])
 def test_an_unknown_balance_is_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"balance=.*: expected one of 'parameters', 'flops', 'memory'"):
+    with pytest.raises(ValueError, match=r"balance=.*: expected one of 'parameters', 'flops', 'memory', 'seconds', 'auto'"):
         FxPipeStrategy(balance=value)
 
 
@@ -137,7 +143,13 @@ def test_split_points_that_are_no_paths_are_a_value_error(value: Any) -> None:
         FxPipeStrategy(split_points=value)
 
 
-@pytest.mark.parametrize("options", [{"balance": "flops"}, {"split_points": ["layers.1"]}])
+@pytest.mark.parametrize("value", ["some", 3, [1]])
+def test_what_is_to_be_recomputed_is_a_word_or_paths(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"recompute=.*: expected 'none', 'all', 'auto' or a list of paths"):
+        FxPipeStrategy(recompute=value)
+
+
+@pytest.mark.parametrize("options", [{"balance": "flops"}, {"split_points": ["layers.1"]}, {"recompute": "all"}])
 def test_a_plan_goes_with_no_other_cuts(options: dict[str, Any]) -> None:
     plan = make_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), num_stages=2)
     with pytest.raises(ValueError, match="the plan says where the cuts are"):

@@ -303,12 +303,12 @@ def time_stages(parts: Parts, runs: Any) -> None:
     """Charges the stages' code, within which nothing of the strategy runs."""
     compute = runs.compute
 
-    def timed_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self.setup.stage.module
+    def timed_compute(self: Any, leg: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+        module: Any = stage.module
         if not hasattr(module, "timed"):
             module.timed = True
             parts.wrap("stages", module, "forward")
-        return compute(self, *args, **kwargs)
+        return compute(self, leg, stage, *args, **kwargs)
 
     runs.compute = timed_compute
 

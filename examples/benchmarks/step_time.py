@@ -226,16 +226,18 @@ def make_optimizer(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
 
-def make_trainer(work: Work, callback: Any) -> Any:
-    """A Trainer with a pipeline of the work's stages, that does nothing but train and call the callback."""
+def make_trainer(work: Work, callback: Any, **options: Any) -> Any:
+    """A Trainer with a pipeline of the work's stages, that does nothing but train and call the callback; ``options`` are the
+    strategy's, in place of the work's or besides."""
     import lightning as L
 
     from lightning_fxpipe import FxPipeStrategy
 
+    options = {"num_microbatches": work.microbatches, "schedule": work.schedule} | options
     return L.Trainer(
         accelerator="cpu",
         devices=work.stages,
-        strategy=FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule),  # type: ignore[arg-type]
+        strategy=FxPipeStrategy(**options),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -327,7 +329,8 @@ def run_torch(work: Work, clock: Clock) -> None:
     dist.destroy_process_group()
 
 
-def run_fxpipe(work: Work, clock: Clock) -> None:
+def run_fxpipe(work: Work, clock: Clock, **options: Any) -> Any:
+    """Trains; returns the strategy. ``options`` are more of the strategy's, or others than those of the work."""
     import lightning as L
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -347,9 +350,10 @@ def run_fxpipe(work: Work, clock: Clock) -> None:
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             clock.step_done(outputs["loss"])
 
-    trainer = make_trainer(work, Report())
+    trainer = make_trainer(work, Report(), **options)
     batches = make_batches(work)
     trainer.fit(LitGPT(), DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=work.batch_size))
+    return trainer.strategy
 
 
 if __name__ == "__main__":

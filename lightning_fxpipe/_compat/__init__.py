@@ -7,5 +7,5 @@
 - ``pipelining``: of the stages of its pipelines.
 - ``checkpoints``: around the files of its checkpoints.
 - ``roots``: ``lightning`` and ``pytorch_lightning``, the same code under two names.
-- ``lightning``: Lightning's.
+- ``lightning``: Lightning's; with ``loggers``.
 """

@@ -15,6 +15,7 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,6 +60,11 @@ class function_mode_removed:
 def has_function_mode() -> bool:
     """Whether somebody watches torch's functions; the public question is about tensors, too. torch 2.11-2.15."""
     return _get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+
+
+def is_watched() -> bool:
+    """Whether somebody watches torch's functions, or the operators below them. torch 2.11-2.15."""
+    return has_function_mode() or bool(_get_current_dispatch_mode_stack())
 
 
 @contextmanager

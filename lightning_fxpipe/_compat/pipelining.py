@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from lightning_fxpipe._compat.torch import patched_attributes
 
 
 class FrugalStage(PipelineStage):
@@ -122,6 +124,38 @@ class FrugalStage(PipelineStage):
         for info in infos:
             if info.buffer is not None and not info.buffer.is_meta:
                 info.buffer = _without_memory(info.buffer.shape, info.buffer.stride(), info.buffer.dtype)
+
+
+@contextmanager
+def watched(stage: FrugalStage, around: Callable[[str, int], AbstractContextManager[None]]) -> Iterator[None]:
+    """In the block, what a stage computes for a microbatch runs in the context that ``around`` gives.
+
+    Outside of it nothing is asked or called for that.
+
+    Args:
+        stage: The stage.
+        around: Takes what is computed, as torch writes it (F, B, I or W), and the microbatch.
+    """
+    forward, backward, weights = stage.forward_one_chunk, stage.backward_one_chunk, stage.backward_weight_one_chunk
+
+    def watched_forward(index: int, *args: Any, **kwargs: Any) -> Any:
+        with around("F", index):
+            return forward(index, *args, **kwargs)
+
+    def watched_backward(index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False) -> None:
+        with around("B" if full_backward else "I", index):
+            backward(index, loss, full_backward, last_backward)
+
+    def watched_weights(index: int, last_backward: bool = False) -> None:
+        with around("W", index):
+            weights(index, last_backward)
+
+    with patched_attributes(
+        (stage, "forward_one_chunk", watched_forward),
+        (stage, "backward_one_chunk", watched_backward),
+        (stage, "backward_weight_one_chunk", watched_weights),
+    ):
+        yield
 
 
 class TableSchedule(_PipelineScheduleRuntime):

@@ -55,6 +55,10 @@ class Sparing:
         """Group of all ranks for small messages."""
         return self._topology.control_group
 
+    def move_to(self, topology: Topology) -> None:
+        """This rank has another place now; no batch has been spared yet."""
+        self._topology = topology
+
     def watch(
         self,
         *,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 
 import torch
@@ -34,9 +36,16 @@ class Commands:
     Args:
         group: A group for CPU tensors with all ranks of the pipeline; None without a process group.
         source: Global rank of the last stage.
+        waiting: In its context a rank waits for a command.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, source: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        source: int,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._waiting = waiting
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.source = source
         self._under_way: list[tuple[Tensor, dist.Work | None]] = []  # memory must stay until it has arrived
@@ -85,7 +94,8 @@ class Commands:
 
     def _receive(self) -> tuple[Command, list[float]]:
         self.expect()
-        command, count, *numbers = self._wait()[0].tolist()
+        with self._waiting():
+            command, count, *numbers = self._wait()[0].tolist()
         return Command(int(command)), numbers[: int(count)]
 
     def _wait(self) -> list[Tensor]:

@@ -13,6 +13,7 @@ from lightning_fxpipe.distributed.commands import Command, Commands
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import LogEntry
+from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.runtime.known_numbers import KnownNumbers
 from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, ParkedLoss, StepTail
 from lightning_fxpipe.runtime.pass_setup import PassSetups
@@ -35,6 +36,7 @@ class BatchPasses:
         setups: Makes the stages.
         interleaving: Whether a batch goes forward and backward by turns.
         commands: What the last stage tells the others.
+        recorder: Notes what runs.
 
     Attributes:
         has_ended_step: On the last stage, whether the region was all there is to run of the step.
@@ -48,7 +50,9 @@ class BatchPasses:
         setups: PassSetups,
         interleaving: Interleaving,
         commands: Commands,
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._root = root
         self._members = members
         self._topology = topology
@@ -116,7 +120,7 @@ class BatchPasses:
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
         self._changes_nothing = False
         one = RegionPass(setup, values, random_key=step.random_key, training=False, tries=tries, measures=True)
-        with undo_after(self._root), torch.no_grad():
+        with self._recorder.undivided("look at a batch"), undo_after(self._root), torch.no_grad():
             joined = one.run_forward()
             buffers = [] if tries is None else tries.buffers()
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
@@ -159,7 +163,7 @@ class BatchPasses:
         if not self._runs_again(lacks_results or is_late):
             return joined
         again = RegionPass(setup, values, random_key=step.random_key, training=False)
-        with undo_after(self._root), torch.no_grad():
+        with self._recorder.undivided("forward once more"), undo_after(self._root), torch.no_grad():
             before = None if tail is None else tail.state()
             results = again.run_forward()
             if before is not None and not before.is_current():

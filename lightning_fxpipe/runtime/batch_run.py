@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -27,6 +27,7 @@ from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
+from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.rng import rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_passes import BatchPasses
@@ -53,13 +54,15 @@ class PipelineRuntime:
         members: Its members, listed anew for each batch.
         plan: Where each parameter lives.
         topology: This rank's place.
-        num_microbatches: Microbatches of a batch; None chooses by the batch's size.
+        num_microbatches: Microbatches of a batch; None: as many as the plan was chosen for, or by the batch's size.
         commands: What the last stage tells the others.
-        schedule: Schedule for training.
+        schedule: Schedule for training; ``"auto"``: the one that the plan was chosen for, if it was.
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
         sparing: Knows the ranks that get batches without values; None where all have them.
         no_placeholders: In this context a look at a tensor of another stage is an error; yields what watches for it.
+        recorder: Notes what runs.
+        compiles: Whether modules inside of stages are compiled.
 
     Attributes:
         stage_traces: The traces of the module's steps.
@@ -81,21 +84,31 @@ class PipelineRuntime:
         loss: LossOptions | None = None,
         sparing: Sparing | None = None,
         no_placeholders: Callable[[], AbstractContextManager[TorchFunctionMode | None]] = nullcontext,
+        recorder: Recorder | None = None,
+        compiles: bool = False,
     ) -> None:
+        recorder = recorder or Recorder()
         self._root = root
         self._members = members
         self._no_placeholders = no_placeholders
         self._topology = topology
         self._batch_dim = plan.batch_dim
-        self._num_microbatches = num_microbatches
+        chosen = plan.chosen
+        self._num_microbatches = num_microbatches or (chosen.num_microbatches if chosen else None)
         self.stage_traces = StageTraces(root, plan, topology, trace_log)
         self.batch_traces = BatchTraces(root, members, topology, self.stage_traces, sparing)
-        interleaving = Interleaving(schedule=schedule, options=loss or LossOptions(), topology=topology, log=trace_log)
-        self._setups = PassSetups(root, plan, topology, trace_log, schedule=SCHEDULES[schedule])
+        is_chosen = chosen is not None and schedule == "auto"
+        schedule = cast(ScheduleName, chosen.schedule) if chosen and is_chosen else schedule
+        interleaving = Interleaving(
+            schedule=schedule, is_chosen=is_chosen, options=loss or LossOptions(), topology=topology, log=trace_log
+        )
+        self._setups = PassSetups(
+            root, plan, topology, trace_log, schedule=SCHEDULES[schedule], recorder=recorder, compiles=compiles
+        )
         self._sparing = sparing
         self._log = trace_log
         self._told_of_one_piece = False
-        self.passes = BatchPasses(root, members, topology, self._setups, interleaving, commands)
+        self.passes = BatchPasses(root, members, topology, self._setups, interleaving, commands, recorder)
 
     # ------------------------------------------------------------------ a batch
 

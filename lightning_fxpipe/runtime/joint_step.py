@@ -33,6 +33,7 @@ from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.structure import describe
+from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.runtime.joint_pass import Backwards, JointPass
 from lightning_fxpipe.runtime.pass_setup import PassSetups
@@ -58,6 +59,7 @@ class JointSteps:
         shared: Parameters of which several stages have a copy.
         num_microbatches: Microbatches of a call; None chooses by its number of samples.
         log: Gets each trace that is made.
+        recorder: Notes what runs.
     """
 
     def __init__(
@@ -71,13 +73,14 @@ class JointSteps:
         shared: SharedParameters,
         num_microbatches: int | None,
         log: TraceLog,
+        recorder: Recorder | None = None,
     ) -> None:
         self.root = root
         self.topology = topology
         self.batch_dim = plan.batch_dim
         self.num_microbatches = num_microbatches
         self.traces = StageTraces(root, plan, topology, log)
-        self.setups = PassSetups(root, plan, topology, log, everywhere=True)
+        self.setups = PassSetups(root, plan, topology, log, everywhere=True, recorder=recorder)
         self.backwards = Backwards(shared, hooks.meet)
         self.outside = hooks.outside
         self._hooks = hooks

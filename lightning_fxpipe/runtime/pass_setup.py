@@ -30,12 +30,14 @@ from lightning_fxpipe.planner.cost import node_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan_with_tail
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, gradient_specs
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace, check_same_cuts
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
-from lightning_fxpipe.schedules.pipelining import Pipeline, Place
+from lightning_fxpipe.schedules.pipelining import Noting, Pipeline, Place
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -73,6 +75,8 @@ class PassSetups:
         log: Is told of batches that cannot be cut.
         schedule: How training batches go through the stages.
         everywhere: Whether every rank gets the results, and not only the last stage's.
+        recorder: Notes what runs.
+        compiles: Whether modules inside of stages are compiled.
     """
 
     def __init__(
@@ -84,7 +88,11 @@ class PassSetups:
         *,
         schedule: Schedule = SCHEDULES["gpipe"],
         everywhere: bool = False,
+        recorder: Recorder | None = None,
+        compiles: bool = False,
     ) -> None:
+        self._compiles = compiles
+        self._recorder = recorder or Recorder()
         self._schedule = schedule
         self._everywhere = everywhere
         self._root = root
@@ -206,7 +214,10 @@ class PassSetups:
         topology = self._topology
         check_same_cuts(assignment, topology)
         return _Stages(
-            stages={stage: build_stage(assignment, stage) for stage in topology.stages},
+            stages={
+                stage: build_stage(assignment, stage, self._plan.recomputed_modules, compiles=self._compiles)
+                for stage in topology.stages
+            },
             results=assignment.boundary(topology.last_stage),
             tail=build_stage(assignment, topology.num_stages) if topology.is_last or self._everywhere else None,
             division=division,
@@ -270,15 +281,18 @@ class PassSetups:
             for index, stage in stages.stages.items()
         }
         pipeline = partial(Pipeline, num_places=last + 1, num_microbatches=part.count, device=topology.device)
+        noting = partial(Noting, recorder=self._recorder, first=part.first)
         one_way = partial(pipeline, order=forward_order(topology.placement, part.count))
-        forward = one_way([_onward(index, crossings[index], last, carried) for index in crossings], group=topology.group)
+        onward = [_onward(index, crossings[index], last, carried) for index in crossings]
+        forward = one_way(onward, group=topology.group, noting=noting(kind=FORWARD))
         backward = alternating = None
         if training:
             back = [_backward(index, crossings[index], last) for index in reversed(crossings)]
-            backward = one_way(back, group=topology.backward_group)
+            backward = one_way(back, group=topology.backward_group, noting=noting(kind=BACKWARD))
         if training and division is not None and self._schedule.alternates:
             # Made when it is needed.
-            alternating = cache(partial(self._alternating, pipeline, stages, crossings, part.count))
+            noted = partial(pipeline, noting=noting(kind=None))
+            alternating = cache(partial(self._alternating, noted, stages, crossings, part.count))
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),

@@ -9,16 +9,24 @@ sequence of calls that differs from the recorded one is an error. After the regi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_fxpipe._compat.modes import function_mode_removed
-from lightning_fxpipe._compat.torch import FakeTensor, StandIns, tree_flatten, tree_leaves
+from lightning_fxpipe._compat.torch import (
+    FakeTensor,
+    StandIns,
+    checkpoints_replaced,
+    patched_attributes,
+    tree_flatten,
+    tree_leaves,
+)
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
@@ -186,7 +194,7 @@ class Replay(StepMode):
         self._ambient = CallContext.current(self._device_type)
         for position, tensor in enumerate(Template.of(arguments).tensors):
             self._remember(tensor, TensorKey(-1, position))
-        with calls_through(self), unvalidated_distributions():
+        with calls_through(self), unvalidated_distributions(), self._no_checkpoints():
             yield
         self.check_refused()
         record = self._record
@@ -197,6 +205,28 @@ class Replay(StepMode):
                 expected=f"at least {record.last + 1}, up to {record.calls[-1].name}, {record.calls[-1].source}",
                 todo="Make the same calls for every batch; a step that skips some of them cannot be pipelined.",
             )
+
+    @contextmanager
+    def _no_checkpoints(self) -> Iterator[None]:
+        """In the block the step's own checkpoints run what is in them, up to the region's end: the stages have them, too, and a
+        second run of the step's code would be given what the stages have computed."""
+
+        def is_own() -> bool:
+            return not self._in_stage and self._count <= self._record.last
+
+        routed = vars(torch.autograd.Function)["apply"]
+
+        def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            if cls is not CheckpointFunction or not is_own():
+                return routed.__get__(None, cls)(*args, **kwargs)
+            function, _, *rest = args
+            trains = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in rest)
+            with torch.set_grad_enabled(trains):
+                return function(*rest)
+
+        replaced = checkpoints_replaced(lambda options: nullcontext() if is_own() else None)
+        with patched_attributes(replaced, (torch.autograd.Function, "apply", classmethod(apply))):
+            yield
 
     # ------------------------------------------------------------------ numbering, as in span.SpanRecorder
 

@@ -37,7 +37,8 @@ class Interleaving:
     """Decides it. Made by every rank.
 
     Args:
-        schedule: What the user wants.
+        schedule: What the user wants, or the plan was chosen for.
+        is_chosen: Whether it is the latter: it is worth it, and another will do where the loss does not allow it.
         options: What the user says about the loss.
         topology: This rank's place.
         log: Is told of the choice.
@@ -46,10 +47,13 @@ class Interleaving:
         may_be: Whether batches run so, or a look at the next one may show that they can.
     """
 
-    def __init__(self, *, schedule: ScheduleName, options: LossOptions, topology: Topology, log: TraceLog) -> None:
+    def __init__(
+        self, *, schedule: ScheduleName, is_chosen: bool = False, options: LossOptions, topology: Topology, log: TraceLog
+    ) -> None:
         self._name = "1F1B" if schedule in ("auto", "1f1b") else f'schedule="{schedule}"'
         self.may_be = SCHEDULES[schedule].alternates
-        self._is_asked_for = self.may_be and schedule != "auto"
+        self._is_asked_for = self.may_be and schedule != "auto" and not is_chosen
+        self._is_chosen = is_chosen
         self._options = options
         self._topology = topology
         self._log = log
@@ -106,7 +110,8 @@ class Interleaving:
             UnsupportedError: The user has asked for it, and the loss is not made of those of the microbatches.
         """
         needed = saved_bytes * setup.num_microbatches
-        if not (self._is_asked_for or self.is_on) and not any_rank(self._is_tight(needed, parameters), self._topology):
+        is_wanted = self._is_asked_for or self._is_chosen or self.is_on
+        if not is_wanted and not any_rank(self._is_tight(needed, parameters), self._topology):
             self.may_be = False
             _logger.debug("Training goes forward, then backward: all activations take %.2g GiB", needed / _GIB)
             return
@@ -120,7 +125,7 @@ class Interleaving:
         self._finding = finding
         if self._finding.verdict is Verdict.DIFFERS:
             self._refuse(needed, may_go_on=not self._is_asked_for and were_compared)
-        elif self.is_on and not self._is_asked_for and not was_on:
+        elif self.is_on and not (self._is_asked_for or self._is_chosen or was_on):
             self._log.inform(
                 f"Training goes forward and backward by turns (schedule '1f1b'): all microbatches' activations would take "
                 f"{needed / _GIB:.2g} GiB on the last stage, or much of what is left on another."
@@ -136,6 +141,15 @@ class Interleaving:
 
     def _refuse(self, needed: int, *, may_go_on: bool) -> None:
         observed = self._finding.observed
+        if may_go_on and self._is_chosen:
+            self.may_be = False
+            self._log.warn(
+                f"{self._name} was chosen, but microbatches cannot go forward and backward by turns: the loss is not made of "
+                f"theirs ({observed}). All of them go forward first, and then back, which takes more time and memory. Set "
+                'FxPipeStrategy(schedule="gpipe"), for which other stages may be chosen, or say what the loss is with '
+                "loss_reduction or loss_weight."
+            )
+            return
         if may_go_on:
             self.may_be = False
             self._log.warn(

@@ -13,8 +13,10 @@ How the public classes are used (seen in torch 2.13 and 2.15; ``tests/ranks/test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,19 +25,42 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_fxpipe._compat.autograd import with_own_node
-from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, unlogged
+from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, unlogged, watched
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.schedules.by_name import Order
 from lightning_fxpipe.schedules.split_backward import HookWatch, may_split
-from lightning_fxpipe.simulation.actions import ActionTable
+from lightning_fxpipe.simulation.actions import FORWARD, Action, ActionTable, Kind
 from lightning_fxpipe.stages.build import TensorSpec
 
+_NOTHING = nullcontext()
 RunMicrobatch = Callable[[int, int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     """Share of a step that a rank idles with GPipe or 1F1B and equal stages: (P-1)/(M+P-1) (GPipe, section 2.3)."""
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noting:
+    """How the actions of a pass are noted.
+
+    Attributes:
+        recorder: Notes them, while a step is recorded.
+        first: Number in the batch of the first of the pass's microbatches.
+        kind: What a pass that goes one way does; None for one that goes both.
+    """
+
+    recorder: Recorder
+    first: int
+    kind: Kind | None
+
+    def action(self, stage: int, computes: str, index: int) -> AbstractContextManager[None]:
+        """In the block a stage computes something, as torch writes it, for a microbatch of the pass."""
+        if self.kind is not None and computes != FORWARD.value:
+            return _NOTHING  # of a table of actions forward and back, half of which do nothing
+        return self.recorder.undivided(Action(stage, self.kind or Kind(computes), self.first + index))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +88,13 @@ class _MicrobatchAdapter(nn.Module):
     def __init__(self, place: Place) -> None:
         super().__init__()
         self.run: RunMicrobatch | None = None
-        self._place = place
+        self.place = place
         self._watch = HookWatch()
         self._splits: dict[int, bool] = {}  # by microbatch
 
     def forward(self, *received: Tensor, mb: Tensor) -> Tensor | tuple[Tensor, ...]:
         assert self.run is not None
-        place, index = self._place, int(mb)
+        place, index = self.place, int(mb)
         if place.parameters is None:
             return self.run(place.stage, index, received)
         with self._watch.watching():
@@ -83,11 +108,11 @@ class _MicrobatchAdapter(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Any:
         """Those of the stage, which is no submodule: torch asks for them where it splits backward passes."""
-        return iter(self._place.parameters or ())
+        return iter(self.place.parameters or ())
 
     def splits(self, index: int) -> bool:
         """Whether the backward pass of a microbatch may be split. The first place's runs as a whole when torch splits it."""
-        return self._splits.get(index, False) or self._place.index == 0
+        return self._splits.get(index, False) or self.place.index == 0
 
 
 class Pipeline:
@@ -98,10 +123,11 @@ class Pipeline:
         num_places: Those of all ranks.
         num_microbatches: Microbatches in one call of :meth:`step`.
         order: In which order the ranks do what.
-        has_backward: Whether torch runs backward, too; the last place then gives each microbatch's weighted loss. Else there
-            are forward passes only, and the order's backward actions do nothing.
         device: Device of the received tensors.
         group: Process group whose ranks the order is for.
+        has_backward: Whether torch runs backward, too; the last place then gives each microbatch's weighted loss. Else there
+            are forward passes only, and the order's backward actions do nothing.
+        noting: How its actions are noted; None: they are not.
     """
 
     def __init__(
@@ -114,7 +140,9 @@ class Pipeline:
         device: torch.device,
         group: dist.ProcessGroup | None,
         has_backward: bool = False,
+        noting: Noting | None = None,
     ) -> None:
+        self._noting = noting
         scalar = torch.empty((), device="meta", requires_grad=has_backward)
         self._adapters = [_MicrobatchAdapter(place) for place in places]
         self._stages = [
@@ -157,7 +185,7 @@ class Pipeline:
             adapter.run = run
         try:
             target = torch.zeros(count) if self._has_losses else None
-            with unlogged():
+            with unlogged(), self._noted():
                 self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
             for stage in self._stages:
                 stage.clear_runtime_states()  # torch does so with the next step only
@@ -172,6 +200,19 @@ class Pipeline:
             for adapter in self._adapters:
                 adapter.run = None  # it holds the batch
         raise failure  # out here, where it keeps what led to it
+
+    def _noted(self) -> AbstractContextManager[None]:
+        """In the block the pass runs; where this rank does no action of it, it waits."""
+        noting = self._noting
+        return self._watched(noting) if noting is not None and noting.recorder.is_in_step else _NOTHING
+
+    @contextmanager
+    def _watched(self, noting: Noting) -> Iterator[None]:
+        with ExitStack() as watches:
+            for adapter, stage in zip(self._adapters, self._stages, strict=True):
+                watches.enter_context(watched(stage, partial(noting.action, adapter.place.stage)))
+            watches.enter_context(noting.recorder.waiting())
+            yield
 
 
 def _schedule(order: Order, stages: Sequence[FrugalStage], num_microbatches: int, loss: Callable[..., Tensor] | None) -> Any:

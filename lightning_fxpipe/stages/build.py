@@ -13,7 +13,7 @@ only, and keep views of received memory that the next step overwrites.
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from lightning_fxpipe._compat.torch import storage_key, symbolic_expression
+from lightning_fxpipe._compat.modes import is_watched
+from lightning_fxpipe._compat.torch import patched_attributes, storage_key, symbolic_expression
 from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
-from lightning_fxpipe.tracing.activation_checkpointing import run_checkpoints
+from lightning_fxpipe.tracing.activation_checkpointing import marks_of_modules, run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
 from lightning_fxpipe.tracing.inner_results import taking
 from lightning_fxpipe.tracing.signals import InnerPlace
@@ -62,9 +63,16 @@ class Stage:
     boundary_out: tuple[fx.Node, ...]
 
 
-def build_stage(assignment: Assignment, index: int) -> Stage:
-    """The module of one stage. Parameters may be on the meta device if the stage is not this rank's own."""
-    return _StageBuilder(assignment, index).build()
+def build_stage(assignment: Assignment, index: int, recomputed: Collection[str] = (), *, compiles: bool = False) -> Stage:
+    """The module of one stage. Parameters may be on the meta device if the stage is not this rank's own.
+
+    Args:
+        assignment: All stages.
+        index: Which of them.
+        recomputed: Modules whose activations are not kept for the backward pass, but computed again.
+        compiles: Whether the modules that it calls as a whole, and that have others inside, are compiled when they first run.
+    """
+    return _StageBuilder(assignment, index, recomputed, compiles).build()
 
 
 def build_stages(assignment: Assignment) -> tuple[Stage, ...]:
@@ -106,11 +114,13 @@ def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
 class _StageBuilder:
     """Copies one stage's nodes into a graph of their own."""
 
-    def __init__(self, assignment: Assignment, index: int) -> None:
+    def __init__(self, assignment: Assignment, index: int, recomputed: Collection[str], compiles: bool) -> None:
+        self._compiles = compiles
         self._traced: TracedRegion = assignment.chain.traced
         self._index = index
         self._is_last = index == assignment.num_stages - 1
         self._nodes = assignment.nodes(index)
+        self._marks = marks_of_modules(self._nodes, frozenset(recomputed))
         self._boundary_in = assignment.boundary(index - 1) if index else ()
         self._boundary_out = () if self._is_last else assignment.boundary(index)
         present = {*self._nodes, *self._boundary_in}
@@ -209,17 +219,20 @@ class _StageBuilder:
             module = self._traced.root.get_submodule(str(target))
             sides, inner = node.meta.get("sides", ()), node.meta.get("inner_results", ())
             path = _free_name(str(target))
+            is_compiled = self._compiles and next(module.children(), None) is not None
             if context is not None or sides or inner:
                 self._called_inside[path] = module
                 operation, target = "call_function", _taking_more(module, sides, inner)
+            elif is_compiled:
+                self._called_inside[path] = module
+                operation, target = "call_function", _compiled(module)
             else:
                 self._owners[path], target = module, path
         if context is not None:
             operation, target = "call_function", _under(target, context)
         copy = self._graph.create_node(operation, target, args, kwargs, name=node.name)
-        copy.meta.update(
-            module_path=node.meta["module_path"], source=node.meta.get("source"), checkpoints=node.meta.get("checkpoints")
-        )
+        checkpoints = (self._marks[node],) if node in self._marks else node.meta.get("checkpoints")
+        copy.meta.update(module_path=node.meta["module_path"], source=node.meta.get("source"), checkpoints=checkpoints)
         self._values[node] = copy
         if isinstance(node.meta.get("val"), Tensor):
             self._offer_sizes(node)  # one that depends on data is known only here
@@ -307,6 +320,26 @@ def _taking_more(
         if not sides and not inner:
             return result
         return result, (*(getattr(module.get_submodule(path), name) for path, name in sides), *inner)
+
+    called.__name__ = type(module).__name__
+    return called
+
+
+_CALL = nn.Module.__call__
+
+
+def _compiled(module: nn.Module) -> Callable[..., Any]:
+    """Calls a module, compiled at its first call. The code of blocks that are alike is compiled once: torch keeps what it makes
+    by the code of ``forward``, and takes their parameters as inputs."""
+    run = torch.compile(module)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        # What watches operators would be compiled itself, and sees nothing of compiled code.
+        if is_watched():
+            return module(*args, **kwargs)
+        # What watches the step's calls of modules would be compiled, too, for each module by itself.
+        with patched_attributes((nn.Module, "__call__", _CALL)):
+            return run(*args, **kwargs)
 
     called.__name__ = type(module).__name__
     return called

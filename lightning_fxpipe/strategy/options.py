@@ -6,13 +6,16 @@ else runs. To Python code they are plain numbers and strings.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from lightning_fxpipe.microbatch.loss_weights import imported_weight
+from lightning_fxpipe.microbatch.loss_weights import LossOptions, imported_weight
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.recompute_rule import RecomputeName
 from lightning_fxpipe.schedules.by_name import SCHEDULES
+from lightning_fxpipe.strategy.run_plan import PlanOptions
 
 if TYPE_CHECKING:
     PositiveInt = int
@@ -40,29 +43,51 @@ else:
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
-def check_options(
-    *,
-    num_stages: Any,
-    stages_per_rank: Any,
-    num_microbatches: Any,
-    schedule: Any,
-    balance: Any,
-    split_points: Any,
-    batch_dim: Any,
-    start_method: Any,
-) -> None:
+def warn_of_unused(loss: LossOptions, schedule: str) -> None:
+    """Warns of what the user says about the loss where nobody asks."""
+    if loss != LossOptions() and schedule == "gpipe":
+        warnings.warn(
+            'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the whole batch, '
+            "whatever it is.",
+            stacklevel=3,
+        )
+
+
+def check_options(options: PlanOptions, num_microbatches: Any, start_method: Any) -> None:
     """Raises ValueError for values that no parser has checked."""
-    counts = {"num_stages": num_stages, "stages_per_rank": stages_per_rank, "num_microbatches": num_microbatches}
+    counts = {
+        "num_stages": options.num_stages,
+        "stages_per_rank": options.stages_per_rank,
+        "num_microbatches": num_microbatches,
+    }
     for name, value in counts.items():
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
+    batch_dim, schedule, balance = options.batch_dim, options.schedule, options.balance
     if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
         raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
     if schedule not in SCHEDULES:
         raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected one of {', '.join(map(repr, SCHEDULES))}")
-    if balance not in get_args(BalanceName):
-        raise ValueError(f"FxPipeStrategy(balance={balance!r}): expected one of {', '.join(map(repr, get_args(BalanceName)))}")
-    if isinstance(split_points, str) or not all(isinstance(point, str) for point in split_points or ()):
-        raise ValueError(f"FxPipeStrategy(split_points={split_points!r}): expected a list of paths of modules")
+    balances = (*get_args(BalanceName), "auto")
+    if balance not in balances:
+        raise ValueError(f"FxPipeStrategy(balance={balance!r}): expected one of {', '.join(map(repr, balances))}")
+    points, recompute = options.split_points, options.recompute
+    if isinstance(points, str) or not all(isinstance(point, str) for point in points):
+        raise ValueError(f"FxPipeStrategy(split_points={points!r}): expected a list of paths of modules")
+    is_name = isinstance(recompute, str) and recompute in get_args(RecomputeName)
+    if not is_name and (not isinstance(recompute, list) or not all(isinstance(path, str) for path in recompute)):
+        raise ValueError(
+            f"FxPipeStrategy(recompute={recompute!r}): expected 'none', 'all', 'auto' or a list of paths of modules"
+        )
+    if options.compile and SCHEDULES[schedule].splits:
+        raise ValueError(
+            f"FxPipeStrategy(compile=True, schedule={schedule!r}): the backward pass of a compiled module cannot be split; "
+            f"expected one of {', '.join(repr(name) for name, one in SCHEDULES.items() if not one.splits)}"
+        )
+    if options.given is not None and (points or balance != "parameters" or recompute != "none"):
+        raise ValueError(
+            "FxPipeStrategy: the plan says where the cuts are, and what is recomputed; leave split_points, balance and "
+            "recompute out"
+        )
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")

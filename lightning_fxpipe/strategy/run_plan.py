@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,18 +17,26 @@ from lightning_fxpipe._compat.lightning import first_batch, has_validation, num_
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.data.begun import BegunIterators
 from lightning_fxpipe.distributed.topology import Placement
-from lightning_fxpipe.errors import FxPipeError, UnsupportedError
-from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches, first_microbatch, tensors_without_batch
+from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
+from lightning_fxpipe.microbatch.split import (
+    count_samples,
+    default_num_microbatches,
+    first_microbatch,
+    plan_passes,
+    tensors_without_batch,
+)
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
-from lightning_fxpipe.planner.step_plan import check_rule, plan_jointly, region_or_joint_plan
-from lightning_fxpipe.reporting.messages import logger, telling
+from lightning_fxpipe.planner.recompute_rule import Load, RecomputeName, RecomputeRule
+from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
+from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.wording import error_words
-from lightning_fxpipe.schedules.by_name import Schedule
+from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
+from lightning_fxpipe.strategy.search_space import search_space, usable_memory
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
-from lightning_fxpipe.tracing.region import StepCall, holds_any, trains
+from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any, trains
 from lightning_fxpipe.user_code.frames import raising_source
 from lightning_fxpipe.user_code.made_up import MadeUp, MadeUpOptimizer
 from lightning_fxpipe.user_code.step import StepKind
@@ -62,6 +69,9 @@ class PlanOptions:
         batch_dim: Dimension of the batch in its tensors.
         balance: What is equal on all stages.
         split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
+        schedule: For training.
+        recompute: Which modules' activations are computed again.
+        compile: Whether modules inside of stages are compiled.
     """
 
     given: PartitionPlan | None
@@ -69,20 +79,29 @@ class PlanOptions:
     stages_per_rank: int | Literal["auto"]
     num_microbatches: int | None
     batch_dim: int
-    balance: BalanceName = "parameters"
-    split_points: tuple[str, ...] = ()
+    balance: BalanceName | Literal["auto"] = "parameters"
+    split_points: Sequence[str] = ()
+    schedule: ScheduleName = "auto"
+    recompute: RecomputeName | Sequence[str] = "none"
+    compile: bool = False
 
-    def placement(self, num_ranks: int, schedule: Schedule) -> Placement:
-        """Which rank has which stages. Errors as :func:`placement_for`."""
-        num_stages = self.num_stages
-        if self.given is not None:
-            if num_stages not in ("auto", self.given.num_stages):
-                raise UnsupportedError(
-                    "The given plan does not have as many stages as are asked for.",
-                    observed=f"FxPipeStrategy(num_stages={num_stages}), and a plan with {self.given.num_stages}",
-                    todo="Make the plan again with that number, or leave the option out.",
-                )
-            num_stages = self.given.num_stages
+    def placement(self, num_ranks: int, plan: PartitionPlan | None = None) -> Placement:
+        """Which rank has which stages, with the plan of a run; None: with the given one, or as long as there is none.
+
+        Errors as :func:`placement_for`.
+        """
+        if plan is None and self.given is not None and self.num_stages not in ("auto", self.given.num_stages):
+            raise UnsupportedError(
+                "The given plan does not have as many stages as are asked for.",
+                observed=f"FxPipeStrategy(num_stages={self.num_stages}), and a plan with {self.given.num_stages}",
+                todo="Make the plan again with that number, or leave the option out.",
+            )
+        plan = plan or self.given
+        schedule, num_stages = SCHEDULES[self.schedule], self.num_stages
+        if plan is not None:
+            num_stages = plan.num_stages
+            if self.schedule == "auto" and plan.chosen is not None:
+                schedule = SCHEDULES[plan.chosen.schedule]
         elif self.split_points and num_stages == "auto":
             num_stages = len(self.split_points) + 1
         return placement_for(num_ranks, schedule, num_stages=num_stages, stages_per_rank=self.stages_per_rank)
@@ -199,15 +218,45 @@ class _Trial:
             batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit, take=self.begun.first))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
-            if kind is StepKind.TRAIN:
-                planned = region_or_joint_plan(self.module, of_region, jointly, self._rule(batch))
-            else:
-                planned = of_region()
+            planned = self._chosen(kind, batch, of_region)
+            if planned is None and kind is StepKind.TRAIN:
+                planned = region_or_joint_plan(self.module, partial(of_region, self._rule(batch)), jointly, self._rule(batch))
+            elif planned is None:
+                planned = of_region(self._rule(batch))
             without_batch = tensors_without_batch(batch)
-            plan = dataclasses.replace(planned.plan, batch_dim=self.options.batch_dim, without_batch=without_batch)
-            return dataclasses.replace(planned, plan=plan)
+            plan = replace(planned.plan, batch_dim=self.options.batch_dim, without_batch=without_batch)
+            return replace(planned, plan=plan)
 
-    def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool]) -> Planned:
+    def _chosen(self, kind: StepKind, batch: Any, of_region: Callable[[CutRule], Planned]) -> Planned | None:
+        """A plan of what is fastest, where the user wants it and that can be said of the step."""
+        options = self.options
+        if options.balance != "auto" or kind is not StepKind.TRAIN or must_run_jointly(self.module):
+            return None
+        if torch.are_deterministic_algorithms_enabled():
+            inform('With Trainer(deterministic=True) nothing is chosen by a clock: balance="auto" is "flops".')
+            rule = replace(self._rule(batch), balance="flops")
+        else:
+            search = search_space(
+                self.module,
+                batch,
+                schedule=options.schedule,
+                splits=not options.compile,
+                stages_per_rank=self.placement.stages_per_rank if options.num_stages != "auto" else options.stages_per_rank,
+                num_microbatches=options.num_microbatches,
+                batch_dim=options.batch_dim,
+                num_ranks=self.placement.num_ranks,
+                device=self.device,
+            )
+            rule = CutRule(num_stages=search.most_stages, search=search, recompute=RecomputeRule.of(options.recompute))
+        try:
+            return of_region(rule)
+        except NoModelCall:
+            raise
+        except (TraceError, PartitionError, UnsupportedError, ScheduleError) as error:
+            inform(f'balance="auto" can choose nothing for this step, and is "parameters": {error.what} {error.observed or ""}')
+            return None
+
+    def _plan_of_region(self, kind: StepKind, batch: Any, fallback: Callable[[nn.Module], bool], rule: CutRule) -> Planned:
         """A plan for the step as one region; ``fallback`` tells what is a model where it cannot run without data."""
         options = self.options
         microbatch, size = first_microbatch(batch, options.num_microbatches, self.placement.num_ranks, options.batch_dim)
@@ -219,19 +268,36 @@ class _Trial:
             device=self.device,
             fallback=fallback,
         )
-        return plan_regions(self.module, found, rule=self._rule(batch), device=self.device)
+        return plan_regions(self.module, found, rule=rule, device=self.device)
 
     def _rule(self, batch: Any) -> CutRule:
         options, placement = self.options, self.placement
         num_samples = count_samples(batch, options.num_microbatches, options.batch_dim).num_samples
         rule = CutRule(
             num_stages=placement.num_stages,
-            balance=options.balance,
+            balance="parameters" if options.balance == "auto" else options.balance,
             num_microbatches=options.num_microbatches or default_num_microbatches(num_samples, placement.num_ranks),
-            split_points=options.split_points,
+            split_points=tuple(options.split_points),
+            recompute=RecomputeRule.of(options.recompute),
+            load=self._load(num_samples, batch) if options.recompute == "auto" else None,
         )
         check_rule(rule, self.module)
         return rule
+
+    def _load(self, num_samples: int, batch: Any) -> Load | None:
+        options, num_ranks = self.options, self.placement.num_ranks
+        memory_bytes = usable_memory(self.device, num_ranks)
+        if memory_bytes is None:
+            return None
+        count = options.num_microbatches or default_num_microbatches(num_samples, num_ranks)
+        size = first_microbatch(batch, options.num_microbatches, num_ranks, options.batch_dim)[1]
+        return Load(
+            schedule="gpipe" if options.schedule == "auto" else options.schedule,
+            stages_per_rank=self.placement.stages_per_rank,
+            num_microbatches=count,
+            scale=plan_passes(num_samples, count)[0].size / size,
+            memory_bytes=memory_bytes,
+        )
 
     def _plan_jointly(self, batch: Any, *, accepts_part: bool) -> PartitionPlan:
         """A plan for a step that every rank runs, with as many optimizers as it has."""
@@ -245,6 +311,26 @@ class _Trial:
                 device=self.device,
                 accepts_part=accepts_part,
             )
+
+
+def check_compile(options: PlanOptions, plan: PartitionPlan, module: LightningModule) -> None:
+    """Raises :class:`UnsupportedError` where ``compile=True`` would be forgotten, or cannot be."""
+    if not options.compile:
+        return
+    reason = plan.joint_reason or must_run_jointly(module)
+    if reason:
+        raise UnsupportedError(
+            "The layers of a step that every rank runs are not compiled by the strategy.",
+            observed=reason,
+            expected="a step whose calls of the model are one region",
+            todo="Leave compile=True out, and call compile() on the layers in the module's constructor.",
+        )
+    if options.schedule == "auto" and plan.chosen is not None and SCHEDULES[plan.chosen.schedule].splits:
+        raise UnsupportedError(
+            "The given plan was chosen for a schedule that splits backward passes, which a compiled module's cannot be.",
+            observed=f"the plan's {plan.chosen.schedule}, and FxPipeStrategy(compile=True)",
+            todo='Make the plan again with compile=True, set another schedule, such as "1f1b", or leave compile out.',
+        )
 
 
 def _not_made_yet(trainer: Trainer, module: LightningModule) -> list[tuple[Any, str, Any]]:

@@ -36,6 +36,7 @@ from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.step_plan import must_run_jointly
+from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.messages import inform, telling, warn
 from lightning_fxpipe.rng import set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttributes, take_over
@@ -79,6 +80,8 @@ class Session:
         loss: What the user says about the loss.
         sparing: Knows the ranks that do not load data.
         materials: Values for the tensors that have no data.
+        recorder: Notes what runs.
+        compiles: Whether modules inside of stages are compiled.
 
     Attributes:
         is_split: Whether the module is in pieces; where :meth:`end_run` makes it whole again, the session is over.
@@ -97,6 +100,8 @@ class Session:
         loss: LossOptions,
         sparing: Sparing,
         materials: Materials | None = None,
+        recorder: Recorder,
+        compiles: bool = False,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -108,7 +113,7 @@ class Session:
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
-        self._commands = Commands(topology.control_group, source=topology.last_rank)
+        self._commands = Commands(topology.control_group, source=topology.last_rank, waiting=recorder.waiting)
         self._channel = ResultChannel(self._commands)
         self.trace_log = TraceLog(inform, warn, told=telling)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
@@ -129,6 +134,8 @@ class Session:
             trace_log=self.trace_log,
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
+            recorder=recorder,
+            compiles=compiles,
         )
         self._joint_steps = JointSteps(
             module,
@@ -139,6 +146,7 @@ class Session:
             shared=self._shared,
             num_microbatches=num_microbatches,
             log=self.trace_log,
+            recorder=recorder,
         )
         self._joint = self._joint_steps if plan.joint_reason or must_run_jointly(module) else None  # in training
         self._jointly_evaluated: set[StepKind] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fxpipe._compat.lightning import batch_counter, has_no_optimizer, init_process_group
+from lightning_fxpipe._compat.lightning import has_no_optimizer, init_process_group
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
@@ -38,14 +36,18 @@ from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
+from lightning_fxpipe.planner.recompute_rule import RecomputeName
+from lightning_fxpipe.recording.options import Recording
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
-from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
+from lightning_fxpipe.schedules.by_name import ScheduleName
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options
+from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options, warn_of_unused
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
-from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, step_of_run
+from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
+from lightning_fxpipe.strategy.run_recording import RunRecording
 from lightning_fxpipe.strategy.session import Session, init_context, materials_of
+from lightning_fxpipe.strategy.step_call import step_of_call
 from lightning_fxpipe.strategy.stop_request import stopping_together
 from lightning_fxpipe.strategy.support import (
     check_converted,
@@ -55,6 +57,7 @@ from lightning_fxpipe.strategy.support import (
     check_trainer,
     report_plan,
     report_unsaved,
+    seeded_alike,
 )
 from lightning_fxpipe.user_code.step import Step, StepKind
 
@@ -81,9 +84,16 @@ class PipelineStrategy(ReplicaStrategy):
             gradients of weights later than those of inputs; ``"zbv_zero_bubble"``, ``"dualpipev"``, ``"v_half"`` and
             ``"v_min"``, which place two stages on each device in a V, the last two to take less memory.
         balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
-            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches.
+            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches; or ``"seconds"`` on
+            this device, for which layers are timed. ``"auto"`` chooses what is fastest and fits the memory, with it
+            whatever of ``schedule``, ``stages_per_rank`` and ``num_microbatches`` is left at ``"auto"``.
         split_points: Paths of the modules that the stages after the first begin with, as ``model.layers.12``, instead of a
             balance. The number of stages follows from them.
+        recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
+            blocks, such as the layers of a transformer; ``"auto"``, as few as the memory needs; or patterns of paths, as
+            ``["model.layers.*"]``.
+        compile: Whether the modules that a stage calls as a whole, such as the layers of a transformer, are compiled by
+            ``torch.compile`` when they first run, like ones once. Not with schedules that split backward passes.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
         loss_reduction: For ``"1f1b"``: what the loss is over the samples of a batch, ``"mean"``, ``"sum"``, or ``"auto"`` to
@@ -103,6 +113,8 @@ class PipelineStrategy(ReplicaStrategy):
             file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
         async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. The next one,
             loading and the end of the run wait for it, and raise what it failed with.
+        record: Folder for what each rank does when in a few training steps, 3 to 7, or a ``Recording`` that chooses them; the
+            share of a step that ranks idle, and peak memory, then reach the loggers, too.
     """
 
     strategy_name = "fxpipe"
@@ -113,8 +125,10 @@ class PipelineStrategy(ReplicaStrategy):
         stages_per_rank: PositiveInt | Literal["auto"] = "auto",
         num_microbatches: PositiveInt | Literal["auto"] = "auto",
         schedule: ScheduleName = "auto",
-        balance: BalanceName = "parameters",
+        balance: BalanceName | Literal["auto"] = "parameters",
         split_points: list[str] | None = None,
+        recompute: RecomputeName | list[str] = "none",
+        compile: bool = False,
         plan: PlanFile | PartitionPlan | None = None,
         loss_reduction: LossReductionName = "auto",
         loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
@@ -125,40 +139,27 @@ class PipelineStrategy(ReplicaStrategy):
         gather_after_run: bool | Literal["auto"] = "auto",
         save_distributed_checkpoint: bool = True,
         async_save: bool = False,
+        record: str | Path | Recording | None = None,
     ) -> None:
         super().__init__()
         self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
-        if plan is not None and (split_points or balance != "parameters"):
-            raise ValueError("FxPipeStrategy: the plan says where the cuts are; leave split_points and balance out")
-        check_options(
-            balance=balance,
-            split_points=split_points,
+        self._schedule: ScheduleName = schedule
+        options = PlanOptions(
+            given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
             num_stages=num_stages,
             stages_per_rank=stages_per_rank,
-            num_microbatches=num_microbatches,
-            schedule=schedule,
+            num_microbatches=self._num_microbatches,
             batch_dim=batch_dim,
-            start_method=start_method,
+            balance=balance,
+            split_points=split_points or (),
+            schedule=schedule,
+            recompute=recompute,
+            compile=compile,
         )
-        self._schedule: ScheduleName = schedule
-        self._plans = RunPlans(
-            PlanOptions(
-                given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
-                num_stages=num_stages,
-                stages_per_rank=stages_per_rank,
-                num_microbatches=self._num_microbatches,
-                batch_dim=batch_dim,
-                balance=balance,
-                split_points=tuple(split_points or ()),
-            )
-        )
+        check_options(options, num_microbatches, start_method)
+        self._plans = RunPlans(options)
         self._loss = LossOptions.of(loss_reduction, loss_weight)
-        if self._loss != LossOptions() and schedule == "gpipe":
-            warnings.warn(
-                'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the '
-                "whole batch, whatever it is.",
-                stacklevel=2,
-            )
+        warn_of_unused(self._loss, schedule)
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._start_method: StartMethod = start_method
@@ -175,6 +176,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._precision: PipelinePrecision | None = None
         self._patches = ExitStack()
         self._constructions = Constructions()
+        self._recording = RunRecording(record)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStrategy:
         """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
@@ -244,26 +246,27 @@ class PipelineStrategy(ReplicaStrategy):
         if not self.is_global_zero:
             set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
 
-    def _take_place(self) -> None:
-        """Joins the process groups that all runs share. A module that is in stages stays in those of its session."""
-        placement = self._plans.options.placement(self._num_machines * self.num_processes, SCHEDULES[self._schedule])
+    def _take_place(self, plan: PartitionPlan | None = None) -> None:
+        """Joins the process groups that all runs share, once there is a plan those of its stages. A module that is in stages
+        stays in those of its session."""
+        placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
         with noted_connections():
             topology = shared_topology(self.root_device, self._timeout, placement, num_failed_runs())
-        if self._topology is None or (topology is not self._topology and not self._is_in_stages()):
-            self._topology = topology
+        if self._topology is not None and (topology is self._topology or self._is_in_stages()):
+            return
+        self._topology = topology
+        if plan is None:
             self._sparing = Sparing(topology, inform)
             self._replica = Replica(self.broadcast)
+        else:
+            self._sparing.move_to(topology)  # loaders have it
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         check_sampler(dataloader)
         if self._topology is None:
             return dataloader  # asked for before a run, as to count its batches
-        dataloader = in_step(self._plans.begun.whole(dataloader), self._sparing)
-        # Lightning would seed the workers by global rank; the ranks of a pipeline must load the same data.
-        if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(dataloader, "worker_init_fn", self) is None:
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=0)  # type: ignore[attr-defined]
-        return dataloader
+        return seeded_alike(in_step(self._plans.begun.whole(dataloader), self._sparing))
 
     # ------------------------------------------------------------------ setup
 
@@ -285,6 +288,7 @@ class PipelineStrategy(ReplicaStrategy):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if not self._is_in_stages():
             self._split(trainer)
+        self._recording.begin_run(trainer, self.topology, self.plan)
         self.session.prepare(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -320,7 +324,9 @@ class PipelineStrategy(ReplicaStrategy):
                     )
                 # Rank 0's plan holds for all: ranks that cut differently would never find each other.
                 plan = self.broadcast(planned.plan)
+                check_compile(self._plans.options, plan, self.module)
                 report_plan(plan, self.module, self._num_microbatches)
+            self._take_place(plan)
             self._session = Session(
                 self.module,
                 plan,
@@ -331,6 +337,8 @@ class PipelineStrategy(ReplicaStrategy):
                 loss=self._loss,
                 sparing=self._sparing,
                 materials=materials,
+                recorder=self._recording.recorder,
+                compiles=self._plans.options.compile,
             )
             if planned is not None:
                 self._session.begin_with(step_of_run(trainer), planned)
@@ -373,6 +381,7 @@ class PipelineStrategy(ReplicaStrategy):
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         self._checkpoints.end_run()
+        self._recording.end_run()
         self._detach_precision()
         self._patches.close()
         if self._session is not None:
@@ -427,6 +436,10 @@ class PipelineStrategy(ReplicaStrategy):
     # ------------------------------------------------------------------ steps
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._recording.begin_step()
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._checkpoints.has_trained = True
         return self._run_step(StepKind.TRAIN, self.session.train, args, kwargs)
@@ -434,7 +447,7 @@ class PipelineStrategy(ReplicaStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         plugin, module = self.precision_plugin, self.module
-        with no_end_of_epoch("backward"), self.session.around_backward():
+        with no_end_of_epoch("backward"), self._recording.during("backward"), self.session.around_backward():
             loss: Tensor = plugin.pre_backward(closure_loss, module)
             self.session.backward(
                 lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains=bool(kwargs.get("retain_graph"))
@@ -444,7 +457,8 @@ class PipelineStrategy(ReplicaStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         stage_optimizer = next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)
-        with no_end_of_epoch("optimizer_step"), self.session.around_optimizer_step(stage_optimizer):
+        noted = self._recording.during("optimizer step")
+        with no_end_of_epoch("optimizer_step"), noted, self.session.around_optimizer_step(stage_optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
 
     @override
@@ -468,26 +482,10 @@ class PipelineStrategy(ReplicaStrategy):
     def _run_step(self, kind: StepKind, run: Callable[[Step, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._stop_if_asked is not None
         self._stop_if_asked()
-        with no_end_of_epoch(kind.value), self.session.hooks.suspend(), self.replica.computing():
-            return run(self._step(kind, args[1:], kwargs), args[0])
-
-    def _step(self, kind: StepKind, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-        """Lightning's call of one of the module's steps, without the batch."""
-        trainer = self.module.trainer
-        function = getattr(self.module, kind.value)
-        return Step(
-            kind=kind,
-            function=partial(function, **kwargs) if kwargs else function,
-            rest=rest,
-            context=partial(step_context, self.precision_plugin, kind),
-            random_key=(
-                self._checkpoints.seed,
-                kind.value,
-                batch_counter(trainer, kind.value),
-                *(r for r in rest if isinstance(r, int)),
-            ),
-            scale=lambda: self._precision.scale() / trainer.accumulate_grad_batches if self._precision else 1.0,
-        )
+        noted = self._recording.during(kind.value, trains=kind is StepKind.TRAIN)
+        with no_end_of_epoch(kind.value), noted, self.session.hooks.suspend(), self.replica.computing():
+            seed, precision = self._checkpoints.seed, self._precision
+            return run(step_of_call(self.module, kind, args[1:], kwargs, seed=seed, precision=precision), args[0])
 
 
 class FxPipeStrategy(PipelineStrategy, ParallelStrategy):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from fsspec.utils import get_protocol
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, StochasticWeightAveraging
@@ -124,6 +127,13 @@ def check_sampler(loader: Any) -> None:
                 todo="Leave the sampler out, make it in train_dataloader (val_dataloader, ...), where it sees one replica, or "
                 "pass num_replicas=1 and rank=0.",
             )
+
+
+def seeded_alike(loader: Any) -> Any:
+    """The loader, whose workers draw the same numbers on every rank, where Lightning would seed them by the global rank."""
+    if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", loader) is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+    return loader
 
 
 def check_one_root(trainer: Trainer, module: LightningModule) -> None:

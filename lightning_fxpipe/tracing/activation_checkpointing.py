@@ -1,4 +1,5 @@
-"""Activation checkpointing inside a graph: what the model runs under ``torch.utils.checkpoint`` a stage runs under it too.
+"""Activation checkpointing inside a graph: what the model runs under ``torch.utils.checkpoint`` a stage runs under it too,
+and so modules of which the user wants that.
 
 While recording, a call of ``checkpoint`` only marks the nodes made inside it; a cut may fall between them as anywhere. When a
 stage is built, its nodes with the same mark become one node that runs them under a checkpoint of their own.
@@ -7,12 +8,14 @@ stage is built, its nodes with the same mark become one node that runs them unde
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
+
+from lightning_fxpipe._compat.torch import storage_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +27,39 @@ class Checkpoint:
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def marks_of_modules(nodes: Iterable[fx.Node], paths: Collection[str]) -> dict[fx.Node, Checkpoint]:
+    """Marks for the calls of some modules, each call by itself, as if the model had made them under a checkpoint.
+
+    What the model itself recomputes inside of one is left to it. A part of a call that changes in place what another stage has
+    made gets none: the next time it would change it once more.
+
+    Args:
+        nodes: Of a traced region, those of one stage, in order.
+        paths: Of the modules.
+    """
+    runs: list[tuple[str, list[fx.Node]]] = []
+    last: str | None = None
+    for node in nodes if paths else ():
+        owner = None if node.meta.get("checkpoints") else _owner(str(node.meta["module_path"]), paths)
+        if owner is not None and owner == last:
+            runs[-1][1].append(node)
+        elif owner is not None:
+            runs.append((owner, [node]))
+        last = owner
+    marks: dict[fx.Node, Checkpoint] = {}
+    for _, run in runs:
+        made = {storage_key(value) for node in run if isinstance(value := node.meta.get("val"), Tensor)}
+        if all(set(node.meta.get("mutated_storages", ())) <= made for node in run):
+            marks |= dict.fromkeys(run, Checkpoint())
+    return marks
+
+
+def _owner(path: str, paths: Collection[str]) -> str | None:
+    """The outermost of some modules that another is, or lies in."""
+    parts = path.split(".")
+    return next((prefix for end in range(1, len(parts) + 1) if (prefix := ".".join(parts[:end])) in paths), None)
 
 
 def run_checkpoints(graph: fx.Graph, owners: Mapping[str, Any]) -> dict[str, nn.Module]:

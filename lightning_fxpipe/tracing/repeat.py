@@ -1,4 +1,6 @@
-"""Makes single calls of a recorded graph again, on fake tensors of the example's sizes, to see what is inside of them."""
+"""Makes single calls of a recorded graph again, to see what is inside of them or what they take: on fake tensors, or on tensors
+with data, for the example's sizes or as many samples as one likes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import FakeWorld, size_hint
-from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, tensor_bytes
+from lightning_fxpipe._compat.torch import FakeWorld
+from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, tensor_bytes
 from lightning_fxpipe.tracing.examples import call_function_node, filled_argument
 from lightning_fxpipe.tracing.fake_run import symbol_values
 from lightning_fxpipe.tracing.torch_calls import CallContext
@@ -24,25 +26,45 @@ CallModule = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class Repeat:
-    """Makes calls of a graph again."""
+    """Makes calls of a graph again.
 
-    def __init__(self, traced: TracedRegion) -> None:
+    Args:
+        traced: The graph.
+        num_samples: In the batch that the calls get; None: as many as the example has.
+    """
+
+    def __init__(self, traced: TracedRegion, num_samples: int | None = None) -> None:
         self._traced = traced
+        self._num_samples = num_samples
         self._world = FakeWorld()
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """During the block calls may be made: all new tensors are fakes, and autocast is what it was in the trace."""
-        context = self._traced.signature.context
-        autocast = torch.autocast(self._traced.device.type, enabled=context.autocast_enabled, dtype=context.autocast_dtype)
-        with self._world.active(), torch.no_grad(), autocast:
+        with self._world.active(), torch.no_grad(), self.autocast():
             yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """During the block autocast is what it was in the trace."""
+        context = self._traced.signature.context
+        return torch.autocast(self._traced.device.type, enabled=context.autocast_enabled, dtype=context.autocast_dtype)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the graph is that of such a batch, too."""
+        return self._num_samples in (None, self._traced.batch_size) or (
+            bool(self._traced.batch_symbols) and self._traced.admits(self._sizes)
+        )
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        """That of the tensor that a node gives."""
+        sizes = (as_size(size) for size in node.meta["val"].shape)
+        return tuple(int(self._number(size)) if isinstance(size, SymbolicSize) else size for size in sizes)
 
     def blank(self, node: fx.Node) -> Tensor:
         """A tensor without data of the shape and kind of a node's."""
         value = node.meta["val"]
-        sizes = [size_hint(size) for size in value.shape]
-        return torch.empty(sizes, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+        return torch.empty(self.shape(node), dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
 
     def call(self, node: fx.Node, values: Mapping[fx.Node, Any], call_module: CallModule) -> Any:
         """What a node's call gives for ``values`` of its operands; ``call_module`` makes it where it is one of a module."""
@@ -69,7 +91,8 @@ class Repeat:
 
     @cached_property
     def _sizes(self) -> dict[Any, int]:
-        return example_sizes(self._traced)
+        sizes = example_sizes(self._traced)
+        return sizes if self._num_samples is None else sizes | dict.fromkeys(self._traced.batch_symbols, self._num_samples)
 
     def _number(self, size: SymbolicSize) -> int | float | bool:
         return as_number(size.expression.xreplace(self._traced.world.replacements()).subs(self._sizes))

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat.modes import function_mode_removed, has_function_mode, unwatched_torch
+from lightning_fxpipe._compat.modes import (
+    TorchDispatchMode,
+    function_mode_removed,
+    has_function_mode,
+    is_watched,
+    unwatched_torch,
+)
 
 
 class Watching(TorchFunctionMode):
@@ -43,6 +49,20 @@ def test_it_is_known_whether_somebody_watches() -> None:
         with unwatched_torch(), Watching():
             pass
     assert not has_function_mode()
+
+
+def test_those_who_watch_operators_count_as_well() -> None:
+    class Below(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert not is_watched()
+    with Watching():
+        assert is_watched()
+    with Below():
+        assert is_watched()
+        assert not has_function_mode()
+    assert not is_watched()
 
 
 def test_no_mode_sees_what_is_unwatched() -> None:

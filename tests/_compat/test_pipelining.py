@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, rows_of, unlogged
+from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, rows_of, unlogged, watched
 
 OVERRIDDEN = [name for name, value in vars(FrugalStage).items() if inspect.isfunction(value) and not name.startswith("_")]
 
@@ -61,6 +63,33 @@ def test_torch_runs_a_table() -> None:
     assert rows_of(schedule) == rows
     with pytest.raises(AssertionError, match="B"):
         table_schedule([["0F0", "1F0", "0F1", "1F1"]])
+
+
+@pytest.mark.usefixtures("_no_group_is_left")
+def test_what_a_stage_computes_is_watched_in_the_block_only() -> None:
+    rows = [["0F0", "1F0", "0F1", "1I0", "0B0", "1F1", "1W0", "1B1", "0B1"]]
+    one, seen = torch.ones(1, 2, requires_grad=True), []
+    stages = [
+        FrugalStage(torch.nn.Linear(2, 2), index, 2, torch.device("cpu"), input_args=one, output_args=one, group=group())
+        for index in range(2)
+    ]
+    schedule = TableSchedule(stages, 2, rows, loss_fn=lambda output, target: output.sum())
+
+    @contextmanager
+    def around(stage: int, kind: str, index: int) -> Iterator[None]:
+        seen.append(f"{stage}{kind}{index}")
+        yield
+        seen.append("end")
+
+    with ExitStack() as watches:
+        for stage in stages:
+            watches.enter_context(watched(stage, partial(around, stage.stage_index)))
+        schedule.step(torch.ones(2, 2), target=torch.zeros(2), return_outputs=False)
+    assert seen[::2] == rows[0]
+    assert {*seen[1::2]} == {"end"}
+    schedule.step(torch.ones(2, 2), target=torch.zeros(2), return_outputs=False)
+    assert len(seen) == 2 * len(rows[0])
+    assert not any(name.endswith("_one_chunk") for stage in stages for name in vars(stage))
 
 
 class _Records(logging.Handler):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fxpipe import FxPipeStrategy, make_plan
+from lightning_fxpipe import FxPipeStrategy, Recording, make_plan, read_recording
 from lightning_fxpipe.stages.memory import memory_for_rank
 from tests.devicemodules import MODULES
 from tests.lit import Recorder, make_trainer, snapshot
@@ -169,3 +169,17 @@ def test_a_gpu_counts_what_torch_holds_and_does_not_use() -> None:
     assert before is not None
     assert after is not None
     assert after - before == 2**28
+
+
+def test_a_recorded_step_has_the_gpus_times_and_memory(tmp_path: Path) -> None:
+    strategy = FxPipeStrategy(
+        num_stages=2, num_microbatches=2, schedule="1f1b", record=Recording(tmp_path, first_step=1, num_steps=1)
+    )
+    L.seed_everything(3, verbose=False)
+    make_trainer(accelerator="gpu", max_epochs=1, strategy=strategy).fit(Net(), loader())
+    measured, simulated = read_recording(tmp_path)
+    actions = {str(span.work) for span in simulated.ranks[0]}
+    assert actions == {f"{stage}{kind}{index}" for stage in (0, 1) for kind in "FB" for index in (0, 1)}
+    assert all(0 <= span.seconds < 60 for span in measured.ranks[0])
+    assert len(measured.kept_bytes[0]) == len(actions)
+    assert all(num_bytes > 0 for _, num_bytes in measured.kept_bytes[0])

@@ -240,4 +240,14 @@ MUTANTS = [
         ("runtime/test_attributes.py::test_a_tensor_that_has_got_other_values_is_still_the_same",),
         "what a step changes in place stays on the last stage",
     ),
+    Mutant(
+        "runtime/pass_setup.py",
+        "build_stage(assignment, stage, self._plan.recomputed_modules, compiles=self._compiles)",
+        "build_stage(assignment, stage)",
+        (
+            "ranks/test_recompute.py::test_a_block_that_is_recomputed_runs_again_for_each_microbatch_and_in_training_only",
+            "strategy/test_compile.py::test_blocks_that_are_alike_are_compiled_once_and_run_in_every_step",
+        ),
+        "nothing is recomputed or compiled, whatever the user wants",
+    ),
 ]

@@ -177,7 +177,7 @@ MUTANTS = [
     ),
     Mutant(
         "tracing/repeat.py",
-        "with self._world.active(), torch.no_grad(), autocast:",
+        "with self._world.active(), torch.no_grad(), self.autocast():",
         "with self._world.active(), torch.no_grad():",
         ("tracing/test_repeat.py::test_autocast_is_that_of_the_trace",),
         "what is repeated to look inside gives tensors of another dtype",

@@ -57,6 +57,21 @@ def test_options_of_a_config_are_overridden(tmp_path: Path) -> None:
     assert f"loss_weight: {__name__}.count" in printed
 
 
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["--trainer.strategy.record=folder"], range(3, 8)),
+        (["--trainer.strategy.record.folder=folder", "--trainer.strategy.record.first_step=5"], range(5, 10)),
+    ],
+)
+def test_a_recording_is_a_folder_or_says_more(options: list[str], steps: range) -> None:
+    strategy, printed = run(CLASS, *options)
+    assert isinstance(strategy, FxPipeStrategy), printed
+    recording = strategy._recording._options
+    assert recording is not None
+    assert (str(recording.folder), recording.steps) == ("folder", steps)
+
+
 WRONG = [
     ("num_stages", "-1", "v>0"),
     ("num_stages", "two", "two"),

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
-from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
 from tests.lit import LitModel, make_trainer
 from tests.models import make_samples
@@ -31,7 +30,7 @@ def plans(given: PartitionPlan, batch_dim: int = 0, num_stages: Any = "auto") ->
 def make(one: RunPlans, module: Any, fn: TrainerFn = TrainerFn.FITTING) -> PartitionPlan:
     trainer = make_trainer()
     trainer.state.fn = fn
-    placement = one.options.placement(2, SCHEDULES["auto"])
+    placement = one.options.placement(2)
     return one.make(trainer, module, placement=placement, device=torch.device("cpu"), context=lambda kind: nullcontext()).plan
 
 
