@@ -80,12 +80,15 @@ class FrugalStage(PipelineStage):
         return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """The gradients from another stage of this rank; where there is none, torch sets the buffer to zero."""
+        """The gradients from another stage of this rank; zeros where there is none, which torch before 2.13 forgets."""
         if self.has_backward:
             self._drop_at_first(self.grad_recv_info, mb_index)
             if any(gradient is None for gradient in next_stage_bwd_outputs):
                 self._make_buffers(self.grad_recv_info, mb_index)
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+            for info, gradient in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+                if gradient is None and info.buffer is not None:
+                    info.buffer.zero_()
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False

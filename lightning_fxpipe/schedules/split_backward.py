@@ -39,12 +39,13 @@ class HookWatch:
             yield
 
 
-def may_split(received: Iterable[Tensor], outputs: Iterable[Tensor], parameters: Collection[nn.Parameter]) -> bool:
+def may_split(received: Iterable[Tensor], outputs: Collection[Tensor], parameters: Collection[nn.Parameter]) -> bool:
     """Whether the backward pass of what a stage has computed may be split.
 
     Not where
 
     - no input trains: torch finds the ways to weights by walking from the inputs;
+    - an input that trains has no part in what is computed: before 2.13 torch raises at it;
     - a weight is reached that is none of the stage's own: its gradient would be lost;
     - the ways to a weight leave that to the inputs at several places: what lies between them would run for each;
     - an operation is one of Python (``torch.autograd.Function``, activation checkpointing that calls ``backward``, hooks of
@@ -63,6 +64,8 @@ def may_split(received: Iterable[Tensor], outputs: Iterable[Tensor], parameters:
     leaves = {node: id(leaf) for node in users if (leaf := getattr(node, "variable", None)) is not None}
     known = inputs | {id(parameter) for parameter in parameters}
     if any(isinstance(node, BackwardCFunction) for node in users) or not known.issuperset(leaves.values()):
+        return False
+    if not inputs <= {*leaves.values(), *map(id, outputs)}:
         return False
     on_way = _reaching([node for node, leaf in leaves.items() if leaf in inputs], users)
     return _leave_once(on_way)

@@ -173,7 +173,7 @@ class SpanRecorder(Recorder):
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()
         held = [leaf for leaf, key in zip(arguments, described, strict=True) if isinstance(key, TensorKey) and key.is_held]
-        last, sides = next(reversed(self.graph.nodes), None), dict(self.sides)
+        last, sides = next(iter(reversed(self.graph.nodes)), None), dict(self.sides)
         result = self.record(record, partial(function, *args, **kwargs))
         nodes = _nodes_after(self.graph, last)
         is_aside = False

@@ -332,7 +332,8 @@ def test_causal_mask_detection_is_needed_to_be_replaced() -> None:
 
     world = FakeWorld()
     mask = world.input(torch.zeros(5, 5), [])
-    with world.active(), pytest.raises(Exception, match="data-dependent|DataDependent|guard"):
+    # torch 2.12.1 raises while it writes this error: `filename` of a frame that is not there.
+    with world.active(), pytest.raises(Exception, match="data-dependent|DataDependent|guard|'filename'"):
         transformer._detect_is_causal_mask(mask, None, 5)
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def _forked(path: Path, number: int) -> int:
     if pid == 0:
         try:
             _save_for_ever(path, number)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     return pid
@@ -57,28 +60,37 @@ def _complaint(path: Path) -> str:
 
 
 def _run(folder: Path, num_kills: int) -> None:
-    path, choose = folder / "last.ckpt", random.Random(3)
+    path = folder / "last.ckpt"
     savers = [_forked(path, number) for number in range(2)]
+    try:
+        _kill_by_turns(path, savers, num_kills)
+    finally:  # one that is left would hold the pipe that the test reads to its end
+        for saver in savers:
+            os.kill(saver, signal.SIGKILL)
+            os.waitpid(saver, 0)
+    from lightning_fxpipe.checkpoint.atomic import replacing
+
+    with replacing(path) as new:
+        new.mkdir()
+    print(f"left: {sorted(entry.name for entry in folder.iterdir())}", flush=True)
+
+
+def _kill_by_turns(path: Path, savers: list[int], num_kills: int) -> None:
+    choose = random.Random(3)
     while not path.exists():
         time.sleep(0.01)  # until one of them has saved
     for _ in range(num_kills):
         time.sleep(choose.random() * _SECONDS)
         victim = choose.randrange(2)
         os.kill(savers[victim], signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(savers[victim], 0)[1]) == -signal.SIGKILL, "it had failed before"
+        ended = os.waitid(os.P_PID, savers[victim], os.WEXITED | os.WNOWAIT)
+        assert ended is not None and ended.si_code == os.CLD_KILLED, "it had failed before"
+        os.waitpid(savers[victim], 0)
         # The other one would replace it while it is read.
         os.kill(savers[1 - victim], signal.SIGSTOP)
         print(f"complaint: {_complaint(path)}", flush=True)
         os.kill(savers[1 - victim], signal.SIGCONT)
         savers[victim] = _forked(path, victim)
-    for saver in savers:
-        os.kill(saver, signal.SIGKILL)
-        os.waitpid(saver, 0)
-    from lightning_fxpipe.checkpoint.atomic import replacing
-
-    with replacing(path) as new:
-        new.mkdir()
-    print(f"left: {sorted(entry.name for entry in folder.iterdir())}", flush=True)
 
 
 @pytest.mark.parametrize("num_kills", [15, pytest.param(100, marks=pytest.mark.slow)])
