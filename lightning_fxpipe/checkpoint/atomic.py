@@ -116,7 +116,7 @@ def recover(path: Path) -> None:
 
 def recover_all(folder: Path) -> None:
     """:func:`recover` for all that was in a folder."""
-    for old in (folder / _HIDDEN / _OLD).glob("*"):
+    for old in _entries(folder / _HIDDEN / _OLD):
         recover(folder / old.name)
 
 
@@ -184,7 +184,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 def _remove_abandoned(parent: Path) -> None:
     """Removes the rooms of processes that are no more."""
-    for folder in (parent / _HIDDEN).glob("*"):
+    for folder in _entries(parent / _HIDDEN):
         if folder.name == _OLD:
             continue
         with contextlib.suppress(OSError):  # its owner was faster
@@ -229,6 +229,13 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder that another process may remove at any time. ``Path.glob`` looks for it, then reads it."""
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+        return [folder / entry.name for entry in entries]
+    return []
 
 
 def _tidy(parent: Path) -> None:

@@ -173,6 +173,23 @@ def test_a_name_that_another_run_gives_and_takes_meanwhile_is_given(tmp_path: Pa
     assert read(path) == {"new"}
 
 
+def test_the_hidden_folder_may_be_gone_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run that has saved removes it as empty, after this one has seen it."""
+    (tmp_path / ".unfinished").mkdir()
+    read = os.scandir
+
+    def removed_and_read(folder: Path) -> Any:
+        if folder == tmp_path / ".unfinished":
+            folder.rmdir()
+        return read(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", removed_and_read)
+        with atomic.replacing(tmp_path / "last.ckpt") as new:
+            new.write_text("whole")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def test_the_room_of_a_process_that_was_killed_is_removed_and_of_no_other(tmp_path: Path) -> None:
     living, dead = atomic.Replacement(tmp_path / "living.ckpt"), atomic.Replacement(tmp_path / "dead.ckpt")
     for replacement in (living, dead):

@@ -65,7 +65,7 @@ def _run(folder: Path, num_kills: int) -> None:
     try:
         _kill_by_turns(path, savers, num_kills)
     finally:  # one that is left would hold the pipe that the test reads to its end
-        for saver in savers:
+        for saver in filter(None, savers):
             os.kill(saver, signal.SIGKILL)
             os.waitpid(saver, 0)
     from lightning_fxpipe.checkpoint.atomic import replacing
@@ -84,8 +84,10 @@ def _kill_by_turns(path: Path, savers: list[int], num_kills: int) -> None:
         victim = choose.randrange(2)
         os.kill(savers[victim], signal.SIGKILL)
         ended = os.waitid(os.P_PID, savers[victim], os.WEXITED | os.WNOWAIT)
-        assert ended is not None and ended.si_code == os.CLD_KILLED, "it had failed before"
+        assert ended is not None
+        assert ended.si_code == os.CLD_KILLED, "it had failed before"
         os.waitpid(savers[victim], 0)
+        savers[victim] = 0
         # The other one would replace it while it is read.
         os.kill(savers[1 - victim], signal.SIGSTOP)
         print(f"complaint: {_complaint(path)}", flush=True)
