@@ -18,6 +18,11 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine.queue_callback(callback)
 
 
+def unused_inputs_may_be_split_off() -> bool:
+    """Whether torch passes by an input that has no part in a stage's output, in half a backward pass. Before 2.13 it raises."""
+    return bool(TorchVersion(torch.__version__) >= (2, 13))
+
+
 def backward_keeps_graph() -> bool:
     """Whether the backward pass that now runs was called with ``retain_graph=True``. Called in the backward of an operation."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from lightning_fxpipe._compat.autograd import has_gradient_hooks
+from lightning_fxpipe._compat.autograd import has_gradient_hooks, unused_inputs_may_be_split_off
 from lightning_fxpipe._compat.torch import patched_attributes
 
 
@@ -65,7 +65,7 @@ def may_split(received: Iterable[Tensor], outputs: Collection[Tensor], parameter
     known = inputs | {id(parameter) for parameter in parameters}
     if any(isinstance(node, BackwardCFunction) for node in users) or not known.issuperset(leaves.values()):
         return False
-    if not inputs <= {*leaves.values(), *map(id, outputs)}:
+    if not (unused_inputs_may_be_split_off() or inputs <= {*leaves.values(), *map(id, outputs)}):
         return False
     on_way = _reaching([node for node, leaf in leaves.items() if leaf in inputs], users)
     return _leave_once(on_way)

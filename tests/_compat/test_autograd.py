@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from lightning_fxpipe._compat.autograd import (
     after_backward,
     backward_keeps_graph,
     has_gradient_hooks,
     runs_before,
+    unused_inputs_may_be_split_off,
     with_own_node,
 )
 
@@ -84,3 +86,14 @@ def test_a_tensor_with_a_node_of_its_own_may_be_detached_in_place(make: Any) -> 
     made.sum().backward()  # which may have saved itself
     with pytest.raises(RuntimeError, match="detach views"):
         (x * 2)[:1].detach_()
+
+
+def test_half_a_backward_pass_passes_by_inputs_without_a_part() -> None:
+    weight, used, unused = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    outputs = [(used * weight).sum()]
+    if unused_inputs_may_be_split_off():
+        gradients, _ = stage_backward_input(outputs, None, [used, unused], iter([weight]))
+        assert gradients == (None, None) or gradients[1] is None
+    else:
+        with pytest.raises(RuntimeError):
+            stage_backward_input(outputs, None, [used, unused], iter([weight]))
