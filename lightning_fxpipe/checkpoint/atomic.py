@@ -232,8 +232,11 @@ def _delete(path: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder that another process may remove at any time. ``Path.glob`` looks for it, then reads it."""
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
+    """What is in a folder that another process may remove at any time. ``Path.glob`` looks for it, then reads it.
+
+    Nothing where it can be none, as a file is in its path: all ranks hear of that together, from the one that saves.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         return [folder / entry.name for entry in entries]
     return []
 

@@ -190,6 +190,12 @@ def test_the_hidden_folder_may_be_gone_when_it_is_read(tmp_path: Path, monkeypat
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+def test_a_file_where_a_folder_should_be_has_nothing_to_recover(tmp_path: Path) -> None:
+    """Ranks look before they start: one that raised there would leave the others waiting."""
+    (tmp_path / "place").write_text("a file")
+    atomic.recover_all(tmp_path / "place")
+
+
 def test_the_room_of_a_process_that_was_killed_is_removed_and_of_no_other(tmp_path: Path) -> None:
     living, dead = atomic.Replacement(tmp_path / "living.ckpt"), atomic.Replacement(tmp_path / "dead.ckpt")
     for replacement in (living, dead):
