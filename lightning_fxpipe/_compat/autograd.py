@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -20,7 +21,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 def unused_inputs_may_be_split_off() -> bool:
     """Whether torch passes by an input that has no part in a stage's output, in half a backward pass. Before 2.13 it raises."""
-    return bool(TorchVersion(torch.__version__) >= (2, 13))
+    return TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 def backward_keeps_graph() -> bool:
