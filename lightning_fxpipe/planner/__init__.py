@@ -5,8 +5,13 @@
 - ``cost``: what nodes weigh, and what a cut would send.
 - ``granularity``: which modules are opened for a balanced partition.
 - ``partition``: the solver.
-- ``cut_rule``: what is balanced, or where the user wants the cuts.
-- ``fastest_cut``: the same by simulated time, for a chain whose costs are known.
+- ``load``: how stages will run, as far as that decides what each may hold.
+- ``weighing``: what units weigh in parameters and in memory.
+- ``pinned``: modules whose stage the user chooses.
+- ``split_points``: cuts before modules that the user names.
+- ``cut_rule``: all of these together: what is balanced, and what is asked of stages besides.
+- ``fastest_cut``: the cut that a simulated step is fastest with, for a chain whose costs are known.
+- ``timed_cut``: the same for units that have been timed.
 - ``unit_costs``, ``stage_costs``: what units compute and keep, and how long that takes on a device.
 - ``measured_costs``: how long units take on the device at hand.
 - ``choice``: the schedule, the stages and the microbatches that are fastest.

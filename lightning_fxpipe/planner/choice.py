@@ -2,13 +2,15 @@
 
 1. The units of the chain are timed for microbatches of each size that is possible (``measured_costs``).
 2. For each combination the chain is cut into stages of equal seconds, and a step is simulated (``simulation``).
-3. The fastest that fits the memory is taken; of those that are as good as equal, the one that needs the least.
+3. For those that may be the best other cuts are looked at, too (``fastest_cut``).
+4. The fastest that fits the memory is taken; of those that are as good as equal, the one that needs the least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
@@ -17,27 +19,21 @@ from lightning_fxpipe.microbatch.split import plan_passes
 from lightning_fxpipe.planner import measured_costs
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.cost import Chain
-from lightning_fxpipe.planner.fastest_cut import merged
-from lightning_fxpipe.planner.granularity import cut_costs
+from lightning_fxpipe.planner.fastest_cut import FastestCut
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
-from lightning_fxpipe.planner.partition import solve
-from lightning_fxpipe.planner.recompute_rule import Load
+from lightning_fxpipe.planner.partition import Firsts, Weights
+from lightning_fxpipe.planner.timed_cut import TimedChain
 from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
-from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks
 from lightning_fxpipe.simulation.simulator import Simulation
 
-# Of each action of the runtime: Python, and what starts a message (examples/benchmarks/overhead.py, a tiny GPT).
-OVERHEAD = Overhead(action_seconds=1.2e-3)
-# Messages between processes of a machine: through its memory, or over NVLink or PCIe.
-_LINKS = {"cpu": Link(latency_seconds=2e-4, bytes_per_second=2e9), "cuda": Link(latency_seconds=2e-5, bytes_per_second=2e10)}
-# The two halves of a backward take so much longer than the whole (docs/schedules.md: zb_h1 beside 1f1b).
-_SPLIT_SHARE = 0.05
-_WHOLE_BACKWARDS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
 # What differs by less is equal: clocks are no better.
 _SAME = 1.01
-_STATES_PER_BYTE = 3  # of a parameter that trains: its gradient, and two moments of Adam
-_NANOSECONDS = 1e9
+# Of so many combinations, the fastest with equal seconds, other cuts are looked at.
+_NUM_REFINED = 3
+# By the number of stages.
+MakeFirsts = Callable[[int], Sequence[Firsts]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,45 +66,48 @@ class Search:
         num_ranks: Devices.
         num_samples: Of a batch.
         combinations: Those to look at.
-        memory_bytes: What a device has for its stages; None where nobody knows.
+        memory_bytes: What each device has for its stages, by global rank; empty where nobody knows.
+        speeds: How fast each device is, in proportion to the others, by global rank; empty where all are equal.
     """
 
     num_ranks: int
     num_samples: int
     combinations: tuple[Combination, ...]
-    memory_bytes: int | None = None
+    memory_bytes: tuple[int, ...] = ()
+    speeds: tuple[float, ...] = ()
 
     @property
     def most_stages(self) -> int:
         """Of the combination that has the most."""
         return self.num_ranks * max(combination.stages_per_rank for combination in self.combinations)
 
-    def load(self, chain: Chain, chosen: Alternative) -> Load | None:
-        """What the stages have to hold with what was chosen; None where nobody knows the memory."""
-        if self.memory_bytes is None:
-            return None
+    def load(self, chain: Chain, chosen: Alternative | Combination) -> Load:
+        """How stages would run with a combination."""
         size = plan_passes(self.num_samples, chosen.num_microbatches)[0].size
         return Load(
             schedule=cast(SimulatedSchedule, chosen.schedule),
+            num_ranks=self.num_ranks,
             stages_per_rank=chosen.stages_per_rank,
             num_microbatches=chosen.num_microbatches,
             scale=size / max(1, chain.traced.batch_size),
             memory_bytes=self.memory_bytes,
+            speeds=self.speeds,
         )
 
-    def choose(self, chain: Chain, outside_bytes: int = 0) -> Choice:
+    def choose(self, chain: Chain, states: Weights, firsts: MakeFirsts) -> Choice:
         """The fastest combination.
 
         Args:
             chain: The chain, open enough to be cut into :attr:`most_stages`.
-            outside_bytes: Of parameters that the last stage has besides.
+            states: Bytes of its units' states.
+            firsts: Gives for a number of stages with which units each may begin; nothing where with any.
 
         Raises:
             PartitionError: No combination has enough legal cuts.
             ScheduleError: There is no such schedule for any of them.
             TraceError: A part of the model cannot be timed.
         """
-        return _Chooser(self, chain, outside_bytes).choose()
+        return _Chooser(self, chain, states, firsts).choose()
 
 
 def microbatch_counts(num_samples: int, num_ranks: int, default: int) -> tuple[int, ...]:
@@ -121,121 +120,109 @@ def microbatch_counts(num_samples: int, num_ranks: int, default: int) -> tuple[i
     return (*sorted({default, *(count for count in powers if num_samples % count == 0)}),)
 
 
-class _Chooser:
-    """Simulates the combinations of a search."""
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A combination, and the best cut for it so far."""
 
-    def __init__(self, search: Search, chain: Chain, outside_bytes: int) -> None:
-        self._search = search
-        self._chain = chain
-        self._outside_bytes = outside_bytes
-        self._cut_bytes = cut_costs(chain)
-        self._refused: PartitionError | ScheduleError | None = None
-        self._seconds: dict[int, tuple[UnitSeconds, ...] | None] = {}  # by the samples of a microbatch
-        self._link = _LINKS.get(chain.traced.device.type, _LINKS["cpu"])
+    combination: Combination
+    timed: TimedChain
+    cut: FastestCut
 
-    def choose(self) -> Choice:
-        """The fastest combination, and the others."""
-        found = sorted(self._simulated(), key=lambda one: (not one[0].fits, one[0].step_seconds))
-        if not found:
-            assert self._refused is not None
-            raise self._refused
-        fastest = found[0][0]
-        rivals = [one for one in found if one[0].fits == fastest.fits and one[0].step_seconds <= _SAME * fastest.step_seconds]
-        if not fastest.fits:
-            rivals = found  # none fits: what is left is to come as close as can be
-        chosen = min(rivals, key=lambda one: one[0].peak_bytes)
-        others = [alternative for alternative, _ in found if alternative is not chosen[0]]
-        return Choice(cuts=chosen[1], alternatives=(chosen[0], *others))
-
-    def _simulated(self) -> Iterator[tuple[Alternative, tuple[int, ...]]]:
-        for combination in self._search.combinations:
-            units = self._units(combination)
-            if units is None:
-                continue
-            try:
-                cuts, simulation = self._simulate(combination, units)
-            except (PartitionError, ScheduleError) as error:
-                self._refused = self._refused or error
-                continue
-            yield self._alternative(combination, simulation), cuts
-
-    def _simulate(self, combination: Combination, units: Sequence[StageCosts]) -> tuple[tuple[int, ...], Simulation]:
-        num_stages = self._search.num_ranks * combination.stages_per_rank
-        weights = [round(_NANOSECONDS * _all_seconds(unit)) for unit in units]
-        cuts = solve(weights, self._cut_bytes, num_stages)
-        bounds = [0, *(cut + 1 for cut in cuts), len(units)]
-        outputs = [*(self._chain.site(cut).num_bytes * self._scale(combination) for cut in cuts), 0.0]
-        stages = [merged(units[start:end], output) for start, end, output in zip(bounds, bounds[1:], outputs, strict=False)]
-        if combination.schedule not in _WHOLE_BACKWARDS:
-            stages = [_split(stage) for stage in stages]
-        return cuts, simulate(
-            stages,
-            num_microbatches=combination.num_microbatches,
-            schedule=combination.schedule,
-            stages_per_rank=combination.stages_per_rank,
-            link=self._link,
-            overhead=OVERHEAD,
-        )
-
-    def _alternative(self, combination: Combination, simulation: Simulation) -> Alternative:
-        peak = max(simulation.peak_bytes)
-        limit = self._search.memory_bytes
+    @cached_property
+    def alternative(self) -> Alternative:
+        """What the plan tells of it."""
+        simulation, combination = self.cut.simulation, self.combination
         return Alternative(
             schedule=combination.schedule,
             stages_per_rank=combination.stages_per_rank,
             num_microbatches=combination.num_microbatches,
             step_seconds=simulation.seconds,
             idle_share=simulation.bubble_fraction,
-            peak_bytes=round(peak),
-            fits=limit is None or peak <= limit,
+            peak_bytes=round(max(simulation.peak_bytes)),
+            fits=self._fits(simulation),
         )
 
-    # ------------------------------------------------------------------ costs
+    def _fits(self, simulation: Simulation) -> bool:
+        memory = self.timed.load.in_pipeline(self.timed.load.memory_bytes)
+        return all(peak <= limit for peak, limit in zip(simulation.peak_bytes, memory, strict=False))
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The best first."""
+        return not self.alternative.fits, self.alternative.step_seconds
+
+    def refined(self) -> _Candidate:
+        """With a faster cut, or one that fits, if there is one."""
+        with suppress(PartitionError, ScheduleError):
+            found = _Candidate(self.combination, self.timed, self.timed.fastest())
+            return min(self, found, key=lambda candidate: candidate.order)
+        return self
+
+
+class _Chooser:
+    """Simulates the combinations of a search."""
+
+    def __init__(self, search: Search, chain: Chain, states: Weights, firsts: MakeFirsts) -> None:
+        self._search = search
+        self._chain = chain
+        self._states = states
+        self._firsts = firsts
+        self._refused: PartitionError | ScheduleError | None = None
+        self._seconds: dict[int, tuple[UnitSeconds, ...] | None] = {}  # by the samples of a microbatch
+
+    def choose(self) -> Choice:
+        """The fastest combination, and the others."""
+        found = sorted(self._simulated(), key=lambda one: one.order)
+        if not found:
+            assert self._refused is not None
+            raise self._refused
+        # The fastest, and of those that do not fit those that would be if another cut did.
+        promising = [*found[:_NUM_REFINED], *sorted(found, key=lambda one: one.alternative.step_seconds)[:_NUM_REFINED]]
+        better = {id(one): one.refined() for one in promising}
+        found = sorted((better.get(id(one), one) for one in found), key=lambda one: one.order)
+        fastest = found[0].alternative
+        rivals = [
+            one
+            for one in found
+            if one.alternative.fits == fastest.fits and one.alternative.step_seconds <= _SAME * fastest.step_seconds
+        ]
+        if not fastest.fits:
+            rivals = found  # none fits: what is left is to come as close as can be
+        chosen = min(rivals, key=lambda one: one.alternative.peak_bytes)
+        others = [one.alternative for one in found if one is not chosen]
+        return Choice(cuts=chosen.cut.cuts, alternatives=(chosen.alternative, *others))
+
+    def _simulated(self) -> Iterator[_Candidate]:
+        for combination in self._search.combinations:
+            load = self._search.load(self._chain, combination)
+            seconds = self._seconds_of(combination)
+            if seconds is None:
+                continue
+            try:
+                timed = TimedChain(
+                    chain=self._chain,
+                    costs=self._costs,
+                    seconds=seconds,
+                    states=self._states,
+                    load=load,
+                    firsts=self._firsts(load.num_stages),
+                )
+                cut = timed.balanced()
+            except (PartitionError, ScheduleError) as error:
+                self._refused = self._refused or error
+                continue
+            yield _Candidate(combination, timed, cut)
 
     @cached_property
     def _costs(self) -> tuple[UnitCosts, ...]:
         return unit_costs(self._chain)
 
-    def _num_samples(self, combination: Combination) -> int:
-        """Of a microbatch."""
-        return plan_passes(self._search.num_samples, combination.num_microbatches)[0].size
-
-    def _scale(self, combination: Combination) -> float:
-        """How much larger a microbatch is than the one that bytes are known of."""
-        return self._num_samples(combination) / max(1, self._chain.traced.batch_size)
-
-    def _units(self, combination: Combination) -> list[StageCosts] | None:
+    def _seconds_of(self, combination: Combination) -> tuple[UnitSeconds, ...] | None:
         """What each unit takes for a microbatch; None where the graph is not that of one of this size."""
-        size = self._num_samples(combination)
+        size = plan_passes(self._search.num_samples, combination.num_microbatches)[0].size
         if size not in self._seconds:
             self._seconds[size] = measured_costs.measured_seconds(self._chain, size)
-        seconds = self._seconds[size]
-        if seconds is None:
-            return None
-        units = [_stage_costs(cost, each, self._scale(combination)) for cost, each in zip(self._costs, seconds, strict=True)]
-        outside = (1 + _STATES_PER_BYTE) * self._outside_bytes
-        return [*units[:-1], replace(units[-1], state_bytes=units[-1].state_bytes + outside)]
-
-
-def _stage_costs(costs: UnitCosts, seconds: UnitSeconds, scale: float) -> StageCosts:
-    saved_bytes = costs.saved_bytes * scale
-    return StageCosts(
-        forward_seconds=seconds.forward,
-        input_backward_seconds=seconds.input_backward,
-        weight_backward_seconds=seconds.weight_backward,
-        activation_bytes=saved_bytes,
-        weight_bytes=saved_bytes,
-        state_bytes=costs.parameter_bytes + _STATES_PER_BYTE * costs.gradient_bytes,
-    )
-
-
-def _split(stage: StageCosts) -> StageCosts:
-    extra = _SPLIT_SHARE * (stage.input_backward_seconds + stage.weight_backward_seconds)
-    return replace(stage, weight_backward_seconds=stage.weight_backward_seconds + extra)
-
-
-def _all_seconds(unit: StageCosts) -> float:
-    return unit.forward_seconds + unit.input_backward_seconds + unit.weight_backward_seconds
+        return self._seconds[size]
 
 
 def combinations(

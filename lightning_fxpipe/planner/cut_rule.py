@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import nn
@@ -12,16 +14,20 @@ from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.choice import Choice, Search
 from lightning_fxpipe.planner.cost import Chain
-from lightning_fxpipe.planner.granularity import cut_costs, parameters_after, stage_weights
+from lightning_fxpipe.planner.granularity import cut_costs
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.measured_costs import measured_seconds
-from lightning_fxpipe.planner.partition import solve
-from lightning_fxpipe.planner.recompute_rule import Load, RecomputeRule
-from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.planner.partition import Demands, Firsts, NothingFits, Weights, cheapest_cuts
+from lightning_fxpipe.planner.pinned import pinned_firsts, pinned_modules, pinned_units
+from lightning_fxpipe.planner.recompute_rule import RecomputeRule
+from lightning_fxpipe.planner.split_points import cuts_before, modules_around
+from lightning_fxpipe.planner.timed_cut import TimedChain, no_pinned_cut
+from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
+from lightning_fxpipe.planner.weighing import fitting_firsts, memory_weights, parameter_weights, state_weights
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.tracing.recordable import Recordable
 
 BalanceName = Literal["parameters", "flops", "memory", "seconds"]
-# What training keeps for each byte of a parameter besides itself: its gradient, and two moments of Adam.
-_STATES_PER_BYTE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +36,15 @@ class CutRule:
 
     Attributes:
         num_stages: Number of stages.
-        balance: What is equal on all stages, as far as it can be: parameters; flops, forward and backward; or bytes of memory:
-            parameters, gradients, Adam's states, and the activations of all microbatches; or seconds on the device at hand,
-            forward and backward.
-        num_microbatches: How many microbatches' activations are in memory.
+        balance: What is equal on all stages, as far as it can be: parameters; flops, forward and backward; bytes of memory:
+            parameters, gradients, Adam's states, and the activations of the microbatches that a stage keeps at a time; or
+            seconds on the device at hand, forward and backward. In proportion to the devices' speeds, or memory.
+        num_microbatches: How many microbatches' activations are in memory, where no load says it.
         split_points: Paths of the modules before which a cut falls; the balance does not count then.
+        stage_of: Patterns of modules' paths, and the stage that each of them has to be in.
         recompute: Which modules' activations are computed again.
-        load: What the stages have to hold, where that decides about it; None: nobody knows, or a search says it.
+        load: How the stages will run; None: in any way.
+        must_fit: Whether each stage has to fit into the load's memory.
         search: What the number of stages and all else is chosen from, so that a step is fastest; None: it is not chosen.
     """
 
@@ -44,8 +52,10 @@ class CutRule:
     balance: BalanceName = "parameters"
     num_microbatches: int = 1
     split_points: tuple[str, ...] = ()
+    stage_of: tuple[tuple[str, int], ...] = ()
     recompute: RecomputeRule = RecomputeRule()
     load: Load | None = None
+    must_fit: bool = False
     search: Search | None = None
 
     @property
@@ -56,23 +66,16 @@ class CutRule:
     @property
     def is_by_parameters(self) -> bool:
         """Whether it is the usual one."""
-        return self.balance == "parameters" and not self.split_points and self.search is None
+        has_more = self.split_points or self.stage_of or self.must_fit or (self.load is not None and self.load.speeds)
+        return self.balance == "parameters" and not has_more and self.search is None
 
-    def weights(self, chain: Chain, call: Recordable) -> list[int]:
-        """What each unit of a chain weighs; by flops where only a clock tells more."""
-        if self.balance == "parameters" and self.search is None:
-            return stage_weights(chain, call)
-        costs = unit_costs(chain)
-        if self.balance == "flops" or self.needs_clock:
-            return [unit.flops for unit in costs]
-        weights = [
-            unit.parameter_bytes + _STATES_PER_BYTE * unit.gradient_bytes + self.num_microbatches * unit.saved_bytes
-            for unit in costs
-        ]
-        for parameter in parameters_after(chain, call) if weights else ():
-            copies = 1 + _STATES_PER_BYTE * parameter.requires_grad
-            weights[-1] += copies * parameter.numel() * parameter.element_size()
-        return weights
+    def has_to_be_open(self, root: nn.Module) -> frozenset[str]:
+        """The modules that have to be open whatever they weigh, as the user has said something of what is inside."""
+        return modules_around((*self.split_points, *pinned_modules(root, self.stage_of, self.num_stages)))
+
+    def demands(self, chain: Chain, call: Recordable) -> Demands:
+        """What is asked of the stages; by flops where only a clock tells more. Errors as :meth:`cuts`."""
+        return next(iter(_Asked(self, chain, call).demands()))
 
     def recomputed(self, chain: Chain, cuts: Sequence[int], chosen: Alternative | None) -> tuple[str, ...]:
         """The modules whose activations are computed again. Errors as ``RecomputeRule.modules``."""
@@ -81,93 +84,126 @@ class CutRule:
 
     def choose(self, chain: Chain, call: Recordable) -> Choice:
         """The cuts by a clock, for a rule that needs one. Errors as :meth:`cuts` and ``measured_seconds``."""
+        asked = _Asked(self, chain, call)
         if self.search is not None:
-            outside = sum(parameter.numel() * parameter.element_size() for parameter in parameters_after(chain, call))
-            return self.search.choose(chain, outside)
+            return self.search.choose(chain, asked.states, asked.pinned)
         seconds = measured_seconds(chain)
         assert seconds is not None  # for the very microbatch that was recorded
-        weights = [round(1e9 * (unit.forward + unit.input_backward + unit.weight_backward)) for unit in seconds]
-        return Choice(cuts=solve(weights, cut_costs(chain), self.num_stages), alternatives=())
+        load = self.load or Load(schedule="gpipe", num_ranks=self.num_stages, num_microbatches=self.num_microbatches)
+        timed = TimedChain(
+            chain=chain,
+            costs=asked.costs,
+            seconds=seconds,
+            states=asked.states,
+            load=load if self.must_fit else load.without_memory(),
+            firsts=asked.pinned(self.num_stages),
+        )
+        return Choice(cuts=timed.fastest().cuts, alternatives=())
 
     def cuts(self, chain: Chain, call: Recordable) -> tuple[int, ...]:
         """Position of the last unit of each stage but the last.
 
         Raises:
-            PartitionError: There are fewer legal cuts than needed, or none where one is wanted.
+            PartitionError: There are fewer legal cuts than needed, or none where one is wanted, or none with which stages fit
+                into their memory.
         """
-        if self.split_points:
-            return cuts_before(chain, self.split_points)
-        return solve(self.weights(chain, call), cut_costs(chain), self.num_stages)
+        return cuts_before(chain, self.split_points) if self.split_points else _Asked(self, chain, call).cuts()
 
 
-def check_split_points(root: nn.Module, split_points: Sequence[str]) -> None:
-    """Raises :class:`PartitionError` for a path that is no module's."""
-    paths = {path for path, _ in root.named_modules() if path}
-    unknown = [point for point in split_points if point not in paths]
-    if unknown:
-        near = [path for path in sorted(paths) if path.rpartition(".")[2] == unknown[0].rpartition(".")[2]][:3]
-        raise PartitionError(
-            "A split point is no module of the model.",
-            observed=unknown[0],
-            expected="paths as model.named_modules() gives them" + (f", such as {', '.join(near)}" if near else ""),
-            todo="Give split_points the paths of the modules that later stages begin with.",
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What a rule asks of the stages of one chain."""
+
+    rule: CutRule
+    chain: Chain
+    call: Recordable
+
+    @cached_property
+    def costs(self) -> tuple[UnitCosts, ...]:
+        """Of its units."""
+        return unit_costs(self.chain)
+
+    @cached_property
+    def states(self) -> Weights:
+        """Bytes of its units' states."""
+        return state_weights(self.chain, self.call)
+
+    def pinned(self, num_stages: int) -> list[Firsts]:
+        """With which units stages may begin as modules have to be in some; empty where with any."""
+        rule = self.rule
+        modules = pinned_modules(self.chain.traced.root, rule.stage_of, num_stages)
+        return pinned_firsts(pinned_units(self.chain, modules), num_stages) if modules else []
+
+    def cuts(self) -> tuple[int, ...]:
+        """As :meth:`CutRule.cuts`."""
+        found: dict[tuple[int, ...], float] = {}
+        for demands in self.demands():
+            with suppress(NothingFits):
+                cuts = cheapest_cuts(demands)
+                found[cuts] = demands.heaviest(cuts)
+        if found:
+            return min(found, key=found.__getitem__)
+        try:
+            closest = cheapest_cuts(self._demands([]))
+        except NothingFits:
+            raise no_pinned_cut() from None
+        if not self.rule.recompute.is_none:
+            return closest  # less is kept then
+        raise self._nothing_fits()
+
+    def demands(self) -> Iterator[Demands]:
+        """What is asked; where each stage has to fit, for each way to share out a device's memory among its stages."""
+        if not self.rule.must_fit:
+            yield self._demands([])
+            return
+        assert self.rule.load is not None
+        for memories in self.rule.load.stage_memories():
+            yield self._demands(fitting_firsts(self.chain, self._memory_of_stages, memories, self.rule.load))
+
+    def _demands(self, fitting: list[Firsts]) -> Demands:
+        pinned = self.pinned(self.rule.num_stages)
+        firsts = [[*map(max, *both)] for both in zip(pinned, fitting, strict=True)] if pinned and fitting else pinned or fitting
+        return Demands(self._weights, cut_costs(self.chain), self.rule.num_stages, self._shares, firsts)
+
+    @cached_property
+    def _weights(self) -> Weights | list[Weights]:
+        rule = self.rule
+        if rule.balance == "parameters" and rule.search is None:
+            return parameter_weights(self.chain, self.call)
+        if rule.balance == "flops" or rule.needs_clock:
+            return Weights(tuple(unit.flops for unit in self.costs))
+        found = self._memory_of_stages
+        return found[0] if len({id(weights) for weights in found}) == 1 else found
+
+    @cached_property
+    def _memory_of_stages(self) -> list[Weights]:
+        rule, load = self.rule, self.rule.load
+        kept = (rule.num_microbatches,) * rule.num_stages if load is None else load.microbatches_kept
+        return memory_weights(self.states, self.costs, kept, 1.0 if load is None else load.scale)
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        load = self.rule.load
+        if load is None:
+            return ()
+        return load.memory_shares if self.rule.balance == "memory" else load.speed_shares
+
+    def _nothing_fits(self) -> PartitionError:
+        load = self.rule.load
+        assert load is not None
+        demands = Demands(
+            self._memory_of_stages,
+            cut_costs(self.chain),
+            self.rule.num_stages,
+            load.memory_shares,
+            self.pinned(self.rule.num_stages),
         )
-
-
-def modules_around(split_points: Sequence[str]) -> frozenset[str]:
-    """The modules that hold those of some paths: they have to be open for a cut to fall before these."""
-    return frozenset(
-        ".".join(parts[:length]) for parts in (point.split(".") for point in split_points) for length in range(1, len(parts))
-    )
-
-
-def cuts_before(chain: Chain, split_points: Sequence[str]) -> tuple[int, ...]:
-    """The cuts before some modules.
-
-    Args:
-        chain: The chain, in which what holds the modules is open.
-        split_points: Their paths.
-
-    Raises:
-        PartitionError: The region does not come by one of them, or no cut may fall there.
-    """
-    cuts = sorted(_cut_before(chain, point) for point in split_points)
-    if len(set(cuts)) < len(cuts):
-        raise PartitionError(
-            "Two split points are the same place.",
-            observed=", ".join(split_points),
-            expected="modules with something that computes between them",
-            todo="Leave one of them out.",
+        closest = demands.of_stages(cheapest_cuts(demands))
+        limits = next(load.stage_memories())
+        return PartitionError(
+            f"No cut into {self.rule.num_stages} stages fits into the devices' memory.",
+            observed=f"{', '.join(map(human_bytes, closest))} for the stages with the cut that comes closest: parameters, "
+            f"gradients, Adam's states, and the activations of {load.schedule} with {load.num_microbatches} microbatches",
+            expected=f"at most {', '.join(human_bytes(int(limit)) for limit in limits)}, with buffers for what is sent",
+            todo='Use more devices, more and smaller microbatches, schedule="1f1b", which keeps fewer, or recompute="auto".',
         )
-    return tuple(cuts)
-
-
-def _cut_before(chain: Chain, point: str) -> int:
-    inside = [i for i, unit in enumerate(chain.units) if f"{unit.path}.".startswith(f"{point}.")]
-    if not inside:
-        raise _not_there(chain, point)
-    costs = cut_costs(chain)
-    cut = inside[0] - 1
-    while cut >= 0 and chain.units[cut].is_recomputed:  # each stage computes it for itself
-        cut -= 1
-    if cut < 0 or costs[cut] is None:
-        raise PartitionError(
-            "No cut may fall before a split point.",
-            where=point,
-            observed="nothing computes before it" if cut < 0 else chain.sites[cut].obstacle,
-            expected="a place where only tensors of known size cross",
-            todo="Take the module before or after it.",
-        )
-    return cut
-
-
-def _not_there(chain: Chain, point: str) -> PartitionError:
-    whole = [(path, reason) for path, reason in chain.traced.kept_whole.items() if point.startswith(f"{path}.")]
-    observed = f"{whole[0][0]} stays whole: {whole[0][1]}" if whole else "the model's calls in the step do not come by it"
-    return PartitionError(
-        "A split point is not where the model can be cut.",
-        where=point,
-        observed=observed,
-        expected="a module that the step's calls of the model run",
-        todo="Take another module, or change the code that keeps it whole." if whole else "Take a module that runs.",
-    )

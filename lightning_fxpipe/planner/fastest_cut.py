@@ -14,21 +14,40 @@ The second step is exact, and is broken off after a number of simulations: for c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError
-from lightning_fxpipe.planner.partition import solve
+from lightning_fxpipe.planner.partition import Demands, Firsts, Weights, cheapest_cuts
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 from lightning_fxpipe.simulation.simulator import Simulation, run_table
 
 _NO_LINK, _NO_OVERHEAD = Link(), Overhead()
 # What is simulated at most, in actions: some seconds.
-_MAX_ACTIONS = 2_000_000
+MAX_ACTIONS = 2_000_000
 _RESOLUTION = 10**6  # parts of the heaviest unit, in which the solver of whole numbers weighs
 
 MakeTable = Callable[[Sequence[StageCosts]], ActionTable]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRules:
+    """What stages are besides the sums of their units.
+
+    Attributes:
+        shares: For each stage the speed of its device beside that of the fastest, which units' seconds are of; empty where all
+            are equal.
+        firsts: With which units each stage may begin, by its last one; empty where with any.
+        states: Bytes of the states of stages, where units have some in common; None: what the units have together.
+    """
+
+    shares: Sequence[float] = ()
+    firsts: Sequence[Firsts] = ()
+    states: Weights | None = None
+
+
+_NO_RULES = StageRules()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +74,10 @@ def fastest_cut(
     link: Link = _NO_LINK,
     overhead: Overhead = _NO_OVERHEAD,
     memory_bytes: Sequence[float] | None = None,
+    stages: StageRules = _NO_RULES,
+    max_actions: int = MAX_ACTIONS,
 ) -> FastestCut:
-    """Cuts a chain into stages, one for each rank.
+    """Cuts a chain into stages.
 
     Args:
         units: Costs of each unit, for one microbatch; its ``output_bytes`` do not count.
@@ -65,16 +86,19 @@ def fastest_cut(
         make_table: The schedule for given stages.
         link, overhead: As :func:`~lightning_fxpipe.simulation.simulator.run_table`.
         memory_bytes: What each rank has for states and activations; None for no limit.
+        stages: What stages are besides the sums of their units.
+        max_actions: After how many simulated actions the search ends.
 
     Raises:
         PartitionError: There are fewer legal cuts than needed, or none was found that fits into the memory.
         ScheduleError: There is no such schedule for any cut.
+        NothingFits: No stages begin where ``stages`` allows it.
     """
-    search = _Search(tuple(units), tuple(cut_bytes), num_stages, make_table, link, overhead, memory_bytes)
+    search = _Search(tuple(units), tuple(cut_bytes), num_stages, make_table, link, overhead, memory_bytes, stages, max_actions)
     most = max((_seconds(unit) for unit in units), default=0.0) or 1.0
-    weights = [round(_seconds(unit) / most * _RESOLUTION) for unit in units]
-    begin = solve(weights, [None if num_bytes is None else round(num_bytes) for num_bytes in cut_bytes], num_stages)
-    search.descend(begin)
+    weights = Weights(tuple(round(_seconds(unit) / most * _RESOLUTION) for unit in units))
+    costs = [None if num_bytes is None else round(num_bytes) for num_bytes in cut_bytes]
+    search.descend(cheapest_cuts(Demands(weights, costs, num_stages, stages.shares, stages.firsts)))
     is_exact = search.look_at_all()
     if search.best is None and search.refused is not None:
         raise search.refused
@@ -101,6 +125,30 @@ def merged(units: Sequence[StageCosts], output_bytes: float) -> StageCosts:
     )
 
 
+def costs_of_stages(
+    units: Sequence[StageCosts], cut_bytes: Sequence[float | None], cuts: Sequence[int], rules: StageRules = _NO_RULES
+) -> list[StageCosts]:
+    """The costs of the stages between cuts. Arguments as :func:`fastest_cut`."""
+    bounds = [0, *(cut + 1 for cut in cuts), len(units)]
+    outputs = [*(cut_bytes[cut] or 0.0 for cut in cuts), 0.0]
+    stages = [merged(units[start:end], output) for start, end, output in zip(bounds, bounds[1:], outputs, strict=False)]
+    if rules.states is not None:
+        states = rules.states.of_stages(cuts)
+        stages = [replace(stage, state_bytes=float(state)) for stage, state in zip(stages, states, strict=True)]
+    if rules.shares:
+        stages = [_on_device(stage, share) for stage, share in zip(stages, rules.shares, strict=True)]
+    return stages
+
+
+def _on_device(stage: StageCosts, speed: float) -> StageCosts:
+    return replace(
+        stage,
+        forward_seconds=stage.forward_seconds / speed,
+        input_backward_seconds=stage.input_backward_seconds / speed,
+        weight_backward_seconds=stage.weight_backward_seconds / speed,
+    )
+
+
 def _seconds(unit: StageCosts) -> float:
     return unit.forward_seconds + unit.input_backward_seconds + unit.weight_backward_seconds
 
@@ -117,12 +165,15 @@ class _Search:
         link: Link,
         overhead: Overhead,
         memory_bytes: Sequence[float] | None,
+        rules: StageRules,
+        max_actions: int,
     ) -> None:
         self.best: tuple[tuple[int, ...], Simulation] | None = None
         self.closest: tuple[float, ...] = ()
         self.refused: ScheduleError | None = None  # why there is no schedule for a cut
         self._units, self._cut_bytes, self._num_stages = units, cut_bytes, num_stages
         self._make_table, self._link, self._overhead, self._memory = make_table, link, overhead, memory_bytes
+        self._rules, self._max_actions = rules, max_actions
         self._legal = [position for position, num_bytes in enumerate(cut_bytes) if num_bytes is not None]
         self._seen: dict[tuple[int, ...], float] = {}
         self._num_actions = 0
@@ -136,11 +187,10 @@ class _Search:
     def seconds(self, cuts: tuple[int, ...]) -> float:
         """Of a step with these cuts; infinite where they do not fit into the memory."""
         if cuts not in self._seen:
-            bounds = [0, *(cut + 1 for cut in cuts), len(self._units)]
-            outputs = [*(self._cut_bytes[cut] or 0.0 for cut in cuts), 0.0]
-            stages = [
-                merged(self._units[start:end], output) for start, end, output in zip(bounds, bounds[1:], outputs, strict=False)
-            ]
+            if not self._may_begin(cuts):
+                self._seen[cuts] = float("inf")
+                return self._seen[cuts]
+            stages = costs_of_stages(self._units, self._cut_bytes, cuts, self._rules)
             try:
                 table = self._make_table(stages)
             except ScheduleError as error:
@@ -154,6 +204,11 @@ class _Search:
                 self.best = cuts, found
         return self._seen[cuts]
 
+    def _may_begin(self, cuts: tuple[int, ...]) -> bool:
+        ends = [*cuts, len(self._units) - 1]
+        begins = [0, *(cut + 1 for cut in cuts)]
+        return all(firsts[end] <= begin for firsts, begin, end in zip(self._rules.firsts, begins, ends, strict=False))
+
     def _excess(self, simulation: Simulation) -> float:
         """How much more memory the rank that lacks most would need."""
         if self._memory is None:
@@ -166,7 +221,7 @@ class _Search:
     @property
     def is_over(self) -> bool:
         """Whether enough has been simulated."""
-        return self._num_actions > _MAX_ACTIONS
+        return self._num_actions > self._max_actions
 
     # ------------------------------------------------------------------ step 1
 
@@ -192,8 +247,10 @@ class _Search:
     # ------------------------------------------------------------------ step 2
 
     def look_at_all(self) -> bool:
-        """Looks at all cuts that could be faster; returns whether it has come to the end."""
-        return self._look_at((), 0.0)
+        """Looks at all cuts that could be faster; returns whether it has come to the end. With several stages on a rank it does
+        not begin: what passes at least is known of ranks with one."""
+        has_several = self.best is not None and self.best[1].table.num_ranks < self._num_stages
+        return not has_several and self._look_at((), 0.0)
 
     def _look_at(self, cuts: tuple[int, ...], least: float) -> bool:
         """Looks at all that begin with these cuts, which take at least so long."""

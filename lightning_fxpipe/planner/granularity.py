@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from torch import nn
 
-from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
-from lightning_fxpipe.planner.partition import lightest_maximum
-from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
+from lightning_fxpipe.planner.cost import Chain, build_chain
+from lightning_fxpipe.planner.partition import Demands, NothingFits, Weights, cheapest_cuts, lightest_maximum
+from lightning_fxpipe.planner.weighing import parameter_weights
+from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.trace import TracedRegion
 
 # A plan is good enough when its heaviest stage is within this factor of what no partition can beat.
 GOOD_ENOUGH = 1.05
+# Into so many parts what can be opened is cut for each stage, to see where cuts would fall.
+_PARTS_PER_STAGE = 40
 
 
 def open_until_balanced(
@@ -22,7 +27,8 @@ def open_until_balanced(
     root: nn.Module,
     call: Recordable,
     num_stages: int,
-    weigh: Callable[[Chain, Recordable], list[int]] | None = None,
+    demands: Callable[[Chain, Recordable], Demands] | None = None,
+    opened: Collection[str] = (),
 ) -> Chain:
     """Traces at the coarsest granularity whose best partition is good enough.
 
@@ -34,16 +40,22 @@ def open_until_balanced(
         trace: Traces the call; its further arguments are those of ``trace_region`` of ``tracing.trace``.
         root: The module that paths are relative to.
         call, num_stages: The call, and how many stages it gets.
-        weigh: Gives the weights of a chain's units; None: their parameters.
+        demands: Gives what is asked of the stages of a chain; None: equally many parameters.
+        opened: Modules that have to be open whatever they weigh.
     """
-    opened = set[str]() if weigh else _too_heavy(root, num_stages)
-    weigh = weigh or stage_weights
+    open_now = {*opened} if demands else {*opened} | _too_heavy(root, num_stages)
+    demands = demands or partial(equal_parameters, num_stages)
     while True:
-        chain = build_chain(trace(opened=opened, check=False))
-        candidates = _worth_opening(chain, weigh(chain, call), num_stages, opened)
+        chain = build_chain(trace(opened=open_now, check=False))
+        candidates = _worth_opening(chain, demands(chain, call), open_now)
         if not candidates:
             return chain
-        opened |= candidates
+        open_now |= candidates
+
+
+def equal_parameters(num_stages: int, chain: Chain, call: Recordable) -> Demands:
+    """Stages of equally many parameters."""
+    return Demands(parameter_weights(chain, call), cut_costs(chain), num_stages)
 
 
 def _too_heavy(root: nn.Module, num_stages: int) -> set[str]:
@@ -64,68 +76,96 @@ def _weight(module: nn.Module, sizes: Mapping[int, int]) -> int:
     return sum(sizes.get(id(parameter), 0) for parameter in module.parameters())
 
 
-def _worth_opening(chain: Chain, weights: list[int], num_stages: int, opened: set[str]) -> set[str]:
-    costs = cut_costs(chain)
-    if num_stages < 1:
+def _worth_opening(chain: Chain, demands: Demands, opened: Collection[str]) -> set[str]:
+    if demands.num_stages < 1:
         return set()  # the solver says what is wrong
-    total = sum(weights)
     openable = {
         position: str(unit.nodes[0].target)
         for position, unit in enumerate(chain.units)
         if unit.nodes[0].op == "call_module" and _can_open(chain.traced, str(unit.nodes[0].target), opened)
     }
-    num_legal = sum(cost is not None for cost in costs)
-    if num_legal < num_stages - 1:
+    if len(demands.legal) < demands.num_stages - 1:
         return set(openable.values())
-    heaviest = lightest_maximum(weights, costs, num_stages)
-    closed = max((weight for position, weight in enumerate(weights) if position not in openable), default=0)
-    bound = max(-(-total // num_stages), closed)
-    if heaviest <= GOOD_ENOUGH * bound:
+    ideal = ideal_partition(demands, openable)
+    heaviest = _heaviest(demands)
+    if heaviest is not None and heaviest <= GOOD_ENOUGH * ideal.bound:
         return set()
-    ends = [*accumulate(weights)]
-    quantiles = [total * k / num_stages for k in range(1, num_stages)]
-    across = {
-        path
-        for position, path in openable.items()
-        if any(ends[position] - weights[position] < quantile < ends[position] for quantile in quantiles)
+    across = {path for position, path in openable.items() if position in ideal.cut_units}
+    slack = (GOOD_ENOUGH - 1) * ideal.bound
+    weights = demands.kinds[0]
+    heavy = {path for position, path in openable.items() if weights.of(position, position + 1) > slack}
+    return across or heavy or (set(openable.values()) if heaviest is None else set())
+
+
+def _heaviest(demands: Demands) -> int | None:
+    """Weight of the heaviest stage in the best partition; None where there is none, as nothing fits."""
+    try:
+        return lightest_maximum(demands)
+    except NothingFits:
+        return None
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """The best partition if a cut could fall anywhere inside of what can be opened.
+
+    Attributes:
+        bound: No partition has a heaviest stage that is lighter.
+        cut_units: Units that it has cuts inside of.
+    """
+
+    bound: int
+    cut_units: frozenset[int]
+
+
+def ideal_partition(demands: Demands, openable: Collection[int]) -> Ideal:
+    """The bound and the ideal cuts, where units at the positions ``openable`` could be cut into parts of any weight."""
+    if demands.are_equal and not demands.kinds[0].shared:
+        own = demands.kinds[0].own
+        total, ends = sum(own), [*accumulate(own)]
+        closed = max((weight for position, weight in enumerate(own) if position not in openable), default=0)
+        quantiles = [total * k / demands.num_stages for k in range(1, demands.num_stages)]
+        # Where the stages would have to be equally heavy, whatever of them cannot be.
+        inside = (p for p in openable if any(ends[p] - own[p] < quantile < ends[p] for quantile in quantiles))
+        return Ideal(max(-(-total // demands.num_stages), closed), frozenset(inside))
+    return _of_parts(demands, openable)
+
+
+def _of_parts(demands: Demands, openable: Collection[int]) -> Ideal:
+    """The same by the solver, where nobody has a formula: what can be opened is cut into parts."""
+    most = max((weights.total for weights in demands.kinds), default=0)
+    part = max(1, most // (_PARTS_PER_STAGE * demands.num_stages))
+    heaviest = [max(weights.own[p] for weights in demands.kinds) for p in range(demands.num_units)]
+    counts = [-(-heaviest[p] // part) if p in openable else 1 for p in range(demands.num_units)]
+    counts = [max(1, count) for count in counts]
+    unit_of = [position for position, count in enumerate(counts) for _ in range(count)]
+    first_part = [0, *accumulate(counts)]
+    known = {
+        id(weights): Weights(
+            tuple(weights.own[position] // counts[position] for position in unit_of),
+            # Where in a unit it is used, nobody knows: at its beginning is as good as anywhere.
+            tuple((weight, tuple(first_part[user] for user in users)) for weight, users in weights.shared),
+        )
+        for weights in demands.kinds
     }
-    slack = (GOOD_ENOUGH - 1) * bound
-    return across or {path for position, path in openable.items() if weights[position] > slack}
+    parts = Demands(
+        [known[id(weights)] for weights in demands.weights]
+        if not isinstance(demands.weights, Weights)
+        else known[id(demands.weights)],
+        [0] * (len(unit_of) - 1),
+        demands.num_stages,
+        demands.shares,
+    )
+    if len(unit_of) < demands.num_stages:
+        return Ideal(max(heaviest, default=0), frozenset(openable))
+    bound = lightest_maximum(parts)
+    inside = {unit_of[cut] for cut in cheapest_cuts(parts) if cut + 1 < len(unit_of) and unit_of[cut] == unit_of[cut + 1]}
+    return Ideal(bound, frozenset(inside))
 
 
-def _can_open(traced: TracedRegion, path: str, opened: set[str]) -> bool:
+def _can_open(traced: TracedRegion, path: str, opened: Collection[str]) -> bool:
     module = traced.root.get_submodule(path)
     return path not in opened and path not in traced.kept_whole and next(module.children(), None) is not None
-
-
-def stage_weights(chain: Chain, call: Recordable) -> list[int]:
-    """Parameters of each unit; those used after the region weigh on the last unit, because the last stage holds them."""
-    weights = [unit.num_parameters for unit in chain.units]
-    if weights:
-        weights[-1] += sum(parameter.numel() for parameter in parameters_after(chain, call))
-    return weights
-
-
-def parameters_after(chain: Chain, call: Recordable) -> list[nn.Parameter]:
-    """The parameters that the step uses after the region, or nowhere; the last stage holds them."""
-    if isinstance(call, RegionCall) and call.is_one_of_many:
-        return []
-    root = chain.traced.root
-    outside = set(unused_fqns(chain)) - set(prelude_fqns(root, call))
-    return [parameter for fqn, parameter in root.named_parameters() if fqn in outside]
-
-
-def unused_fqns(chain: Chain) -> tuple[str, ...]:
-    """The parameters that no unit uses."""
-    used = {fqn for unit in chain.units for fqn in unit.tensor_fqns}
-    return tuple(fqn for fqn, _ in chain.traced.root.named_parameters() if fqn not in used)
-
-
-def prelude_fqns(root: nn.Module, call: Recordable) -> tuple[str, ...]:
-    """The parameters of the modules that the step calls before the region."""
-    names = canonical_fqns(root)
-    prefixes = tuple(f"{path}." if path else "" for path in call.prelude_paths)
-    return tuple(fqn for fqn, _ in root.named_parameters() if names[fqn].startswith(prefixes)) if prefixes else ()
 
 
 def cut_costs(chain: Chain) -> list[int | None]:

@@ -3,106 +3,288 @@
 Pure numbers, so that it can be checked against brute force. Unlike the greedy or approximate balancers of other pipeline
 packages (torchgpipe's ``blockpartition``, fairscale's ``auto_shard``) it is exact, and it returns exactly the number of
 stages asked for.
+
+A stage never gets lighter by one more unit. So all that a limit says of a stage that ends with some unit is with which unit it
+may begin at the earliest. The solver needs to know nothing else of weights; and what else is asked of stages (that they fit
+into a memory, that modules are where the user wants them) is said in the same way.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from lightning_fxpipe.errors import PartitionError
 
+# For each last unit of a stage the first one that it may begin with; the one after the last where it may not end there.
+Firsts = Sequence[int]
 
-def solve(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: int) -> tuple[int, ...]:
-    """Cuts a chain into contiguous, non-empty stages.
 
-    Among all choices of ``num_stages - 1`` legal cuts, first the weight of the heaviest stage is minimised, then the sum of the
-    cuts' costs; ties go to the leftmost cuts.
+@dataclass(frozen=True)
+class Weights:
+    """What the units of a chain weigh, not negative.
 
-    Args:
-        weights: Weight of each unit, not negative.
+    Attributes:
+        own: Of each unit, what it shares with no other.
+        shared: What several units have in common, such as a parameter that is used twice: its weight, and the positions of
+            these units, increasing. A stage has it once, however many of them it has; each stage that has one of them has it.
+    """
+
+    own: tuple[int, ...]
+    shared: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Of a stage of all units."""
+        return self.of(0, len(self.own))
+
+    def of(self, start: int, end: int) -> int:
+        """Of a stage of the units from ``start`` on and before ``end``."""
+        shared = (weight for weight, users in self.shared if bisect_left(users, start) < bisect_left(users, end))
+        return self._ends[end] - self._ends[start] + sum(shared)
+
+    def of_stages(self, cuts: Sequence[int]) -> list[int]:
+        """Of each stage between cuts."""
+        bounds = [0, *(cut + 1 for cut in cuts), len(self.own)]
+        return [self.of(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+    def firsts(self, limit: int) -> list[int]:
+        """With which unit a stage may begin that is within a limit, by its last one."""
+        found = []
+        num_users = [0] * len(self.shared)  # in the stage
+        first = weight = 0
+        for last in range(len(self.own)):
+            weight += self.own[last]
+            for index in self._shared_by_unit[last]:
+                weight += 0 if num_users[index] else self.shared[index][0]
+                num_users[index] += 1
+            while weight > limit and first <= last:
+                weight -= self.own[first]
+                for index in self._shared_by_unit[first]:
+                    num_users[index] -= 1
+                    weight -= 0 if num_users[index] else self.shared[index][0]
+                first += 1
+            found.append(first)
+        return found
+
+    def firsts_within(self, limits: Sequence[int]) -> list[int]:
+        """The same where the limit depends on the last unit."""
+
+        def first_within(last: int, limit: int) -> int:
+            return bisect_left(range(last + 1), True, key=lambda first: self.of(first, last + 1) <= limit)
+
+        return [first_within(last, limit) for last, limit in enumerate(limits)]
+
+    def counted_once(self) -> Weights:
+        """The same, with what several units have in common in the first of them alone."""
+        own = [*self.own]
+        for weight, users in self.shared:
+            own[users[0]] += weight
+        return Weights(tuple(own))
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [0, *accumulate(self.own)]
+
+    @cached_property
+    def _shared_by_unit(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.own]
+        for index, (_, users) in enumerate(self.shared):
+            for unit in users:
+                found[unit].append(index)
+        return found
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What is asked of the stages of a chain.
+
+    Attributes:
+        weights: Of the chain's units; or for each stage, where a unit weighs more in some of them than in others.
         cut_costs: Cost of the cut after each unit but the last; None where no cut is allowed.
         num_stages: Number of stages.
+        shares: For each stage how much it may hold, in proportion to the others; empty where all may hold as much.
+        firsts: For each stage with which units it may begin, whatever it weighs; empty where with any.
+    """
+
+    weights: Weights | Sequence[Weights]
+    cut_costs: Sequence[int | None]
+    num_stages: int
+    shares: Sequence[float] = ()
+    firsts: Sequence[Firsts] = ()
+
+    @cached_property
+    def num_units(self) -> int:
+        """Units of the chain."""
+        return len((self.weights if isinstance(self.weights, Weights) else self.weights[0]).own)
+
+    @cached_property
+    def legal(self) -> list[int]:
+        """Where a cut may fall."""
+        return [position for position, cost in enumerate(self.cut_costs) if cost is not None]
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether the same is asked of all stages."""
+        return isinstance(self.weights, Weights) and not self.shares and not self.firsts
+
+    @property
+    def kinds(self) -> Sequence[Weights]:
+        """The weights, as a list."""
+        return [self.weights] if isinstance(self.weights, Weights) else self.weights
+
+    @property
+    def most(self) -> int:
+        """A limit that no stage exceeds."""
+        return max((int(each.total / min(self.shares, default=1.0)) + 1 for each in self.kinds), default=0)
+
+    def of_stages(self, cuts: Sequence[int]) -> list[int]:
+        """What each stage between cuts weighs."""
+        if isinstance(self.weights, Weights):
+            return self.weights.of_stages(cuts)
+        return [weights.of_stages(cuts)[stage] for stage, weights in enumerate(self.weights)]
+
+    def heaviest(self, cuts: Sequence[int]) -> float:
+        """Weight of the heaviest stage between cuts, in proportion to what each may hold."""
+        shares = self.shares or (1.0,) * self.num_stages
+        return max(weight / share for weight, share in zip(self.of_stages(cuts), shares, strict=True))
+
+    def counted_once(self, firsts: Sequence[Firsts]) -> Demands:
+        """Of stages that begin where they may, what each weighs without what a stage before has, too."""
+        known = {id(each): each.counted_once() for each in self.kinds}
+        weights = known[id(self.weights)] if isinstance(self.weights, Weights) else [known[id(each)] for each in self.weights]
+        return replace(self, weights=weights, firsts=firsts)
+
+    def firsts_of(self, limit: int) -> list[Firsts]:
+        """With which units each stage may begin, where no stage holds more than its share of a limit."""
+        known: dict[tuple[int, int], Firsts] = {}
+        found: list[Firsts] = []
+        for stage in range(self.num_stages):
+            weights = self.weights if isinstance(self.weights, Weights) else self.weights[stage]
+            within = int(limit * self.shares[stage]) if self.shares else limit
+            if (id(weights), within) not in known:
+                known[id(weights), within] = weights.firsts(within)
+            firsts = known[id(weights), within]
+            found.append([*map(max, firsts, self.firsts[stage])] if self.firsts else firsts)
+        return found
+
+
+def solve(weights: Sequence[int] | Weights, cut_costs: Sequence[int | None], num_stages: int) -> tuple[int, ...]:
+    """:func:`cheapest_cuts` where all stages are alike."""
+    return cheapest_cuts(Demands(weights if isinstance(weights, Weights) else Weights(tuple(weights)), cut_costs, num_stages))
+
+
+def cheapest_cuts(demands: Demands) -> tuple[int, ...]:
+    """Cuts a chain into contiguous, non-empty stages.
+
+    Among all choices of ``num_stages - 1`` legal cuts, first the weight of the heaviest stage is minimised, in proportion to
+    what each may hold; then the same where what several stages have counts in the first of them only, which stands for what is
+    computed; then the sum of the cuts' costs. Ties go to the leftmost cuts.
 
     Returns:
         Position of each cut, increasing: a cut at ``i`` lies after unit ``i``.
 
     Raises:
         PartitionError: There are fewer legal cuts than needed.
+        NothingFits: There are enough, but none with which each stage begins where it may.
     """
-    legal = [position for position, cost in enumerate(cut_costs) if cost is not None]
-    if num_stages < 1 or num_stages - 1 > len(legal):
+    num_stages, num_legal = demands.num_stages, len(demands.legal)
+    if num_stages < 1 or num_stages - 1 > num_legal:
         raise PartitionError(
             f"Cannot form {num_stages} stages.",
-            observed=f"{_places(len(legal))}, so at most {len(legal) + 1} stage{'s' if legal else ''}",
+            observed=f"{_places(num_legal)}, so at most {num_legal + 1} stage{'s' if num_legal else ''}",
             expected=f"at least {_places(max(num_stages - 1, 0))}",
-            todo=f"Use at most {len(legal) + 1} devices: each has a stage."
-            if legal
+            todo=f"Use at most {num_legal + 1} devices: each has a stage."
+            if num_legal
             else "Train on one device, or let the model call its layers in modules whose code does not look at tensor values.",
         )
+    firsts = demands.firsts_of(lightest_maximum(demands))
     if num_stages == 1:
         return ()
-    prefix = [0, *accumulate(weights)]
-    limit = lightest_maximum(weights, cut_costs, num_stages)
-    return _cheapest_cuts(prefix, cut_costs, legal, num_stages, limit)
+    if any(each.shared for each in demands.kinds):
+        demands = demands.counted_once(firsts)
+        firsts = demands.firsts_of(lightest_maximum(demands))
+    return _cheapest_cuts(demands, firsts)
 
 
-def lightest_maximum(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: int) -> int:
-    """Weight of the heaviest stage in the best partition; there must be enough legal cuts.
+class NothingFits(Exception):
+    """No cuts are within the demands; who has made these knows what to say."""
 
-    Bisection over the answer. More stages than needed never hurt: a stage can be split at any legal cut inside it.
+
+def lightest_maximum(demands: Demands) -> int:
+    """Weight of the heaviest stage in the best partition; there must be enough legal cuts. With shares it is the least limit
+    of which no stage holds more than its share.
+
+    Raises:
+        NothingFits: Whatever the stages weigh, they cannot begin where they may.
     """
-    return bisect_left(range(sum(weights)), True, key=lambda limit: _fits(weights, cut_costs, num_stages, limit))
+    most = demands.most
+    found = bisect_left(range(most), True, key=lambda limit: _fits(demands, limit))
+    if found == most and not _fits(demands, most):
+        raise NothingFits
+    return found
 
 
-def _fits(weights: Sequence[int], cut_costs: Sequence[int | None], num_stages: int, limit: int) -> bool:
-    """Whether stages of at most ``limit`` suffice: fill each stage as far as a legal cut allows."""
-    stages, since_cut, since_last_legal = 1, 0, 0
-    for position, weight in enumerate(weights):
-        since_cut += weight
-        since_last_legal += weight
-        if since_cut > limit:
-            if since_last_legal > limit:
-                return False
-            stages += 1
-            since_cut = since_last_legal
-        if position < len(cut_costs) and cut_costs[position] is not None:
-            since_last_legal = 0
-    return stages <= num_stages
+def _fits(demands: Demands, limit: int) -> bool:
+    firsts = demands.firsts_of(limit)
+    if demands.are_equal and demands.num_stages > 0:
+        # More stages than needed never hurt: a stage can be split at any legal cut inside it.
+        return _fewest_stages(demands, firsts[0]) <= demands.num_stages
+    return _can_end(demands, firsts)
 
 
-def _cheapest_cuts(
-    prefix: Sequence[int], cut_costs: Sequence[int | None], legal: Sequence[int], num_stages: int, limit: int
-) -> tuple[int, ...]:
-    """Dynamic programme over (number of cuts, last cut); the inner minimum slides over a window, so it is linear.
+def _fewest_stages(demands: Demands, firsts: Firsts) -> float:
+    """How few stages suffice: from the last unit on, each is as long as it may be."""
+    begins = [0, *(position + 1 for position in demands.legal)]
+    last, count = demands.num_units - 1, 0
+    while last >= 0:
+        first = begins[bisect_left(begins, firsts[last])] if firsts[last] <= begins[-1] else last + 1
+        if first > last:
+            return float("inf")
+        last, count = first - 1, count + 1
+    return count
 
-    ``best[i]`` is the least total cost of k cuts of which the last is ``legal[i]``, with all k stages within ``limit``.
+
+def _can_end(demands: Demands, firsts: Sequence[Firsts]) -> bool:
+    """Whether there are cuts so that each stage begins where it may."""
+    ends = [*demands.legal, demands.num_units - 1]
+    # Whether the stages up to one can end at each place; before the first stage they end before the first unit.
+    can_end = [firsts[0][end] == 0 for end in ends] if demands.num_units else [True]
+    for stage in range(1, demands.num_stages):
+        latest, following = -1, []  # the latest place before this one where the stage before can end
+        for place, end in enumerate(ends):
+            following.append(latest >= 0 and ends[latest] + 1 >= firsts[stage][end])
+            latest = place if can_end[place] else latest
+        can_end = following
+    return can_end[-1]
+
+
+def _cheapest_cuts(demands: Demands, firsts: Sequence[Firsts]) -> tuple[int, ...]:
+    """Dynamic programme over (number of cuts, last cut).
+
+    ``best[i]`` is the least total cost of k cuts of which the last is ``legal[i]``, where all k stages begin where they may.
     """
     infinity = float("inf")
-    best = [float(cut_costs[p] or 0) if prefix[p + 1] <= limit else infinity for p in legal]
+    legal, costs = demands.legal, demands.cut_costs
+    best = [float(costs[p] or 0) if firsts[0][p] == 0 else infinity for p in legal]
     parents: list[list[int]] = []
-    for _ in range(num_stages - 2):
+    for stage in range(1, demands.num_stages - 1):
         following = [infinity] * len(legal)
         parent = [-1] * len(legal)
-        window: deque[int] = deque()  # indices of earlier cuts within reach, best first
-        start = 0
         for i, position in enumerate(legal):
-            if i > 0 and best[i - 1] < infinity:
-                while window and best[window[-1]] > best[i - 1]:
-                    window.pop()
-                window.append(i - 1)
-            while start < i and prefix[position + 1] - prefix[legal[start] + 1] > limit:
-                start += 1
-            while window and window[0] < start:
-                window.popleft()
-            if window:
-                following[i] = best[window[0]] + (cut_costs[position] or 0)
-                parent[i] = window[0]
+            start = bisect_left(legal, firsts[stage][position] - 1)  # the first earlier cut within reach
+            if start < i:
+                least = min(best[start:i])
+                if least < infinity:
+                    parent[i] = best.index(least, start, i)
+                    following[i] = least + (costs[position] or 0)
         parents.append(parent)
         best = following
-    reachable = [i for i, p in enumerate(legal) if best[i] < infinity and prefix[-1] - prefix[p + 1] <= limit]
+    begins = firsts[-1][demands.num_units - 1]
+    reachable: Iterable[int] = (i for i, p in enumerate(legal) if best[i] < infinity and p + 1 >= begins)
     last = min(reachable, key=lambda i: best[i])
     cuts = [last]
     for parent in reversed(parents):

@@ -16,9 +16,10 @@ from lightning_fxpipe._compat.torch import size_hint
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
-from lightning_fxpipe.planner.cut_rule import CutRule, modules_around
-from lightning_fxpipe.planner.granularity import open_until_balanced, prelude_fqns, unused_fqns
+from lightning_fxpipe.planner.cut_rule import CutRule
+from lightning_fxpipe.planner.granularity import open_until_balanced
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
+from lightning_fxpipe.planner.weighing import prelude_fqns, unused_fqns
 from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.tracing.recordable import Recordable
@@ -121,14 +122,15 @@ def _plan_region(root: nn.Module, call: Recordable, rule: CutRule, device: torch
 
 
 def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> Planned:
+    must_be_open = rule.has_to_be_open(root)
     if rule.split_points:
-        chain = build_chain(trace(opened=modules_around(rule.split_points), check=False))
+        chain = build_chain(trace(opened=must_be_open, check=False))
     else:
-        weigh = None if rule.is_by_parameters else rule.weights
-        chain = open_until_balanced(trace, root, call, rule.num_stages, weigh)
+        demands = None if rule.is_by_parameters else rule.demands
+        chain = open_until_balanced(trace, root, call, rule.num_stages, demands, must_be_open)
     assignment, alternatives = _best_assignment(chain, call, rule)
     # What a clock has said holds for the units that there were, so all that is open stays so.
-    needed = chain.traced.opened if rule.needs_clock else _opened_by_a_cut(assignment)
+    needed = chain.traced.opened if rule.needs_clock else {*_opened_by_a_cut(assignment), *must_be_open}
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
     num_units = len(chain.units)

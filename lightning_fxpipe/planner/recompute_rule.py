@@ -18,34 +18,16 @@ from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain, Unit
 from lightning_fxpipe.planner.fastest_cut import merged
+from lightning_fxpipe.planner.load import Load
 from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
+from lightning_fxpipe.planner.weighing import STATES_PER_BYTE
 from lightning_fxpipe.reporting.wording import error_words
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate
+from lightning_fxpipe.simulation.by_name import simulate
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.tracing.repeat import Repeat
 from lightning_fxpipe.user_code.undo import undo_after
 
 RecomputeName = Literal["none", "all", "auto"]
-_STATES_PER_BYTE = 3  # of a parameter that trains: its gradient, and two moments of Adam
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What the stages have to hold at a time.
-
-    Attributes:
-        schedule: Order of forward and backward passes.
-        stages_per_rank: Stages on each device.
-        num_microbatches: Microbatches of a batch.
-        scale: How much larger a microbatch is than the one that the chain was recorded with.
-        memory_bytes: What a device has for it.
-    """
-
-    schedule: SimulatedSchedule
-    stages_per_rank: int
-    num_microbatches: int
-    scale: float
-    memory_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +47,11 @@ class RecomputeRule:
         """Whether nothing has to be, as far as is known without looking."""
         return not self.patterns and self.name in ("none", "auto")
 
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is."""
+        return not self.patterns and self.name == "none"
+
     @classmethod
     def of(cls, value: RecomputeName | Sequence[str]) -> RecomputeRule:
         """From an option's value."""
@@ -76,14 +63,14 @@ class RecomputeRule:
         Args:
             chain: The chain.
             cuts: Position of the last unit of each stage but the last.
-            load: What decides where it is as few as the memory needs; None: nobody knows what memory there is.
+            load: How the stages will run, which decides where it is as few as the memory needs.
 
         Raises:
             PartitionError: There is no such module, or it changes what it would need once more.
         """
         if self.patterns:
             return _matching(chain, self.patterns)
-        if self.name == "none" or (self.name == "auto" and load is None):
+        if self.name == "none" or (self.name == "auto" and (load is None or not load.memory_bytes)):
             return ()
         blocks = [block for block in blocks_of(chain) if block.change is None and _trains(chain, block)]
         if self.name == "all" or load is None:
@@ -216,6 +203,7 @@ def _needed(chain: Chain, cuts: Sequence[int], blocks: Sequence[Block], load: Lo
     ]
     waiting = [sorted(blocks, key=lambda block: _flops_per_byte(chain, costs, block)) for blocks in inside]
     taken: list[list[Block]] = [[] for _ in inside]
+    memories = load.in_pipeline(load.memory_bytes)
     while True:
         stages = [
             with_recomputed(chain, costs, start, end, blocks, load.scale)
@@ -227,7 +215,7 @@ def _needed(chain: Chain, cuts: Sequence[int], blocks: Sequence[Block], load: Lo
             schedule=load.schedule,
             stages_per_rank=load.stages_per_rank,
         )
-        lacking = [rank for rank, peak in enumerate(found.peak_bytes) if peak > load.memory_bytes]
+        lacking = [rank for rank, peak in enumerate(found.peak_bytes) if peak > memories[rank]]
         more = [stage for rank in lacking for stage in found.table.stages_of(rank) if waiting[stage]]
         if not more:
             return tuple(block.path for blocks in taken for block in blocks)
@@ -262,5 +250,5 @@ def with_recomputed(
 
 
 def _states(unit: UnitCosts) -> StageCosts:
-    states = unit.parameter_bytes + _STATES_PER_BYTE * unit.gradient_bytes
+    states = unit.parameter_bytes + STATES_PER_BYTE * unit.gradient_bytes
     return StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, state_bytes=states)

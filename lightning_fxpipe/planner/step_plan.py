@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,18 +14,25 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import lightning_class
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
-from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule, check_split_points
+from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.granularity import cut_costs
+from lightning_fxpipe.planner.load import Load, memory_of_each
+from lightning_fxpipe.planner.partition import Demands, Weights, lightest_maximum
+from lightning_fxpipe.planner.pinned import pinned_modules
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
+from lightning_fxpipe.planner.split_points import check_split_points
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
 # So much more than its share a stage may hold before it is worth a slower step.
 _MANY_COPIES = 1.3
+_NO_STAGES: Mapping[str, int] = MappingProxyType({})
 
 
 def make_plan(
@@ -36,7 +44,12 @@ def make_plan(
     batch_dim: int = 0,
     balance: BalanceName = "parameters",
     split_points: Sequence[str] = (),
+    stage_of: Mapping[str, int] = _NO_STAGES,
     recompute: RecomputeName | Sequence[str] = "none",
+    schedule: SimulatedSchedule = "gpipe",
+    num_devices: int | None = None,
+    device_speeds: Sequence[float] = (),
+    device_memory_gib: float | Sequence[float] = (),
 ) -> PartitionPlan:
     """Plans the stages of a module without training it and without a process group.
 
@@ -49,11 +62,19 @@ def make_plan(
         num_microbatches: The boundaries' shapes and bytes are those of the first of so many microbatches.
         batch_dim: Dimension of the batch's tensors that is the batch.
         balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
-            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches; or ``"seconds"`` on
-            this device, forward and backward, for which layers are timed.
+            ``"memory"``: parameters, gradients, Adam's states, and the activations that a stage keeps at a time; or
+            ``"seconds"`` on this device, forward and backward, for which layers are timed.
         split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
+        stage_of: Patterns of modules' paths, as ``model.embed*``, and the stage that each of them has to be in; -1 is the last
+            one. What lies between them goes by the balance.
         recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
             blocks, such as the layers of a transformer; or patterns of paths, as ``["model.layers.*"]``.
+        schedule: Order of forward and backward passes, which decides how many microbatches' activations a stage keeps.
+        num_devices: Devices that share the stages; by default each has one.
+        device_speeds: How fast each device is, in proportion to the others, by the rank; rank 0 has the last stage. By default
+            all are equal.
+        device_memory_gib: What each device has for its stages, in GiB, or one number for all: with the plan each fits, with
+            parameters, gradients, Adam's states and activations. By default nothing goes by it.
 
     Returns:
         The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
@@ -61,18 +82,36 @@ def make_plan(
     Raises:
         TraceError: The call cannot be found or recorded.
         BatchError: The batch cannot be split into several microbatches.
-        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs, or none where one is wanted.
+        PartitionError: The graph has fewer legal cuts than ``num_stages`` needs, or none where one is wanted, or none with
+            which the stages fit.
         UnsupportedError: A step that every rank runs is to be cut by another rule than parameters.
     """
     points = tuple(split_points)
     if num_stages is None and not points:
         raise TypeError("make_plan() needs num_stages or split_points")
+    num_stages = len(points) + 1 if num_stages is None else num_stages
+    if num_devices is not None and (num_devices < 1 or num_stages % num_devices):
+        raise ValueError(
+            f"make_plan(num_stages={num_stages}, num_devices={num_devices}): expected as many stages on each device"
+        )
+    num_ranks = num_devices or num_stages
+    load = Load(
+        schedule=schedule,
+        num_ranks=num_ranks,
+        stages_per_rank=num_stages // num_ranks if num_ranks else 1,
+        num_microbatches=num_microbatches,
+        memory_bytes=memory_of_each(device_memory_gib, num_ranks),
+        speeds=tuple(device_speeds),
+    )
     rule = CutRule(
-        num_stages=len(points) + 1 if num_stages is None else num_stages,
+        num_stages=num_stages,
         balance=balance,
         recompute=RecomputeRule.of(recompute),
         num_microbatches=num_microbatches,
         split_points=points,
+        stage_of=tuple(stage_of.items()),
+        load=load,
+        must_fit=bool(load.memory_bytes),
     )
     return make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim).plan
 
@@ -99,8 +138,12 @@ def make_planned(
 
 
 def check_rule(rule: CutRule, module: nn.Module) -> None:
-    """Raises :class:`PartitionError` where split points are no modules, or more or fewer than the stages need."""
+    """Raises :class:`PartitionError` where split points or pinned modules are none, there are more or fewer than the stages
+    need, or devices that nobody has are described."""
     check_split_points(module, rule.split_points)
+    pinned_modules(module, rule.stage_of, rule.num_stages)
+    if rule.load is not None:
+        rule.load.check()
     if rule.split_points and len(rule.split_points) + 1 != rule.num_stages:
         raise PartitionError(
             "There are more or fewer split points than the stages need.",
@@ -167,8 +210,8 @@ def _joint(plan: PartitionPlan, reason: str) -> Planned:
 
 def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -> Planned:
     """The plan; or a joint one, where a stage would hold much that others hold as well, because a later call uses it again."""
-    counted, held = max(stage.num_parameters for stage in planned.plan.stages), _most_held(planned.plan)
-    if held <= _MANY_COPIES * counted:
+    held = _most_held(planned.plan)
+    if held <= _MANY_COPIES * _without_copies(planned):
         return planned
     joint = _if_possible(jointly)
     if joint is None or _MANY_COPIES * _most_held(joint) > held:
@@ -178,6 +221,14 @@ def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -
         f"{human_count(_most_held(joint))}: the step calls modules again with what later ones gave"
     )
     return _joint(joint, reason)
+
+
+def _without_copies(planned: Planned) -> int:
+    """Parameters of the heaviest stage of the best cut, if nothing were there twice."""
+    assert planned.assignment is not None
+    chain = planned.assignment.chain
+    once = Weights(tuple(unit.num_parameters for unit in chain.units))
+    return lightest_maximum(Demands(once, cut_costs(chain), planned.plan.num_stages))
 
 
 def _most_held(plan: PartitionPlan) -> int:

@@ -84,6 +84,11 @@ def simulate(
     return run_table(table, costs, link=link, overhead=overhead)
 
 
+def is_v_shaped(schedule: SimulatedSchedule) -> bool:
+    """Whether a schedule's stages come back through the ranks in a V."""
+    return schedule in _V_SHAPED
+
+
 def stages_of_ranks(schedule: SimulatedSchedule, num_ranks: int) -> list[tuple[int, ...]]:
     """The stages of each rank with a schedule, where nobody says how many."""
     if schedule in _V_SHAPED:

@@ -7,6 +7,7 @@ else runs. To Python code they are plain numbers and strings.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -84,10 +85,33 @@ def check_options(options: PlanOptions, num_microbatches: Any, start_method: Any
             f"FxPipeStrategy(compile=True, schedule={schedule!r}): the backward pass of a compiled module cannot be split; "
             f"expected one of {', '.join(repr(name) for name, one in SCHEDULES.items() if not one.splits)}"
         )
-    if options.given is not None and (points or balance != "parameters" or recompute != "none"):
+    _check_devices(options)
+    about_cuts = points or balance != "parameters" or options.stage_of or options.device_speeds
+    if options.given is not None and (about_cuts or recompute != "none" or options.device_memory_gib is not None):
         raise ValueError(
-            "FxPipeStrategy: the plan says where the cuts are, and what is recomputed; leave split_points, balance and "
-            "recompute out"
+            "FxPipeStrategy: the plan says where the cuts are, and what is recomputed; leave split_points, stage_of, balance, "
+            "device_speeds, device_memory_gib and recompute out"
+        )
+    if points and (options.stage_of or options.device_speeds or options.device_memory_gib is not None):
+        raise ValueError(
+            "FxPipeStrategy: split_points say where all cuts are; leave stage_of, device_speeds and device_memory_gib out"
         )
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
+
+
+def _check_devices(options: PlanOptions) -> None:
+    stage_of, speeds, memory = options.stage_of, options.device_speeds, options.device_memory_gib
+    if not isinstance(stage_of, Mapping) or not all(isinstance(stage, int) for stage in stage_of.values()):
+        raise ValueError(f"FxPipeStrategy(stage_of={stage_of!r}): expected a dict from paths of modules to stages")
+    if isinstance(speeds, (str, int, float)) or not all(map(_is_positive, speeds)):
+        raise ValueError(f"FxPipeStrategy(device_speeds={speeds!r}): expected a list of positive numbers")
+    each = memory if isinstance(memory, (list, tuple)) else [memory]
+    if memory not in (None, "auto") and not (each and all(map(_is_positive, each))):
+        raise ValueError(
+            f"FxPipeStrategy(device_memory_gib={memory!r}): expected 'auto', a positive number or one for each device"
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0

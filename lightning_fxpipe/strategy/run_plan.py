@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,14 +26,15 @@ from lightning_fxpipe.microbatch.split import (
     tensors_without_batch,
 )
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.load import Load, memory_of_each
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
-from lightning_fxpipe.planner.recompute_rule import Load, RecomputeName, RecomputeRule
+from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
 from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
-from lightning_fxpipe.strategy.search_space import search_space, usable_memory
+from lightning_fxpipe.strategy.search_space import search_space
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any, trains
@@ -69,6 +70,9 @@ class PlanOptions:
         batch_dim: Dimension of the batch in its tensors.
         balance: What is equal on all stages.
         split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
+        stage_of: Patterns of modules' paths, and the stage that each of them has to be in.
+        device_speeds: How fast each device is, by its rank; empty where all are equal.
+        device_memory_gib: What each device has for its stages; None: nothing goes by it.
         schedule: For training.
         recompute: Which modules' activations are computed again.
         compile: Whether modules inside of stages are compiled.
@@ -81,9 +85,23 @@ class PlanOptions:
     batch_dim: int
     balance: BalanceName | Literal["auto"] = "parameters"
     split_points: Sequence[str] = ()
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+    device_speeds: Sequence[float] = ()
+    device_memory_gib: float | Sequence[float] | Literal["auto"] | None = None
     schedule: ScheduleName = "auto"
     recompute: RecomputeName | Sequence[str] = "none"
     compile: bool = False
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether the plan goes by what memory the devices have left."""
+        return self.given is None and (self.balance == "auto" or self.recompute == "auto" or self.device_memory_gib == "auto")
+
+    def memory_of(self, left: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
+        """Bytes that each device has for its stages: what the user says, or what is left."""
+        if self.device_memory_gib in (None, "auto"):
+            return left
+        return memory_of_each(cast("float | Sequence[float]", self.device_memory_gib), num_ranks)
 
     def placement(self, num_ranks: int, plan: PartitionPlan | None = None) -> Placement:
         """Which rank has which stages, with the plan of a run; None: with the given one, or as long as there is none.
@@ -138,6 +156,7 @@ class RunPlans:
         *,
         placement: Placement,
         device: torch.device,
+        memory_left: tuple[int, ...],
         context: Callable[[StepKind], AbstractContextManager[None]],
     ) -> Planned:
         """The given plan, or one made by running the step that comes first on its first microbatch.
@@ -147,6 +166,7 @@ class RunPlans:
             module: The module, whole.
             placement: How many stages there are, and on how many ranks.
             device: This rank's device.
+            memory_left: Bytes that the stages of each rank may take; empty where nobody knows or asks.
             context: Makes the precision plugin's context for a step.
 
         Raises:
@@ -160,7 +180,7 @@ class RunPlans:
             check_batch_dim(options.batch_dim, plan.batch_dim)
             planned = Planned(plan=plan)
         else:
-            trial = _Trial(trainer, module, options, placement, device, context, self.begun)
+            trial = _Trial(trainer, module, options, placement, device, memory_left, context, self.begun)
             kind = step_of_run(trainer)
             with telling(f"Tracing the {kind.words}", after_seconds=0):
                 planned = trial.plan(kind)
@@ -177,6 +197,7 @@ class _Trial:
     options: PlanOptions
     placement: Placement
     device: torch.device
+    memory_left: tuple[int, ...]
     context: Callable[[StepKind], AbstractContextManager[None]]
     begun: BegunIterators
 
@@ -245,9 +266,15 @@ class _Trial:
                 num_microbatches=options.num_microbatches,
                 batch_dim=options.batch_dim,
                 num_ranks=self.placement.num_ranks,
-                device=self.device,
+                memory_bytes=options.memory_of(self.memory_left, self.placement.num_ranks),
+                device_speeds=options.device_speeds,
             )
-            rule = CutRule(num_stages=search.most_stages, search=search, recompute=RecomputeRule.of(options.recompute))
+            rule = CutRule(
+                num_stages=search.most_stages,
+                search=search,
+                stage_of=tuple(options.stage_of.items()),
+                recompute=RecomputeRule.of(options.recompute),
+            )
         try:
             return of_region(rule)
         except NoModelCall:
@@ -278,25 +305,26 @@ class _Trial:
             balance="parameters" if options.balance == "auto" else options.balance,
             num_microbatches=options.num_microbatches or default_num_microbatches(num_samples, placement.num_ranks),
             split_points=tuple(options.split_points),
+            stage_of=tuple(options.stage_of.items()),
             recompute=RecomputeRule.of(options.recompute),
-            load=self._load(num_samples, batch) if options.recompute == "auto" else None,
+            load=self._load(num_samples, batch),
+            must_fit=options.device_memory_gib is not None,
         )
         check_rule(rule, self.module)
         return rule
 
-    def _load(self, num_samples: int, batch: Any) -> Load | None:
+    def _load(self, num_samples: int, batch: Any) -> Load:
         options, num_ranks = self.options, self.placement.num_ranks
-        memory_bytes = usable_memory(self.device, num_ranks)
-        if memory_bytes is None:
-            return None
         count = options.num_microbatches or default_num_microbatches(num_samples, num_ranks)
         size = first_microbatch(batch, options.num_microbatches, num_ranks, options.batch_dim)[1]
         return Load(
             schedule="gpipe" if options.schedule == "auto" else options.schedule,
+            num_ranks=num_ranks,
             stages_per_rank=self.placement.stages_per_rank,
             num_microbatches=count,
             scale=plan_passes(num_samples, count)[0].size / size,
-            memory_bytes=memory_bytes,
+            memory_bytes=options.memory_of(self.memory_left, num_ranks),
+            speeds=tuple(options.device_speeds),
         )
 
     def _plan_jointly(self, batch: Any, *, accepts_part: bool) -> PartitionPlan:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
+import torch.distributed.distributed_c10d as dist
 from torch import nn
 
+from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 from lightning_fxpipe.planner.choice import Search, combinations, microbatch_counts
@@ -32,7 +34,8 @@ def search_space(
     num_microbatches: int | None,
     batch_dim: int,
     num_ranks: int,
-    device: torch.device,
+    memory_bytes: tuple[int, ...],
+    device_speeds: Sequence[float],
 ) -> Search:
     """What there is to choose from.
 
@@ -42,7 +45,8 @@ def search_space(
         splits: Whether gradients of weights may come later than those of inputs.
         schedule, stages_per_rank, num_microbatches, batch_dim: As the user says.
         num_ranks: Devices.
-        device: This rank's.
+        memory_bytes: What each device has for its stages, by its rank; empty where nobody knows.
+        device_speeds: How fast each is; empty where all are equal.
     """
     num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
     default = num_microbatches or default_num_microbatches(num_samples, num_ranks)
@@ -56,11 +60,17 @@ def search_space(
             None if stages_per_rank == "auto" else stages_per_rank,
             num_ranks,
         ),
-        memory_bytes=usable_memory(device, num_ranks),
+        memory_bytes=memory_bytes,
+        speeds=tuple(device_speeds),
     )
 
 
-def usable_memory(device: torch.device, num_ranks: int) -> int | None:
-    """Bytes that a rank's stages may take on its device; None where nobody knows."""
-    free = memory_for_rank(device, num_ranks)
-    return None if free is None else int(_USABLE_SHARE * free)
+def memory_left(topology: Topology) -> tuple[int, ...]:
+    """Bytes that the stages of each rank may take on its device, by global rank; empty where nobody knows. Called by every
+    rank."""
+    free = memory_for_rank(topology.device, topology.num_ranks)
+    by_place: list[int | None] = [free] * topology.num_ranks
+    if topology.num_ranks > 1:
+        dist.all_gather_object(by_place, free, group=topology.control_group)
+    by_rank = [by_place[topology.global_rank(rank)] for rank in range(topology.num_ranks)]  # its own inverse
+    return tuple(int(_USABLE_SHARE * free) for free in by_rank if free is not None) if None not in by_rank else ()

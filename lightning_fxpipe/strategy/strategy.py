@@ -46,6 +46,7 @@ from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFl
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.run_recording import RunRecording
+from lightning_fxpipe.strategy.search_space import memory_left
 from lightning_fxpipe.strategy.session import Session, init_context, materials_of
 from lightning_fxpipe.strategy.step_call import step_of_call
 from lightning_fxpipe.strategy.stop_request import stopping_together
@@ -84,11 +85,15 @@ class PipelineStrategy(ReplicaStrategy):
             gradients of weights later than those of inputs; ``"zbv_zero_bubble"``, ``"dualpipev"``, ``"v_half"`` and
             ``"v_min"``, which place two stages on each device in a V, the last two to take less memory.
         balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
-            ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches; or ``"seconds"`` on
+            ``"memory"``: parameters, gradients, Adam's states, and the activations that a stage keeps; or ``"seconds"`` on
             this device, for which layers are timed. ``"auto"`` chooses what is fastest and fits the memory, with it
             whatever of ``schedule``, ``stages_per_rank`` and ``num_microbatches`` is left at ``"auto"``.
         split_points: Paths of the modules that the stages after the first begin with, as ``model.layers.12``, instead of a
             balance. The number of stages follows from them.
+        stage_of: Patterns of modules' paths, as ``model.embed*``, and the stage that each has to be in; -1 is the last one.
+        device_speeds: How fast each device is, in proportion to the others, from rank 0 on, which has the last stage.
+        device_memory_gib: What each device has for its stages: one number, or one for each from rank 0 on, or ``"auto"``, nine
+            tenths of what is left. The stages fit, with gradients, Adam's states and activations, or there is an error.
         recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
             blocks, such as the layers of a transformer; ``"auto"``, as few as the memory needs; or patterns of paths, as
             ``["model.layers.*"]``.
@@ -96,8 +101,7 @@ class PipelineStrategy(ReplicaStrategy):
             ``torch.compile`` when they first run, like ones once. Not with schedules that split backward passes.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
-        loss_reduction: For ``"1f1b"``: what the loss is over the samples of a batch, ``"mean"``, ``"sum"``, or ``"auto"`` to
-            find out on the first training batch.
+        loss_reduction: For ``"1f1b"``: what the loss is over samples, ``"mean"``, ``"sum"``, or ``"auto"`` to find out.
         loss_weight: For ``"1f1b"``: a function, or its import path, that gives the weight of a batch in a mean over something
             else than samples, such as its number of tokens that are not padding.
         batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
@@ -106,13 +110,12 @@ class PipelineStrategy(ReplicaStrategy):
         start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
             script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
             ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
-        gather_after_run: Whether every process has the whole module once ``fit``, ``validate``, ``test`` or ``predict`` has
-            returned, on the CPU, to call, save or move it as after a run on one device. Without, each process keeps the
-            parameters of its stage only. ``"auto"``: where the machine's memory has room for the copies.
+        gather_after_run: Whether every process has the whole module after a run, on the CPU, as after one on one device; else
+            it keeps its stage's parameters only. ``"auto"``: where the machine's memory has room for the copies.
         save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
             file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
-        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. The next one,
-            loading and the end of the run wait for it, and raise what it failed with.
+        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. What follows waits
+            for it, and raises what it failed with.
         record: Folder for what each rank does when in a few training steps, 3 to 7, or a ``Recording`` that chooses them; the
             share of a step that ranks idle, and peak memory, then reach the loggers, too.
     """
@@ -127,6 +130,9 @@ class PipelineStrategy(ReplicaStrategy):
         schedule: ScheduleName = "auto",
         balance: BalanceName | Literal["auto"] = "parameters",
         split_points: list[str] | None = None,
+        stage_of: dict[str, int] | None = None,
+        device_speeds: list[PositiveFloat] | None = None,
+        device_memory_gib: PositiveFloat | list[PositiveFloat] | Literal["auto"] | None = None,
         recompute: RecomputeName | list[str] = "none",
         compile: bool = False,
         plan: PlanFile | PartitionPlan | None = None,
@@ -152,6 +158,9 @@ class PipelineStrategy(ReplicaStrategy):
             batch_dim=batch_dim,
             balance=balance,
             split_points=split_points or (),
+            stage_of=stage_of or {},
+            device_speeds=device_speeds or (),
+            device_memory_gib=device_memory_gib,
             schedule=schedule,
             recompute=recompute,
             compile=compile,
@@ -320,6 +329,7 @@ class PipelineStrategy(ReplicaStrategy):
                         self.module,
                         placement=self.topology.placement,
                         device=self.root_device,
+                        memory_left=memory_left(self.topology) if self._plans.options.needs_memory else (),
                         context=partial(step_context, self.precision_plugin),
                     )
                 # Rank 0's plan holds for all: ranks that cut differently would never find each other.

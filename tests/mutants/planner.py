@@ -210,7 +210,7 @@ MUTANTS = [
     ),
     Mutant(
         "planner/recompute_rule.py",
-        "if peak > load.memory_bytes]",
+        "if peak > memories[rank]]",
         "if peak > 0]",
         ("planner/test_recompute_rule.py::test_as_few_are_taken_as_the_memory_needs",),
         "everything is recomputed where there is room for it",

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from lightning_fxpipe import PartitionError, PartitionPlan
 from lightning_fxpipe.planner import measured_costs, planning
 from lightning_fxpipe.planner.alternatives import Alternative
-from lightning_fxpipe.planner.choice import Combination, Search, combinations, microbatch_counts
+from lightning_fxpipe.planner.choice import Choice, Combination, Search, combinations, microbatch_counts
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
+from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.step_plan import make_planned
+from lightning_fxpipe.planner.weighing import state_bytes
 
 WIDTH = 16
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv_zero_bubble", "v_half", "v_min")
@@ -26,7 +28,8 @@ Times = Callable[[int, int], UnitSeconds]  # by the unit and the samples of a mi
 
 def search(num_samples: int = 16, memory_bytes: int | None = None, counts: tuple[int, ...] = (1, 2, 4, 8, 16)) -> Search:
     found = combinations(SCHEDULES, counts, None, 2)  # type: ignore[arg-type]
-    return Search(num_ranks=2, num_samples=num_samples, combinations=found, memory_bytes=memory_bytes)
+    memory = () if memory_bytes is None else (memory_bytes, memory_bytes)
+    return Search(num_ranks=2, num_samples=num_samples, combinations=found, memory_bytes=memory)
 
 
 @pytest.fixture
@@ -49,6 +52,13 @@ def chain_of(num_layers: int = 8) -> Chain:
     return planned.assignment.chain
 
 
+def choose(search: Search, chain: Chain, outside_bytes: int = 0) -> Choice:
+    """What is chosen for a chain, with so many bytes on the last stage besides."""
+    parameters = dict(chain.traced.root.named_parameters())
+    states = [sum(state_bytes(parameters[fqn]) for fqn in unit.tensor_fqns) for unit in chain.units]
+    return search.choose(chain, Weights((*states[:-1], states[-1] + outside_bytes)), lambda num_stages: ())
+
+
 def each_sample(seconds: float) -> Times:
     """As long for each sample, whatever the size of the microbatch."""
     return lambda _, samples: UnitSeconds(seconds * samples, seconds * samples, seconds * samples)
@@ -56,13 +66,13 @@ def each_sample(seconds: float) -> Times:
 
 def test_where_the_host_counts_a_batch_stays_whole(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1e-7))
-    chosen = search().choose(chain_of()).alternatives[0]
+    chosen = choose(search(), chain_of()).alternatives[0]
     assert (chosen.num_microbatches, chosen.stages_per_rank) == (1, 1)
 
 
 def test_where_computing_counts_nobody_waits(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1.0))
-    found = search().choose(chain_of())
+    found = choose(search(), chain_of())
     assert found.alternatives[0].schedule != "gpipe"
     assert found.alternatives[0].num_microbatches == 16
     assert found.alternatives[0].idle_share < 0.05
@@ -75,14 +85,14 @@ def test_where_computing_counts_nobody_waits(clock: Callable[[Times], None]) -> 
 def test_where_small_microbatches_are_slow_there_are_few(clock: Callable[[Times], None]) -> None:
     """Each microbatch costs as much as eight samples besides."""
     clock(lambda _, samples: UnitSeconds(samples + 8.0, samples + 8.0, samples + 8.0))
-    assert search().choose(chain_of()).alternatives[0].num_microbatches <= 2
+    assert choose(search(), chain_of()).alternatives[0].num_microbatches <= 2
     clock(lambda _, samples: UnitSeconds(samples + 0.5, samples + 0.5, samples + 0.5))
-    assert search().choose(chain_of()).alternatives[0].num_microbatches == 4
+    assert choose(search(), chain_of()).alternatives[0].num_microbatches == 4
 
 
 def test_all_that_was_looked_at_is_told_the_chosen_first_and_then_by_seconds(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1.0))
-    found = search().choose(chain_of())
+    found = choose(search(), chain_of())
     told = {(each.schedule, each.stages_per_rank, each.num_microbatches) for each in found.alternatives}
     looked_at = {(one.schedule, one.stages_per_rank, one.num_microbatches) for one in search().combinations}
     assert told <= looked_at
@@ -95,16 +105,16 @@ def test_all_that_was_looked_at_is_told_the_chosen_first_and_then_by_seconds(clo
 def test_what_does_not_fit_is_not_chosen(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1.0))
     chain = chain_of()
-    free = search().choose(chain)
+    free = choose(search(), chain)
     limit = sorted({each.peak_bytes for each in free.alternatives})[1]
-    tight = search(memory_bytes=limit).choose(chain)
+    tight = choose(search(memory_bytes=limit), chain)
     assert tight.alternatives[0].fits
     assert tight.alternatives[0].peak_bytes <= limit
     assert [each.fits for each in tight.alternatives] == [each.peak_bytes <= limit for each in tight.alternatives]
     fastest = min(each.step_seconds for each in free.alternatives if each.peak_bytes <= limit)
     assert tight.alternatives[0].step_seconds <= 1.01 * fastest
     least = min(each.peak_bytes for each in free.alternatives)
-    nothing = search(memory_bytes=1).choose(chain).alternatives
+    nothing = choose(search(memory_bytes=1), chain).alternatives
     assert not nothing[0].fits
     assert nothing[0].peak_bytes == least
 
@@ -113,8 +123,8 @@ def test_stages_take_as_long_as_each_other(clock: Callable[[Times], None]) -> No
     """The first layer takes as long as the seven others."""
     clock(lambda index, samples: UnitSeconds(*[samples * (7.0 if index == 0 else 1.0)] * 3))
     one = Search(num_ranks=2, num_samples=16, combinations=combinations(("1f1b",), (4,), None, 2))
-    assert one.choose(chain_of()).cuts == (0,)
-    assert one.choose(chain_of(), outside_bytes=10**9).alternatives[0].peak_bytes >= 4 * 10**9
+    assert choose(one, chain_of()).cuts == (0,)
+    assert choose(one, chain_of(), outside_bytes=4 * 10**9).alternatives[0].peak_bytes >= 4 * 10**9
 
 
 def test_a_search_without_enough_cuts_says_so(clock: Callable[[Times], None]) -> None:
@@ -122,7 +132,7 @@ def test_a_search_without_enough_cuts_says_so(clock: Callable[[Times], None]) ->
     planned = make_planned(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.randn(16, WIDTH), rule=CutRule(num_stages=1))
     assert planned.assignment is not None
     with pytest.raises(PartitionError, match="Cannot form 2 stages"):
-        search().choose(planned.assignment.chain)
+        choose(search(), planned.assignment.chain)
 
 
 def test_combinations_are_those_that_a_schedule_allows() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.step_plan import make_planned
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from tests.lit import LitModel
@@ -57,9 +58,10 @@ def test_memory_is_that_of_states_and_of_all_microbatches() -> None:
     assert planned.region is not None
     chain, costs = planned.assignment.chain, unit_costs(planned.assignment.chain)
     for count in (1, 8):
-        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).weights(chain, planned.region)
+        weights = CutRule(num_stages=2, balance="memory", num_microbatches=count).demands(chain, planned.region).weights
         states = [4 * unit.parameter_bytes for unit in costs]  # all train
-        assert weights == [state + count * unit.saved_bytes for state, unit in zip(states, costs, strict=True)]
+        assert isinstance(weights, Weights)
+        assert [*weights.own] == [state + count * unit.saved_bytes for state, unit in zip(states, costs, strict=True)]
     assert sum(states) == 4 * 4 * sum(parameter.numel() for parameter in Uneven().parameters())
 
 
@@ -71,10 +73,10 @@ def test_no_stage_is_much_heavier_than_it_has_to_be(name: str, balance: BalanceN
     planned = make_planned(LitModel(name), make_samples(name, 4), rule=rule)
     assert planned.assignment is not None
     assert planned.region is not None
-    weights = rule.weights(planned.assignment.chain, planned.region)
-    bounds = [0, *(cut + 1 for cut in planned.assignment.cuts), len(weights)]
-    stages = [sum(weights[start:end]) for start, end in pairwise(bounds)]
-    assert max(stages) <= 1.2 * max(sum(weights) / 3, *weights)
+    demands = rule.demands(planned.assignment.chain, planned.region)
+    weights = demands.kinds[0]
+    most = max(weights.of(position, position + 1) for position in range(demands.num_units))
+    assert max(demands.of_stages(planned.assignment.cuts)) <= 1.2 * max(weights.total / 3, most)
 
 
 def test_what_no_call_of_the_model_uses_is_held_by_the_last_stage() -> None:
@@ -93,7 +95,8 @@ def test_what_no_call_of_the_model_uses_is_held_by_the_last_stage() -> None:
     assert planned.region is not None
     last = unit_costs(planned.assignment.chain)[-1]
     of_units = last.parameter_bytes + 3 * last.gradient_bytes + last.saved_bytes
-    assert rule.weights(planned.assignment.chain, planned.region)[-1] == of_units + 4 * 100 * 4
+    weights = rule.demands(planned.assignment.chain, planned.region).kinds[0]
+    assert weights.own[-1] == of_units + 4 * 100 * 4
 
 
 def test_stages_begin_where_the_user_wants() -> None:

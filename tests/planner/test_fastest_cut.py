@@ -120,9 +120,9 @@ def test_a_schedule_that_is_made_for_the_stages_is_made_for_each_cut() -> None:
     assert found.is_exact
 
 
-def test_a_search_that_is_broken_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_ACTIONS", 1)
-    found = fastest_cut(equal_parts(8, 11, 2, 1, 18, 5, 4, 11), [0.0] * 7, 4, by_counts(one_forward_one_backward, 8))
+def test_a_search_that_is_broken_off_says_so() -> None:
+    table = by_counts(one_forward_one_backward, 8)
+    found = fastest_cut(equal_parts(8, 11, 2, 1, 18, 5, 4, 11), [0.0] * 7, 4, table, max_actions=1)
     assert (found.cuts, found.is_exact) == ((0, 2, 4), False)
 
 

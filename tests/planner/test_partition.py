@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planner.partition import lightest_maximum, solve
+from lightning_fxpipe.planner.partition import Demands, Weights, lightest_maximum, solve
 
-Weights = list[int]
+Numbers = list[int]
 Costs = list[int | None]
 
 
-def stage_weights(weights: Weights, cuts: tuple[int, ...]) -> list[int]:
+def stage_weights(weights: Numbers, cuts: tuple[int, ...]) -> list[int]:
     bounds = [0, *(cut + 1 for cut in cuts), len(weights)]
     return [sum(weights[start:end]) for start, end in zip(bounds, bounds[1:], strict=False)]
 
 
-def score(weights: Weights, costs: Costs, cuts: tuple[int, ...]) -> tuple[int, int]:
+def score(weights: Numbers, costs: Costs, cuts: tuple[int, ...]) -> tuple[int, int]:
     """Heaviest stage, then bytes: what is minimised, in this order."""
     return max(stage_weights(weights, cuts)), sum(costs[cut] or 0 for cut in cuts)
 
@@ -34,7 +34,7 @@ def all_partitions(costs: Costs, num_stages: int) -> list[tuple[int, ...]]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Weights, Costs, int]:
+def problems(draw: st.DrawFn) -> tuple[Numbers, Costs, int]:
     # Few different numbers, so that zeros and ties are common.
     numbers = st.sampled_from([0, 0, 1, 1, 2, 3, 5, 100])
     count = draw(st.integers(1, 9))
@@ -45,7 +45,7 @@ def problems(draw: st.DrawFn) -> tuple[Weights, Costs, int]:
 
 @given(problems())
 @settings(max_examples=400, deadline=None)
-def test_solve_equals_brute_force(problem: tuple[Weights, Costs, int]) -> None:
+def test_solve_equals_brute_force(problem: tuple[Numbers, Costs, int]) -> None:
     weights, costs, num_stages = problem
     partitions = all_partitions(costs, num_stages)
     if not partitions:
@@ -61,7 +61,7 @@ def test_solve_equals_brute_force(problem: tuple[Weights, Costs, int]) -> None:
     assert all(costs[cut] is not None for cut in cuts)
     best = min(score(weights, costs, partition) for partition in partitions)
     assert score(weights, costs, cuts) == best
-    assert lightest_maximum(weights, costs, num_stages) == best[0]
+    assert lightest_maximum(Demands(Weights(tuple(weights)), costs, num_stages)) == best[0]
     # Ties go to the leftmost cuts: no other best choice has every cut as far left or further.
     equally_good = [partition for partition in partitions if score(weights, costs, partition) == best]
     assert not [p for p in equally_good if p != cuts and all(a <= b for a, b in zip(p, cuts, strict=True))]
@@ -74,7 +74,7 @@ def test_solve_equals_brute_force(problem: tuple[Weights, Costs, int]) -> None:
 )
 @settings(max_examples=40, deadline=None)
 def test_heaviest_stage_of_long_chains_equals_a_plain_dynamic_programme(
-    weights: Weights, num_stages: int, data: st.DataObject
+    weights: Numbers, num_stages: int, data: st.DataObject
 ) -> None:
     costs: Costs = data.draw(
         st.lists(st.none() | st.integers(0, 10**12), min_size=len(weights) - 1, max_size=len(weights) - 1).filter(
@@ -85,7 +85,7 @@ def test_heaviest_stage_of_long_chains_equals_a_plain_dynamic_programme(
     assert score(weights, costs, cuts) == dynamic_programme(weights, costs, num_stages)
 
 
-def dynamic_programme(weights: Weights, costs: Costs, num_stages: int) -> tuple[int, int]:
+def dynamic_programme(weights: Numbers, costs: Costs, num_stages: int) -> tuple[int, int]:
     """Quadratic, and for the least bytes a second run under the heaviest stage's limit: too plain to be wrong."""
     count = len(weights)
     prefix = [0]
@@ -114,7 +114,7 @@ def dynamic_programme(weights: Weights, costs: Costs, num_stages: int) -> tuple[
     return int(limit), int(cheapest[count])
 
 
-def random_problem(numbers: random.Random) -> tuple[Weights, Costs, int]:
+def random_problem(numbers: random.Random) -> tuple[Numbers, Costs, int]:
     """With enough legal cuts, and numbers so small that many choices are equally balanced."""
     count = numbers.randint(5, 12)
     weights = [numbers.choice([0, 1, 1, 2, 3, 7]) for _ in range(count)]
@@ -131,7 +131,7 @@ def test_solve_equals_an_integer_programme(first_seed: int) -> None:
         assert score(weights, costs, cuts) == integer_programme(weights, costs, num_stages), f"seed {seed}"
 
 
-def integer_programme(weights: Weights, costs: Costs, num_stages: int) -> tuple[int, int]:
+def integer_programme(weights: Numbers, costs: Costs, num_stages: int) -> tuple[int, int]:
     """The heaviest stage, then under that limit the cuts' costs, by a solver of another kind.
 
     A variable of 0 or 1 says whether a unit is in a stage; from one unit to the next the stage's number grows by 1 where a cut

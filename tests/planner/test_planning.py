@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from functools import cache
 from pathlib import Path
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
 from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
-from lightning_fxpipe.planner.granularity import GOOD_ENOUGH, stage_weights
-from lightning_fxpipe.planner.partition import lightest_maximum, solve
+from lightning_fxpipe.planner.granularity import GOOD_ENOUGH
+from lightning_fxpipe.planner.partition import Demands, Weights, lightest_maximum, solve
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment, plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
+from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.tracing import trace as trace_module
 from lightning_fxpipe.tracing.recordable import RegionCall
@@ -64,10 +66,10 @@ def test_plan_has_exactly_the_stages_asked_for_and_every_parameter(name: str, nu
 
 
 @cache
-def finest(name: str) -> tuple[Chain, list[int]]:
+def finest(name: str) -> tuple[Chain, Weights]:
     call = call_of(make_samples(name, BATCH)[0])
     chain = build_chain(trace_region(make_model(name), call, opened=None))
-    return chain, stage_weights(chain, call)
+    return chain, parameter_weights(chain, call)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -75,8 +77,9 @@ def finest(name: str) -> tuple[Chain, list[int]]:
 def test_heaviest_stage_is_near_the_best_of_any_granularity(name: str, num_stages: int) -> None:
     chain, weights = finest(name)
     costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-    best = lightest_maximum(weights, costs, num_stages)
-    heaviest = max(stage.num_parameters for stage in plan_of(name, num_stages).stages)
+    best = lightest_maximum(Demands(weights, costs, num_stages))
+    plan = plan_of(name, num_stages)
+    heaviest = max(sum(math.prod(plan.parameter_shapes.get(fqn, (0,))) for fqn in stage.fqns) for stage in plan.stages)
     assert best <= heaviest <= GOOD_ENOUGH * best
     assert GOOD_ENOUGH == 1.05
 
@@ -86,7 +89,7 @@ def planned(name: str, num_stages: int) -> Assignment:
     call = call_of(make_samples(name, BATCH)[0])
     chain = build_chain(trace_region(make_model(name), call, opened=plan_of(name, num_stages).opened))
     costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-    return Assignment(chain=chain, cuts=solve(stage_weights(chain, call), costs, num_stages))
+    return Assignment(chain=chain, cuts=solve(parameter_weights(chain, call), costs, num_stages))
 
 
 @pytest.mark.parametrize("name", MODELS)

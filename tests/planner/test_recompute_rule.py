@@ -103,7 +103,7 @@ def test_what_changes_something_is_not_run_twice() -> None:
 
 
 def load(memory_bytes: int, schedule: Any = "gpipe") -> Load:
-    return Load(schedule=schedule, stages_per_rank=1, num_microbatches=4, scale=1.0, memory_bytes=memory_bytes)
+    return Load(schedule=schedule, num_ranks=2, num_microbatches=4, memory_bytes=(memory_bytes, memory_bytes))
 
 
 def test_as_few_are_taken_as_the_memory_needs() -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from lightning_fxpipe.planner import planning
 from lightning_fxpipe.planner.cost import build_chain, canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
-from lightning_fxpipe.planner.granularity import stage_weights
 from lightning_fxpipe.planner.partition import solve
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region
+from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
@@ -69,7 +69,7 @@ class Traces:
         call = self._call(SIZES[0])
         chain = build_chain(self._trace(self.root, call, opened=plan.opened))
         costs = [None if site.obstacle else site.num_bytes for site in chain.sites[:-1]]
-        cuts = solve(stage_weights(chain, call), costs, num_stages)
+        cuts = solve(parameter_weights(chain, call), costs, num_stages)
         return describe_plan(Assignment(chain=chain, cuts=cuts), call)
 
     def assignment(self, num_stages: int, *, training: bool, size: int = SIZES[0]) -> Assignment:

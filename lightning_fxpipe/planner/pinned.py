@@ -1,0 +1,101 @@
+"""Modules whose stage the user chooses, by patterns of their paths; the solver places what lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+from torch import nn
+
+from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.cost import Chain
+from lightning_fxpipe.planner.partition import Firsts
+
+
+def pinned_modules(root: nn.Module, stage_of: Sequence[tuple[str, int]], num_stages: int) -> dict[str, int]:
+    """The stage of each module that a pattern matches, by its path.
+
+    Args:
+        root: The module that paths are relative to.
+        stage_of: Patterns with ``*`` and ``?``, and stages from 0 on, or from -1 back for the last ones; a later pattern goes
+            before an earlier one.
+        num_stages: Number of stages.
+
+    Raises:
+        PartitionError: There is no such module, or no such stage.
+    """
+    paths = [path for path, _ in root.named_modules() if path]
+    found: dict[str, int] = {}
+    for pattern, stage in stage_of:
+        if not -num_stages <= stage < num_stages:
+            raise PartitionError(
+                "A module is to be in a stage that there is not.",
+                where=pattern,
+                observed=f"stage {stage} of {num_stages}",
+                expected=f"a stage from 0 to {num_stages - 1}, or from -1 back to {-num_stages}",
+                todo="Correct stage_of, or use more stages.",
+            )
+        matching = [path for path in paths if fnmatchcase(path, pattern)]
+        if not matching:
+            raise PartitionError(
+                "No module has a path like one in stage_of.",
+                observed=pattern,
+                expected="paths as model.named_modules() gives them, with * and ? if you like",
+                todo="Correct the pattern.",
+            )
+        found |= dict.fromkeys(matching, stage % num_stages)
+    return found
+
+
+def pinned_units(chain: Chain, modules: Mapping[str, int]) -> list[int | None]:
+    """The stage that each unit of a chain has to be in; None for any. The innermost module that has one decides.
+
+    Raises:
+        PartitionError: A module is inside of one that stays whole, or none of its calls are in the region; or an earlier call
+            would be in a later stage.
+    """
+    found: list[int | None] = []
+    reached: set[str] = set()
+    for unit in chain.units:
+        around = [path for path in modules if f"{unit.path}.".startswith(f"{path}.")]
+        reached.update(around)
+        found.append(None if unit.is_recomputed or not around else modules[max(around, key=len)])
+    for path in modules:
+        # Of what holds others that a pattern matches, too, nothing else may be left.
+        if path not in reached and not any(other.startswith(f"{path}.") for other in reached):
+            raise _not_reached(chain, path)
+    pinned = [(position, stage) for position, stage in enumerate(found) if stage is not None]
+    for (before, earlier), (after, later) in pairwise(pinned):
+        if earlier > later:
+            raise PartitionError(
+                "Modules cannot be in the stages that stage_of wants.",
+                observed=f"{chain.units[before].path} in stage {earlier}, and {chain.units[after].path}, which runs later, in "
+                f"stage {later}",
+                expected="stages that do not go down in the order in which the model calls its modules",
+                todo="Correct stage_of: data goes through the stages once, from the first to the last.",
+            )
+    return found
+
+
+def pinned_firsts(units: Sequence[int | None], num_stages: int) -> list[Firsts]:
+    """With which units each stage may begin, by its last one: none of another stage may be in it."""
+    found: list[Firsts] = []
+    for stage in range(num_stages):
+        first, firsts = 0, []
+        for position, of_unit in enumerate(units):
+            first = position + 1 if of_unit not in (None, stage) else first
+            firsts.append(first)
+        found.append(firsts)
+    return found
+
+
+def _not_reached(chain: Chain, path: str) -> PartitionError:
+    whole = [(outer, reason) for outer, reason in chain.traced.kept_whole.items() if path.startswith(f"{outer}.")]
+    return PartitionError(
+        "A module that stage_of names is not where the model can be cut.",
+        where=path,
+        observed=f"{whole[0][0]} stays whole: {whole[0][1]}" if whole else "the model's calls in the step do not come by it",
+        expected="a module that the step's calls of the model run",
+        todo="Name another module, or change the code that keeps it whole." if whole else "Name a module that runs.",
+    )
