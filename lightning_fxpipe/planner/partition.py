@@ -19,6 +19,9 @@ from itertools import accumulate
 
 from lightning_fxpipe.errors import PartitionError
 
+# How often weights are taken away: few units are heavier than a stage of others.
+_MAX_ROUNDS = 8
+
 # For each last unit of a stage the first one that it may begin with; the one after the last where it may not end there.
 Firsts = Sequence[int]
 
@@ -152,11 +155,16 @@ class Demands:
         shares = self.shares or (1.0,) * self.num_stages
         return max(weight / share for weight, share in zip(self.of_stages(cuts), shares, strict=True))
 
-    def counted_once(self, firsts: Sequence[Firsts]) -> Demands:
-        """Of stages that begin where they may, what each weighs without what a stage before has, too."""
-        known = {id(each): each.counted_once() for each in self.kinds}
-        weights = known[id(self.weights)] if isinstance(self.weights, Weights) else [known[id(each)] for each in self.weights]
-        return replace(self, weights=weights, firsts=firsts)
+    def rest(self, limit: int) -> Demands | None:
+        """With what is left of the weights when no stage is heavier than a limit, see :func:`cheapest_cuts`; None: all."""
+        if any(each.shared for each in self.kinds):
+            known = {id(each): each.counted_once() for each in self.kinds}
+            if isinstance(self.weights, Weights):
+                return replace(self, weights=known[id(self.weights)])
+            return replace(self, weights=[known[id(each)] for each in self.weights])
+        if isinstance(self.weights, Weights) and not self.shares and 0 < limit in self.weights.own:
+            return replace(self, weights=Weights(tuple(own if own < limit else 0 for own in self.weights.own)))
+        return None
 
     def firsts_of(self, limit: int) -> list[Firsts]:
         """With which units each stage may begin, where no stage holds more than its share of a limit."""
@@ -181,8 +189,13 @@ def cheapest_cuts(demands: Demands) -> tuple[int, ...]:
     """Cuts a chain into contiguous, non-empty stages.
 
     Among all choices of ``num_stages - 1`` legal cuts, first the weight of the heaviest stage is minimised, in proportion to
-    what each may hold; then the same where what several stages have counts in the first of them only, which stands for what is
-    computed; then the sum of the cuts' costs. Ties go to the leftmost cuts.
+    what each may hold. Then, within that limit, the same for what is left of weights:
+
+    - what several stages have counts in the first of them only, which stands for what is computed;
+    - where one unit alone is as heavy as the heaviest stage, such as a large embedding, it decides nothing about the others: it
+      counts as nothing, and they are made equal among themselves.
+
+    Then the sum of the cuts' costs is minimised. Ties go to the leftmost cuts.
 
     Returns:
         Position of each cut, increasing: a cut at ``i`` lies after unit ``i``.
@@ -201,12 +214,18 @@ def cheapest_cuts(demands: Demands) -> tuple[int, ...]:
             if num_legal
             else "Train on one device, or let the model call its layers in modules whose code does not look at tensor values.",
         )
-    firsts = demands.firsts_of(lightest_maximum(demands))
     if num_stages == 1:
+        lightest_maximum(demands)  # or nothing fits
         return ()
-    if any(each.shared for each in demands.kinds):
-        demands = demands.counted_once(firsts)
-        firsts = demands.firsts_of(lightest_maximum(demands))
+    limit = lightest_maximum(demands)
+    firsts = demands.firsts_of(limit)
+    for _ in range(_MAX_ROUNDS):
+        rest = demands.rest(limit)
+        if rest is None:
+            break
+        demands = replace(rest, firsts=firsts)
+        limit = lightest_maximum(demands)
+        firsts = demands.firsts_of(limit)
     return _cheapest_cuts(demands, firsts)
 
 

@@ -94,11 +94,10 @@ class PipelineStrategy(ReplicaStrategy):
         device_speeds: How fast each device is, in proportion to the others, from rank 0 on, which has the last stage.
         device_memory_gib: What each device has for its stages: one number, or one for each from rank 0 on, or ``"auto"``, nine
             tenths of what is left. The stages fit, with gradients, Adam's states and activations, or there is an error.
-        recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
-            blocks, such as the layers of a transformer; ``"auto"``, as few as the memory needs; or patterns of paths, as
-            ``["model.layers.*"]``.
-        compile: Whether the modules that a stage calls as a whole, such as the layers of a transformer, are compiled by
-            ``torch.compile`` when they first run, like ones once. Not with schedules that split backward passes.
+        recompute: Modules whose activations are computed again in the backward pass: ``"none"``; ``"all"`` blocks, such as a
+            transformer's layers; ``"auto"``, as few as the memory needs; or patterns of paths, as ``["model.layers.*"]``.
+        compile: Whether the modules that a stage calls as a whole, such as layers, are compiled by ``torch.compile`` when they
+            first run. Not with schedules that split backward passes.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
         loss_reduction: For ``"1f1b"``: what the loss is over samples, ``"mean"``, ``"sum"``, or ``"auto"`` to find out.
@@ -106,7 +105,7 @@ class PipelineStrategy(ReplicaStrategy):
             else than samples, such as its number of tokens that are not padding.
         batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
-        timeout_seconds: Seconds after which a rank that waits for another gives up.
+        timeout_seconds: After which a rank that waits for another gives up.
         start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
             script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
             ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
@@ -116,8 +115,7 @@ class PipelineStrategy(ReplicaStrategy):
             file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
         async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. What follows waits
             for it, and raises what it failed with.
-        record: Folder for what each rank does when in a few training steps, 3 to 7, or a ``Recording`` that chooses them; the
-            share of a step that ranks idle, and peak memory, then reach the loggers, too.
+        record: Folder for what each rank does when in steps 3 to 7, or a ``Recording`` that chooses them; loggers get it, too.
     """
 
     strategy_name = "fxpipe"

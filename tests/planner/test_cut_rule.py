@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe.planner import cut_rule
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.step_plan import make_planned
 from lightning_fxpipe.planner.unit_costs import unit_costs
@@ -195,3 +198,115 @@ def test_stages_are_of_equal_flops_where_they_can_be() -> None:
     layers = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in pairwise([4, 64, 4, 64, 4, 4, 4, 4, 4])))
     plan = plan_of(layers, torch.randn(8, 4), num_stages=2, balance="flops")
     assert begins(plan)[1] == "2"
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def layers_of(plan: PartitionPlan) -> list[int]:
+    return [len({fqn.rpartition(".")[0] for fqn in stage.fqns}) for stage in plan.stages]
+
+
+def equal_layers(count: int = 12) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
+
+
+@pytest.mark.parametrize("balance", ["parameters", "flops"])
+def test_a_device_that_is_twice_as_fast_gets_twice_as_much(balance: str) -> None:
+    """By the rank: rank 0 has the last stage."""
+    batch = torch.randn(8, WIDTH)
+    assert layers_of(make_plan(equal_layers(), batch, num_stages=2, balance=balance, device_speeds=[2, 1])) == [4, 8]
+    assert layers_of(make_plan(equal_layers(), batch, num_stages=3, balance=balance, device_speeds=[1, 1, 2])) == [6, 3, 3]
+    v_shaped: dict[str, Any] = {"schedule": "zbv_zero_bubble", "num_devices": 2, "device_speeds": [1, 3]}
+    assert layers_of(make_plan(equal_layers(16), batch, num_stages=4, balance=balance, **v_shaped)) == [2, 6, 6, 2]
+
+
+def test_seconds_count_on_the_device_that_they_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_rule, "measured_seconds", lambda chain: [UnitSeconds(1.0, 1.0, 1.0)] * len(chain.units))
+    batch = torch.randn(8, WIDTH)
+    for speeds, layers in (([2, 1], [4, 8]), ([1, 2], [8, 4]), ((), [6, 6])):
+        plan = make_plan(equal_layers(), batch, num_stages=2, balance="seconds", device_speeds=speeds, num_microbatches=4)
+        assert layers_of(plan) == layers
+
+
+def test_memory_goes_by_what_the_schedule_keeps() -> None:
+    """1F1B keeps more microbatches the earlier a stage is, so an early stage gets fewer layers; GPipe keeps all everywhere."""
+    batch = torch.randn(4096, WIDTH)
+    options: dict[str, Any] = {"num_stages": 3, "num_microbatches": 8, "balance": "memory"}
+    assert layers_of(make_plan(equal_layers(), batch, schedule="gpipe", **options)) == [4, 4, 4]
+    early, middle, late = layers_of(make_plan(equal_layers(24), batch, schedule="1f1b", **options))
+    assert early < middle < late
+
+
+def needed_gib(plan: PartitionPlan, batch: Tensor, schedule: str, num_microbatches: int) -> list[float]:
+    """What each stage needs, from its plan: an independent sum of states, what linear layers save, and buffers."""
+    kept = {"gpipe": [num_microbatches] * plan.num_stages, "1f1b": [*range(plan.num_stages, 0, -1)]}[schedule]
+    saved = len(batch) // num_microbatches * WIDTH * 4  # of each layer its input
+    found = []
+    for stage, count, layers in zip(plan.stages, kept, layers_of(plan), strict=True):
+        states = 4 * 4 * stage.num_parameters
+        found.append((states + count * (layers - (stage.index == 0)) * saved + 2 * stage.output_bytes) / 2**30)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_fit_into_the_memory_or_are_refused(schedule: str) -> None:
+    """For every limit either each stage of the plan fits, or no cut of all that there are would."""
+    model, batch = equal_layers(6), torch.randn(512, WIDTH)
+    options: dict[str, Any] = {"num_stages": 3, "num_microbatches": 4, "schedule": schedule}
+    possible = []
+    for first in range(1, 5):
+        for second in range(first + 1, 6):
+            plan = make_plan(model, batch, split_points=[str(first), str(second)], num_microbatches=4)
+            possible.append(needed_gib(plan, batch, schedule, 4))
+    limits = sorted({max(needs) for needs in possible})
+    assert len(limits) > 3
+    for limit in (*(limit + 1e-9 for limit in limits), limits[0] - 1e-7):
+        if any(max(needs) <= limit for needs in possible):
+            plan = make_plan(model, batch, device_memory_gib=limit, **options)
+            assert max(needed_gib(plan, batch, schedule, 4)) <= limit
+        else:
+            with pytest.raises(PartitionError, match="No cut into 3 stages fits into the devices' memory") as caught:
+                make_plan(model, batch, device_memory_gib=limit, **options)
+            assert "KiB" in str(caught.value.observed)
+
+
+def test_a_small_device_gets_what_fits_and_the_others_the_rest() -> None:
+    model, batch = equal_layers(12), torch.randn(8, WIDTH)
+    layer_gib = 4 * 4 * (WIDTH * WIDTH + WIDTH) / 2**30
+    activations_gib = 5 * 8 * WIDTH * 4 / 2**30
+    plan = make_plan(model, batch, num_stages=3, device_memory_gib=[1, 2 * layer_gib + activations_gib, 1])
+    assert layers_of(plan) == [5, 2, 5]
+
+
+def test_more_numbers_than_devices_are_refused() -> None:
+    with pytest.raises(PartitionError, match="device_speeds is not about the devices that there are"):
+        make_plan(equal_layers(), torch.randn(8, WIDTH), num_stages=2, device_speeds=[1, 2, 3])
+    with pytest.raises(ValueError, match="as many stages on each device"):
+        make_plan(equal_layers(), torch.randn(8, WIDTH), num_stages=3, num_devices=2)
+
+
+class TiedEnds(nn.Module):
+    """Its head is its embedding, which is larger than the layers between."""
+
+    def __init__(self, num_layers: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x)))
+
+
+def held_by(plan: PartitionPlan) -> list[int]:
+    return [sum(math.prod(plan.parameter_shapes[fqn]) for fqn in stage.fqns) for stage in plan.stages]
+
+
+def test_a_weight_that_two_stages_hold_counts_in_both() -> None:
+    """The last stage was given the most layers, as if the head weighed nothing."""
+    plan = make_plan(TiedEnds(), torch.arange(16), num_stages=2)
+    assert held_by(plan) == [40 * WIDTH + 4 * WIDTH * WIDTH] * 2
+    assert make_plan(TiedEnds(), torch.arange(16), num_stages=2, balance="memory").stages[1].first_module.startswith("layers.4")
+    assert max(held_by(make_plan(TiedEnds(12), torch.arange(16), num_stages=4))) <= 1.05 * (40 * WIDTH + 2 * WIDTH * WIDTH)
