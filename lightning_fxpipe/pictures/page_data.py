@@ -37,7 +37,7 @@ def _plan(plan: PartitionPlan, costs: Sequence[StageCosts]) -> Mapping[str, Any]
         "text": str(plan),
         "numParameters": plan.num_parameters,
         "microbatchSize": plan.microbatch_size,
-        "stages": [_stage(stage, costs[stage.index] if costs else None) for stage in plan.stages],
+        "stages": [_stage(stage, plan.num_held(stage.index), costs[stage.index] if costs else None) for stage in plan.stages],
         # A parameter on every rank has no stage.
         "parameters": [
             [fqn, [*shape], [] if fqn in every_rank else [*plan.stages_of(fqn)]] for fqn, shape in plan.parameter_shapes.items()
@@ -45,12 +45,12 @@ def _plan(plan: PartitionPlan, costs: Sequence[StageCosts]) -> Mapping[str, Any]
     }
 
 
-def _stage(stage: StageSpec, costs: StageCosts | None) -> Mapping[str, Any]:
+def _stage(stage: StageSpec, num_parameters: int, costs: StageCosts | None) -> Mapping[str, Any]:
     known = {} if costs is None else {"stateBytes": costs.state_bytes, "activationBytes": costs.activation_bytes}
     return {
         "first": stage.first_module or "(root)",
         "last": stage.last_module or "(root)",
-        "numParameters": stage.num_parameters,
+        "numParameters": num_parameters,
         "outputBytes": stage.output_bytes,
         "relayedBytes": stage.relayed_bytes,
         "numOutputs": len(stage.outputs),

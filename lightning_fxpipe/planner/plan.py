@@ -166,6 +166,11 @@ class PartitionPlan:
         """Paths of the modules whose calls are pipelined: several where every rank runs the step."""
         return tuple(self.region.split(", "))
 
+    def num_held(self, stage: int) -> int:
+        """Parameters that a stage holds, those included that others hold, too."""
+        shapes = self.parameter_shapes
+        return sum(math.prod(shapes[fqn]) for fqn in {*self.stages[stage].fqns} & shapes.keys())
+
     def stages_of(self, fqn: str) -> tuple[int, ...]:
         """Indices of the stages that hold the parameter or buffer ``fqn``, in order; empty where every rank does."""
         return self._holders.get(fqn, ())
@@ -339,8 +344,8 @@ def _plan_table(plan: PartitionPlan) -> str:
             (
                 str(stage.index),
                 first if first == last else f"{first}\n{last}",
-                human_count(stage.num_parameters),
-                f"{100 * stage.num_parameters / total:.1f} %",
+                human_count(held := plan.num_held(stage.index)),
+                f"{100 * held / total:.1f} %",
                 human_bytes(stage.output_bytes) if stage.outputs else "-",
             )
         )
@@ -366,6 +371,13 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
     if plan.joint_reason:
         yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
     yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
+    copies = [
+        f"{fqn} ({human_count(math.prod(plan.parameter_shapes[fqn]))}) in {' and '.join(map(str, stages))}"
+        for fqn in plan.parameter_shapes
+        if len(stages := plan.stages_of(fqn)) > 1
+    ]
+    if copies:
+        yield f"In several stages, counted in each: {_shorten(copies)}"
     if plan.recomputed_modules:
         yield f"Computed again in the backward pass: {_shorten(plan.recomputed_modules)}"
     if plan.opened:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -233,8 +232,7 @@ def _without_copies(planned: Planned) -> int:
 
 def _most_held(plan: PartitionPlan) -> int:
     """Parameters of the stage that holds the most, copies included."""
-    sizes = {fqn: math.prod(shape) for fqn, shape in plan.parameter_shapes.items()}
-    return max(sum(sizes.get(fqn, 0) for fqn in stage.fqns) for stage in plan.stages)
+    return max(plan.num_held(stage.index) for stage in plan.stages)
 
 
 def must_run_jointly(module: nn.Module) -> str:

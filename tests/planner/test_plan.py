@@ -59,7 +59,7 @@ PLAN = PartitionPlan(
         ),
     ),
     microbatch_size=8,
-    parameter_shapes={"tied.weight": (20, 20), "body.0.weight": (10, 10), "head.bias": ()},
+    parameter_shapes={"tied.weight": (20, 20), "body.0.weight": (10, 10), "body.1.weight": (10, 30), "head.bias": (200,)},
     outside_fqns=("criterion.temperature",),
     prelude_fqns=("frozen.weight",),
     opened=("model.body",),
@@ -248,7 +248,7 @@ def test_fits_the_model_it_was_made_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"head.bias": (1,)}, "head.bias: plan (), model (1,)"),
+        ({"head.bias": (1,)}, "head.bias: plan (200,), model (1,)"),
         ({"new.weight": (2, 3)}, "new.weight: plan absent, model (2, 3)"),
         ({"body.0.weight": None}, "body.0.weight: plan (10, 10), model absent"),
     ],
@@ -281,7 +281,7 @@ def test_table_has_a_row_for_every_stage_with_its_share() -> None:
         ["0", "model.embed", "500", "50.0 %", "1.5 KiB"],
         ["model.body.0"],
         ["1", "model.body.1", "300", "30.0 %", "1.0 KiB"],
-        ["2", "(root)", "200", "20.0 %", "-"],
+        ["2", "(root)", "600", "60.0 %", "-"],  # its copy of what stage 0 holds, too, included
         ["model.head"],
     ]
 
@@ -290,6 +290,7 @@ def test_caption_says_what_the_stages_do_not() -> None:
     text = " ".join(str(PLAN).split())
     assert text.startswith("Pipeline of model ")
     assert "1 K parameters in 3 stages; bytes are for one microbatch of 8 samples" in text
+    assert "In several stages, counted in each: tied.weight (400) in 0 and 2" in text
     assert "Sent on unused by the stage after: 512 B of stage 0" in text
     assert "Computed by each stage that uses it, not sent: values of model.mask" in text
     assert "Cut inside of: model.body" in text

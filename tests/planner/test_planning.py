@@ -357,7 +357,8 @@ def test_table_shows_every_stage_with_its_share(name: str) -> None:
         assert row[1] == (stage.first_module or "(root)")
         if stage.last_module != stage.first_module:
             assert lines[lines.index(row) + 1] == [stage.last_module or "(root)"]
-        share = 100 * stage.num_parameters / plan.num_parameters
+        held = sum(math.prod(plan.parameter_shapes.get(fqn, (0,))) for fqn in stage.fqns)
+        share = 100 * held / plan.num_parameters
         assert row[row.index("%") - 1] == f"{share:.1f}"
 
 
