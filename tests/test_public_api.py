@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -27,6 +28,7 @@ from lightning_fxpipe import (
 )
 from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 
+ROOT = Path(__file__).resolve().parent.parent
 EMPTY = inspect.Parameter.empty
 
 
@@ -81,6 +83,9 @@ def test_the_strategys_parameters_are_these() -> None:
         ("schedule", "auto"),
         ("balance", "parameters"),
         ("split_points", None),
+        ("stage_of", None),
+        ("device_speeds", None),
+        ("device_memory_gib", None),
         ("recompute", "none"),
         ("compile", False),
         ("plan", None),
@@ -106,7 +111,12 @@ def test_make_plans_parameters_are_these() -> None:
         ("batch_dim", 0),
         ("balance", "parameters"),
         ("split_points", ()),
+        ("stage_of", {}),
         ("recompute", "none"),
+        ("schedule", "gpipe"),
+        ("num_devices", None),
+        ("device_speeds", ()),
+        ("device_memory_gib", ()),
     ]
 
 
@@ -149,7 +159,26 @@ def test_what_is_to_be_recomputed_is_a_word_or_paths(value: Any) -> None:
         FxPipeStrategy(recompute=value)
 
 
-@pytest.mark.parametrize("options", [{"balance": "flops"}, {"split_points": ["layers.1"]}, {"recompute": "all"}])
+def test_the_newest_torch_that_is_tested_is_the_newest_that_is_allowed() -> None:
+    """.ci/versions.py installs it from a file of its own, and nothing older in its place."""
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'"torch>=[\d.]+,<2\.(\d+)"', pyproject)
+    assert found is not None
+    newest = (ROOT / ".ci/newest.txt").read_text(encoding="utf-8").splitlines()[-1]
+    assert newest == f"torch>=2.{int(found[1]) - 1},<2.{found[1]}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"balance": "flops"},
+        {"split_points": ["layers.1"]},
+        {"recompute": "all"},
+        {"stage_of": {"0": 0}},
+        {"device_speeds": [1, 2]},
+        {"device_memory_gib": "auto"},
+    ],
+)
 def test_a_plan_goes_with_no_other_cuts(options: dict[str, Any]) -> None:
     plan = make_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(2, 2), num_stages=2)
     with pytest.raises(ValueError, match="the plan says where the cuts are"):

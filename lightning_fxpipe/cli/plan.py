@@ -18,6 +18,7 @@ from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import simulate_plan
 from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.planner.step_plan import make_plan
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule
 
 _EXAMPLE = """\
 example:
@@ -49,6 +50,14 @@ def add_command(commands: Any) -> None:
         metavar="PATH",
         help="the modules that the stages after the first begin with, instead of a balance",
     )
+    plan.add_argument(
+        "--stage-of",
+        nargs="+",
+        default={},
+        action=_StageOf,
+        metavar="PATTERN=STAGE",
+        help="modules and the stage that each has to be in, as 'model.embed*=0'; -1 is the last stage",
+    )
     plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
     plan.add_argument(
         "--html",
@@ -56,8 +65,56 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="also save the plan as a page for a browser, with timelines of a simulated step on --device",
     )
+    devices = plan.add_argument_group("devices", "by the rank; rank 0 has the last stage")
+    devices.add_argument(
+        "--schedule",
+        default="gpipe",
+        choices=get_args(SimulatedSchedule),
+        metavar="NAME",
+        help=f"which decides how many microbatches a stage keeps: one of {', '.join(get_args(SimulatedSchedule))} "
+        "(default: gpipe)",
+    )
+    devices.add_argument(
+        "--num-devices", type=int, metavar="P", help="devices that share the stages (default: one for each stage)"
+    )
+    devices.add_argument(
+        "--device-speeds",
+        nargs="+",
+        type=_positive_float,
+        default=[],
+        metavar="X",
+        help="how fast each device is, in proportion to the others (default: all are equal)",
+    )
+    devices.add_argument(
+        "--device-memory-gib",
+        nargs="+",
+        type=_positive_float,
+        default=[],
+        metavar="X",
+        help="what each device has for its stages, or one number for all: the stages of the plan fit",
+    )
     add_device_option(plan, "what the step of --html runs on: ")
     plan.set_defaults(run=_plan)
+
+
+class _StageOf(argparse.Action):
+    """Reads ``PATTERN=STAGE`` pairs into a dict."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        found = {}
+        for value in values:
+            pattern, _, stage = value.rpartition("=")
+            if not pattern or not stage.removeprefix("-").isdecimal():
+                raise argparse.ArgumentError(self, f"expected PATTERN=STAGE, got {value}")
+            found[pattern] = int(stage)
+        setattr(namespace, self.dest, found)
+
+
+def _positive_float(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return number
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -84,9 +141,19 @@ def _make_plan(options: argparse.Namespace, work: Work) -> PartitionPlan:
         num_stages=_num_stages(options, work),
         balance=options.balance,
         split_points=options.split_points,
+        stage_of=options.stage_of,
+        schedule=options.schedule,
+        num_devices=options.num_devices,
+        device_speeds=options.device_speeds,
+        device_memory_gib=_memory(options),
         num_microbatches=work.num_microbatches,
         batch_dim=work.batch_dim,
     )
+
+
+def _memory(options: argparse.Namespace) -> float | list[float]:
+    given: list[float] = options.device_memory_gib
+    return given[0] if len(given) == 1 else given
 
 
 def _page(options: argparse.Namespace, work: Work, device: Device) -> Page:
@@ -99,6 +166,9 @@ def _page(options: argparse.Namespace, work: Work, device: Device) -> Page:
                 num_stages=_num_stages(options, work) or len(options.split_points) + 1,
                 balance=options.balance,
                 split_points=options.split_points,
+                stage_of=options.stage_of,
+                device_speeds=options.device_speeds,
+                device_memory_gib=_memory(options),
                 num_microbatches=work.num_microbatches,
                 batch_dim=work.batch_dim,
                 device=device,

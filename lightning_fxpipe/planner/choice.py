@@ -178,8 +178,8 @@ class _Chooser:
             raise self._refused
         # The fastest, and of those that do not fit those that would be if another cut did.
         promising = [*found[:_NUM_REFINED], *sorted(found, key=lambda one: one.alternative.step_seconds)[:_NUM_REFINED]]
-        better = {id(one): one.refined() for one in promising}
-        found = sorted((better.get(id(one), one) for one in found), key=lambda one: one.order)
+        better = {one: one.refined() for one in dict.fromkeys(promising)}
+        found = sorted((better.get(one, one) for one in found), key=lambda one: one.order)
         fastest = found[0].alternative
         rivals = [
             one

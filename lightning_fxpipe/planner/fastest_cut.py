@@ -136,11 +136,12 @@ def costs_of_stages(
         states = rules.states.of_stages(cuts)
         stages = [replace(stage, state_bytes=float(state)) for stage, state in zip(stages, states, strict=True)]
     if rules.shares:
-        stages = [_on_device(stage, share) for stage, share in zip(stages, rules.shares, strict=True)]
+        stages = [on_device(stage, share) for stage, share in zip(stages, rules.shares, strict=True)]
     return stages
 
 
-def _on_device(stage: StageCosts, speed: float) -> StageCosts:
+def on_device(stage: StageCosts, speed: float) -> StageCosts:
+    """A stage's costs on a device that is so fast, in proportion to the one that they are of."""
     return replace(
         stage,
         forward_seconds=stage.forward_seconds / speed,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import nn
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError, UnsupportedError
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
+from lightning_fxpipe.planner.fastest_cut import on_device
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.stage_costs import Device, stage_costs
-from lightning_fxpipe.planner.step_plan import make_planned
+from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.simulator import Simulation
 
+_NO_STAGES: Mapping[str, int] = MappingProxyType({})
 # With one stage a rank, and with two.
 SCHEDULES: tuple[SimulatedSchedule, ...] = (
     "gpipe",
@@ -76,13 +79,16 @@ def simulate_plan(
     batch_dim: int = 0,
     balance: BalanceName = "parameters",
     split_points: Sequence[str] = (),
+    stage_of: Mapping[str, int] = _NO_STAGES,
+    device_speeds: Sequence[float] = (),
+    device_memory_gib: float | Sequence[float] = (),
 ) -> SimulatedPlan:
     """Plans the stages of a module, and simulates a step with them.
 
     Args:
-        module, example_batch, num_stages, batch_dim, balance, split_points: As
+        module, example_batch, num_stages, batch_dim, balance, split_points, stage_of, device_speeds, device_memory_gib: As
             :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
-        device: What each rank runs on, such as ``DEVICES["a100"]``.
+        device: What each rank runs on, such as ``DEVICES["a100"]``; where speeds are given, the fastest one.
         num_microbatches: Microbatches of the batch.
         schedules: Schedules to compare. Those with two stages on each of the ``num_stages`` devices have the same graph cut
             into twice as many, by the balance.
@@ -92,8 +98,15 @@ def simulate_plan(
         UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
         FxPipeError: What ``make_plan`` raises.
     """
-    points = tuple(split_points)
-    rule = CutRule(num_stages=num_stages, balance=balance, num_microbatches=num_microbatches, split_points=points)
+    rule = make_rule(
+        num_stages=num_stages,
+        balance=balance,
+        num_microbatches=num_microbatches,
+        split_points=split_points,
+        stage_of=stage_of,
+        device_speeds=device_speeds,
+        device_memory_gib=device_memory_gib,
+    )
     planned = make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim)
     assignment = planned.assignment
     if assignment is None:
@@ -109,9 +122,12 @@ def simulate_plan(
     for schedule in schedules:
         held = stages_of_ranks(schedule, num_stages)
         try:
-            finer = replace(rule, num_stages=num_stages * len(held[0]), split_points=())
+            assert rule.load is not None
+            load = replace(rule.load, schedule=schedule, num_ranks=num_stages, stages_per_rank=len(held[0]))
+            finer = replace(rule, num_stages=load.num_stages, split_points=(), load=load)
             cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, finer)
             costs = stage_costs(assignment.chain, of_units, cuts, device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
+            costs = [*map(on_device, costs, load.speed_shares or [1.0] * len(costs))]
             simulations[schedule] = simulate(
                 costs,
                 num_microbatches=num_microbatches,

@@ -85,13 +85,57 @@ def make_plan(
             which the stages fit.
         UnsupportedError: A step that every rank runs is to be cut by another rule than parameters.
     """
+    rule = make_rule(
+        num_stages=num_stages,
+        balance=balance,
+        num_microbatches=num_microbatches,
+        split_points=split_points,
+        stage_of=stage_of,
+        recompute=recompute,
+        schedule=schedule,
+        num_devices=num_devices,
+        device_speeds=device_speeds,
+        device_memory_gib=device_memory_gib,
+    )
+    return make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim).plan
+
+
+def make_rule(
+    *,
+    num_stages: int | None,
+    balance: BalanceName,
+    num_microbatches: int,
+    split_points: Sequence[str] = (),
+    stage_of: Mapping[str, int] = _NO_STAGES,
+    recompute: RecomputeName | Sequence[str] = "none",
+    schedule: SimulatedSchedule = "gpipe",
+    num_devices: int | None = None,
+    device_speeds: Sequence[float] = (),
+    device_memory_gib: float | Sequence[float] = (),
+) -> CutRule:
+    """Where a graph is cut. Arguments as :func:`make_plan`.
+
+    Raises:
+        TypeError: Nothing says how many stages there are.
+        PartitionError: The devices do not have as many stages each, or cuts are wanted twice.
+    """
     points = tuple(split_points)
     if num_stages is None and not points:
         raise TypeError("make_plan() needs num_stages or split_points")
+    has_memory = isinstance(device_memory_gib, (int, float)) or len(device_memory_gib) > 0
+    if points and (stage_of or device_speeds or has_memory):
+        raise PartitionError(
+            "Split points say where all cuts are, so that nothing else can.",
+            observed=f"{len(points)} split points, and {'stage_of' if stage_of else 'what the devices are'}",
+            todo="Leave split_points out, or stage_of, device_speeds and device_memory_gib.",
+        )
     num_stages = len(points) + 1 if num_stages is None else num_stages
     if num_devices is not None and (num_devices < 1 or num_stages % num_devices):
-        raise ValueError(
-            f"make_plan(num_stages={num_stages}, num_devices={num_devices}): expected as many stages on each device"
+        raise PartitionError(
+            "The stages cannot be shared out among the devices.",
+            observed=f"{num_stages} stages and {num_devices} devices",
+            expected="as many stages on each device",
+            todo="Change num_stages, or leave num_devices out.",
         )
     num_ranks = num_devices or num_stages
     load = Load(
@@ -102,7 +146,7 @@ def make_plan(
         memory_bytes=memory_of_each(device_memory_gib, num_ranks),
         speeds=tuple(device_speeds),
     )
-    rule = CutRule(
+    return CutRule(
         num_stages=num_stages,
         balance=balance,
         recompute=RecomputeRule.of(recompute),
@@ -110,9 +154,8 @@ def make_plan(
         split_points=points,
         stage_of=tuple(stage_of.items()),
         load=load,
-        must_fit=bool(load.memory_bytes),
+        must_fit=has_memory,
     )
-    return make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim).plan
 
 
 def make_planned(

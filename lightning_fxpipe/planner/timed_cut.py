@@ -26,8 +26,8 @@ _LINKS = {"cpu": Link(latency_seconds=2e-4, bytes_per_second=2e9), "cuda": Link(
 _SPLIT_SHARE = 0.05
 _WHOLE_BACKWARDS = ("gpipe", "1f1b", "looped_bfs", "interleaved_1f1b")
 _NANOSECONDS = 1e9
-# How much is simulated to find a faster cut: about half a second.
-_MAX_ACTIONS = 100_000
+# How much is simulated to find a faster cut: some tenths of a second.
+_MAX_ACTIONS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)

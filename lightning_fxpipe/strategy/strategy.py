@@ -105,7 +105,7 @@ class PipelineStrategy(ReplicaStrategy):
             else than samples, such as its number of tokens that are not padding.
         batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
-        timeout_seconds: After which a rank that waits for another gives up.
+        timeout_seconds: Seconds after which a rank that waits for another gives up.
         start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
             script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
             ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.

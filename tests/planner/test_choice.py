@@ -106,13 +106,14 @@ def test_what_does_not_fit_is_not_chosen(clock: Callable[[Times], None]) -> None
     clock(each_sample(1.0))
     chain = chain_of()
     free = choose(search(), chain)
-    limit = sorted({each.peak_bytes for each in free.alternatives})[1]
-    tight = choose(search(memory_bytes=limit), chain)
-    assert tight.alternatives[0].fits
-    assert tight.alternatives[0].peak_bytes <= limit
-    assert [each.fits for each in tight.alternatives] == [each.peak_bytes <= limit for each in tight.alternatives]
-    fastest = min(each.step_seconds for each in free.alternatives if each.peak_bytes <= limit)
-    assert tight.alternatives[0].step_seconds <= 1.01 * fastest
+    peaks = sorted({each.peak_bytes for each in free.alternatives})
+    for limit in (peaks[1], peaks[len(peaks) // 2], free.alternatives[0].peak_bytes - 1):
+        tight = choose(search(memory_bytes=limit), chain)
+        assert tight.alternatives[0].fits
+        assert tight.alternatives[0].peak_bytes <= limit
+        assert [each.fits for each in tight.alternatives] == [each.peak_bytes <= limit for each in tight.alternatives]
+        fastest = min(each.step_seconds for each in free.alternatives if each.peak_bytes <= limit)
+        assert tight.alternatives[0].step_seconds <= 1.01 * fastest
     least = min(each.peak_bytes for each in free.alternatives)
     nothing = choose(search(memory_bytes=1), chain).alternatives
     assert not nothing[0].fits

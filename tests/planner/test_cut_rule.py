@@ -282,8 +282,10 @@ def test_a_small_device_gets_what_fits_and_the_others_the_rest() -> None:
 def test_more_numbers_than_devices_are_refused() -> None:
     with pytest.raises(PartitionError, match="device_speeds is not about the devices that there are"):
         make_plan(equal_layers(), torch.randn(8, WIDTH), num_stages=2, device_speeds=[1, 2, 3])
-    with pytest.raises(ValueError, match="as many stages on each device"):
+    with pytest.raises(PartitionError, match="3 stages and 2 devices"):
         make_plan(equal_layers(), torch.randn(8, WIDTH), num_stages=3, num_devices=2)
+    with pytest.raises(PartitionError, match="Split points say where all cuts are"):
+        make_plan(equal_layers(), torch.randn(8, WIDTH), split_points=["3"], device_memory_gib=1)
 
 
 class TiedEnds(nn.Module):

@@ -73,6 +73,9 @@ def test_a_recording_is_a_folder_or_says_more(options: list[str], steps: range) 
 
 
 WRONG = [
+    ("device_speeds", "[1,0]", "v>0"),
+    ("device_memory_gib", "[1,-1]", "v>0"),
+    ("stage_of", "{'0': 'first'}", "stage_of"),
     ("num_stages", "-1", "v>0"),
     ("num_stages", "two", "two"),
     ("num_microbatches", "0", "v>0"),
