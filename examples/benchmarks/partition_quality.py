@@ -13,7 +13,7 @@ heaviest stage over a bound that no cuts can be below: the mean of the stages, o
   functions ``partition_balanced`` and ``partition_uniform`` of ``deepspeed/runtime/utils.py``, of November 2026, written anew.
 - Equal blocks: equally many blocks on each stage, the embedding with the first and the head with the last.
 
-A weight that several stages use counts in the first of them, as in a plan. "Copies" counts it on each, which holds a copy.
+A weight that several stages use counts in each of them, which holds a copy.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def rows_of(work: Work, stages: Iterable[int]) -> list[tuple[str, ...]]:
-    """The model's lines, one for each number of stages; then as many with the copies, where a weight is used more than once."""
+    """The model's lines, one for each number of stages."""
     import torch
 
     from lightning_fxpipe.planner.cost import canonical_fqns
@@ -65,8 +65,7 @@ def rows_of(work: Work, stages: Iterable[int]) -> list[tuple[str, ...]]:
     sizes = {fqn: parameter.numel() for fqn, parameter in model.named_parameters()}
     layers, is_block = layers_of(model, work.layers, canonical_fqns(model))
     pieces = finest_pieces(model, work.batch(), sizes.keys())
-    once: list[tuple[str, ...]] = []
-    copied: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = []
     for num_stages in stages:
         print(f"{work.title}, {num_stages} stages", file=sys.stderr, flush=True)
         bound = max(-(-sum(sizes.values()) // num_stages), max(weights(pieces, sizes)))
@@ -76,25 +75,14 @@ def rows_of(work: Work, stages: Iterable[int]) -> list[tuple[str, ...]]:
             joined(layers, equal_block_cuts(is_block, num_stages)),
         ]
         plan = planned_stages(model, work.batch(), num_stages, sizes.keys())
-        for rows, title, seen in ((once, work.title, counted_once), (copied, "  copies", list[frozenset[str]])):
-            found = [max(weights(seen(parts), sizes)) for parts in (plan, *peers)]
-            found.insert(1, lightest_maximum(seen(pieces), sizes, num_stages))
-            rows.append((title, str(num_stages), human_count(bound), *(f"{weight / bound:.3f}" for weight in found)))
-    return once if counted_once(pieces) == pieces else once + copied
+        found = [max(weights(parts, sizes)) for parts in (plan, *peers)]
+        found.insert(1, lightest_maximum(pieces, sizes, num_stages))
+        rows.append((work.title, str(num_stages), human_count(bound), *(f"{weight / bound:.3f}" for weight in found)))
+    return rows
 
 
 def weights(parts: Iterable[frozenset[str]], sizes: Mapping[str, int]) -> list[int]:
     return [sum(sizes[fqn] for fqn in part) for part in parts]
-
-
-def counted_once(parts: Iterable[frozenset[str]]) -> Parts:
-    """Each parameter in the first part that uses it only."""
-    seen: set[str] = set()
-    found = []
-    for part in parts:
-        found.append(part - seen)
-        seen |= part
-    return found
 
 
 # --------------------------------------------------------------------------- what there is to cut
