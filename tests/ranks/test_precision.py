@@ -235,7 +235,13 @@ def test_every_precision_is_that_of_one_device(ranks: Ranks, tmp_path: Any) -> N
     check(ranks, QUICK, str(tmp_path), 1)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+_SLOW_SCHEDULES = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev", "zb_h1", "v_min")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    ["gpipe", "1f1b", "zbv_zero_bubble", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW_SCHEDULES)],
+)
 def test_scaled_microbatches_are_those_of_one_device(schedule: Schedule, ranks: Ranks, tmp_path: Any) -> None:
     check(ranks, ["last layer overflows"], str(tmp_path), 4, schedule)
 

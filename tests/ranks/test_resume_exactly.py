@@ -74,18 +74,21 @@ def fit(
     }
 
 
-def noisy_runs(folder: str) -> list[dict[str, Any]]:
+def noisy_runs(folder: str, schedule: Any) -> list[dict[str, Any]]:
     results = []
     for ckpt_path, seed in ((None, 5), (f"{folder}/step=3.ckpt", 77), (f"{folder}/step=6.ckpt", None)):
         if seed is not None:
             L.seed_everything(seed, verbose=False)
-        place = {"strategy": FxPipeStrategy(num_microbatches=2), "devices": 2}
+        place = {"strategy": FxPipeStrategy(num_microbatches=4, schedule=schedule), "devices": 2}
         results.append(fit(Model(noise=0.1), folder, ckpt_path, every={"every_n_train_steps": 3}, **place))
     return results
 
 
-def test_in_the_middle_of_an_epoch_data_noise_and_dropout_go_on_whatever_the_new_seed(ranks: Ranks, tmp_path: Path) -> None:
-    for whole, *resumed in ranks(2).run(noisy_runs, str(tmp_path)):
+@pytest.mark.parametrize("schedule", ["auto", "zbv_zero_bubble", pytest.param("interleaved_1f1b", marks=pytest.mark.slow)])
+def test_in_the_middle_of_an_epoch_data_noise_and_dropout_go_on_whatever_the_new_seed(
+    ranks: Ranks, tmp_path: Path, schedule: str
+) -> None:
+    for whole, *resumed in ranks(2).run(noisy_runs, str(tmp_path), schedule):
         assert [loss[:2] for loss in whole["losses"]] == [(epoch, batch) for epoch in range(4) for batch in range(BATCHES)]
         for steps, after in zip((3, 6), resumed, strict=True):
             assert after["losses"] == whole["losses"][steps:]
