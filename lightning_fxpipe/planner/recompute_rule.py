@@ -20,6 +20,7 @@ from lightning_fxpipe.planner.cost import Chain, Unit
 from lightning_fxpipe.planner.fastest_cut import merged
 from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
 from lightning_fxpipe.reporting.wording import error_words
+from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.tracing.repeat import Repeat
@@ -34,14 +35,14 @@ class Load:
     """What the stages have to hold at a time.
 
     Attributes:
-        schedule: Order of forward and backward passes.
+        schedule: Order of forward and backward passes, by its name or as a table.
         stages_per_rank: Stages on each device.
         num_microbatches: Microbatches of a batch.
         scale: How much larger a microbatch is than the one that the chain was recorded with.
         memory_bytes: What a device has for it.
     """
 
-    schedule: SimulatedSchedule
+    schedule: SimulatedSchedule | ActionTable
     stages_per_rank: int
     num_microbatches: int
     scale: float

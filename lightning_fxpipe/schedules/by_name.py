@@ -53,20 +53,27 @@ class Schedule:
     """How training batches go through the stages.
 
     Attributes:
-        name: Of the schedule.
+        name: Of the schedule; of a table of the user's own the path of its file.
         alternates: Whether a microbatch goes back before all have come forward; then the loss must be a sum over them.
         stages_per_rank: How many stages a rank has by default.
         is_fixed: Whether it can have no other number.
         is_v: Whether the stages come back through the ranks in a V.
         splits: Whether gradients of weights come later than those of inputs.
+        table: Of the user's own, the order, for so many ranks and microbatches as it has.
     """
 
-    name: ScheduleName
+    name: str
     alternates: bool = True
     stages_per_rank: int = 1
     is_fixed: bool = False
     is_v: bool = False
     splits: bool = False
+    table: ActionTable | None = None
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Microbatches that it is made for; None where it is made for any number."""
+        return None if self.table is None else self.table.num_microbatches
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -100,7 +107,7 @@ def training_order(schedule: Schedule, placement: Placement, num_microbatches: i
 
     Where it is none for so few or so odd many microbatches, all go forward first: it takes more memory, and is as right.
     """
-    make = _ORDERS.get(schedule.name, _generated)
+    make = _of_table if schedule.table is not None else _ORDERS.get(schedule.name, _generated)
     return make(schedule, placement, num_microbatches) or forward_order(placement, num_microbatches)
 
 
@@ -138,6 +145,10 @@ def _zbv(schedule: Schedule, placement: Placement, num_microbatches: int) -> Ord
 
 def _dual_pipe_v(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
     return ScheduleDualPipeV if num_microbatches >= placement.num_stages else None
+
+
+def _of_table(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
+    return schedule.table if num_microbatches == schedule.num_microbatches else None
 
 
 def _generated(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -32,7 +32,8 @@ from lightning_fxpipe.planner.recompute_rule import Load, RecomputeName, Recompu
 from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.wording import error_words
-from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, ScheduleName
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule
 from lightning_fxpipe.strategy.search_space import search_space, usable_memory
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
@@ -81,7 +82,7 @@ class PlanOptions:
     batch_dim: int
     balance: BalanceName | Literal["auto"] = "parameters"
     split_points: Sequence[str] = ()
-    schedule: ScheduleName = "auto"
+    schedule: Schedule = SCHEDULES["auto"]
     recompute: RecomputeName | Sequence[str] = "none"
     compile: bool = False
 
@@ -97,10 +98,10 @@ class PlanOptions:
                 todo="Make the plan again with that number, or leave the option out.",
             )
         plan = plan or self.given
-        schedule, num_stages = SCHEDULES[self.schedule], self.num_stages
+        schedule, num_stages = self.schedule, self.num_stages
         if plan is not None:
             num_stages = plan.num_stages
-            if self.schedule == "auto" and plan.chosen is not None:
+            if self.schedule.name == "auto" and plan.chosen is not None:
                 schedule = SCHEDULES[plan.chosen.schedule]
         elif self.split_points and num_stages == "auto":
             num_stages = len(self.split_points) + 1
@@ -235,11 +236,13 @@ class _Trial:
         if torch.are_deterministic_algorithms_enabled():
             inform('With Trainer(deterministic=True) nothing is chosen by a clock: balance="auto" is "flops".')
             rule = replace(self._rule(batch), balance="flops")
+        elif options.schedule.table is not None:  # all that is left to choose is where to cut
+            rule = replace(self._rule(batch), balance="seconds")
         else:
             search = search_space(
                 self.module,
                 batch,
-                schedule=options.schedule,
+                schedule=cast(ScheduleName, options.schedule.name),
                 splits=not options.compile,
                 stages_per_rank=self.placement.stages_per_rank if options.num_stages != "auto" else options.stages_per_rank,
                 num_microbatches=options.num_microbatches,
@@ -290,9 +293,10 @@ class _Trial:
         if memory_bytes is None:
             return None
         count = options.num_microbatches or default_num_microbatches(num_samples, num_ranks)
+        name = "gpipe" if options.schedule.name == "auto" else options.schedule.name
         size = first_microbatch(batch, options.num_microbatches, num_ranks, options.batch_dim)[1]
         return Load(
-            schedule="gpipe" if options.schedule == "auto" else options.schedule,
+            schedule=options.schedule.table or cast(SimulatedSchedule, name),
             stages_per_rank=self.placement.stages_per_rank,
             num_microbatches=count,
             scale=plan_passes(num_samples, count)[0].size / size,
@@ -325,7 +329,7 @@ def check_compile(options: PlanOptions, plan: PartitionPlan, module: LightningMo
             expected="a step whose calls of the model are one region",
             todo="Leave compile=True out, and call compile() on the layers in the module's constructor.",
         )
-    if options.schedule == "auto" and plan.chosen is not None and SCHEDULES[plan.chosen.schedule].splits:
+    if options.schedule.name == "auto" and plan.chosen is not None and SCHEDULES[plan.chosen.schedule].splits:
         raise UnsupportedError(
             "The given plan was chosen for a schedule that splits backward passes, which a compiled module's cannot be.",
             observed=f"the plan's {plan.chosen.schedule}, and FxPipeStrategy(compile=True)",

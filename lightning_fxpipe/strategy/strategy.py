@@ -41,8 +41,9 @@ from lightning_fxpipe.recording.options import Recording
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.by_name import ScheduleName
+from lightning_fxpipe.schedules.own_table import wanted_schedule
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options, warn_of_unused
+from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.run_recording import RunRecording
@@ -73,7 +74,7 @@ class PipelineStrategy(ReplicaStrategy):
         stages_per_rank: Stages on each device. ``"auto"``: two where the schedule wants several, else one. With several, a
             pipeline runs on a single device, too.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
-            for each device where the batch allows it.
+            for each device where the batch allows it; with a table of actions as many as it has.
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
             step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
             on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs
@@ -82,7 +83,9 @@ class PipelineStrategy(ReplicaStrategy):
             ``"gpipe"``. All others are kinds of 1F1B, which idle less: ``"interleaved_1f1b"`` with several stages on each
             device; ``"zb_h1"``, ``"zb_h2"``, ``"zero_bubble"`` and ``"interleaved_zero_bubble"``, which compute
             gradients of weights later than those of inputs; ``"zbv_zero_bubble"``, ``"dualpipev"``, ``"v_half"`` and
-            ``"v_min"``, which place two stages on each device in a V, the last two to take less memory.
+            ``"v_min"``, which place two stages on each device in a V, the last two to take less memory. Or a table of actions
+            of your own, as a CSV file or an ``ActionTable``: a line for each device, with the stages and the microbatches
+            that it is made for.
         balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
             ``"memory"``: parameters, gradients, Adam's states, and the activations of all microbatches; or ``"seconds"`` on
             this device, for which layers are timed. ``"auto"`` chooses what is fastest and fits the memory, with it
@@ -124,7 +127,7 @@ class PipelineStrategy(ReplicaStrategy):
         num_stages: PositiveInt | Literal["auto"] = "auto",
         stages_per_rank: PositiveInt | Literal["auto"] = "auto",
         num_microbatches: PositiveInt | Literal["auto"] = "auto",
-        schedule: ScheduleName = "auto",
+        schedule: ScheduleName | OwnTable = "auto",
         balance: BalanceName | Literal["auto"] = "parameters",
         split_points: list[str] | None = None,
         recompute: RecomputeName | list[str] = "none",
@@ -142,8 +145,8 @@ class PipelineStrategy(ReplicaStrategy):
         record: str | Path | Recording | None = None,
     ) -> None:
         super().__init__()
-        self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
-        self._schedule: ScheduleName = schedule
+        self._schedule = wanted_schedule(schedule, num_microbatches)
+        self._num_microbatches = self._schedule.num_microbatches if num_microbatches == "auto" else num_microbatches
         options = PlanOptions(
             given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
             num_stages=num_stages,
@@ -152,14 +155,13 @@ class PipelineStrategy(ReplicaStrategy):
             batch_dim=batch_dim,
             balance=balance,
             split_points=split_points or (),
-            schedule=schedule,
+            schedule=self._schedule,
             recompute=recompute,
             compile=compile,
         )
-        check_options(options, num_microbatches, start_method)
-        self._plans = RunPlans(options)
         self._loss = LossOptions.of(loss_reduction, loss_weight)
-        warn_of_unused(self._loss, schedule)
+        check_options(options, self._loss, num_microbatches, start_method)
+        self._plans = RunPlans(options)
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._start_method: StartMethod = start_method
@@ -168,7 +170,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._stage_optimizers: list[StageOptimizer] = []
         self._checkpoints = CheckpointHooks(
             self._timeout,
-            options={"schedule": schedule, "num_microbatches": self._num_microbatches},
+            options={"schedule": self._schedule.name, "num_microbatches": self._num_microbatches},
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
         )
@@ -322,8 +324,9 @@ class PipelineStrategy(ReplicaStrategy):
                         device=self.root_device,
                         context=partial(step_context, self.precision_plugin),
                     )
-                # Rank 0's plan holds for all: ranks that cut differently would never find each other.
-                plan = self.broadcast(planned.plan)
+                # Those of rank 0 hold for all: ranks that cut, or go on, differently would never find each other.
+                plan, self._schedule = self.broadcast((planned.plan, self._schedule))
+                self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
                 report_plan(plan, self.module, self._num_microbatches)
             self._take_place(plan)

@@ -9,7 +9,51 @@ _LOOKS = "schedules/test_split_backward.py"
 _HOOKS = f"{_LOOKS}::test_hooks_run_as_often_as_without_a_split"
 _ORDERS = "schedules/test_by_name.py"
 
+_OWN, _TEST_OWN = "schedules/own_table.py", "schedules/test_own_table.py"
+
 MUTANTS = [
+    Mutant(
+        _OWN,
+        "ActionTable.of(sorted(table.ranks, key=lambda actions: min((action.stage for action in actions), default=-1)))",
+        "table",
+        (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
+        "a table whose lines are in another order is refused",
+    ),
+    Mutant(
+        _OWN,
+        "        if each == 2:\n",
+        "        if each == 3:\n",
+        (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
+        "a table with stages in a V is refused",
+    ),
+    Mutant(
+        _OWN,
+        "        run_table(table, [some] * table.num_stages)\n",
+        "        pass\n",
+        (f"{_TEST_OWN}::test_ranks_that_would_wait_for_ever_are_refused",),
+        "ranks that wait for each other begin to run",
+    ),
+    Mutant(
+        _OWN,
+        "num_microbatches not in (",
+        "num_microbatches in (",
+        (f"{_TEST_OWN}::test_another_number_of_microbatches_than_the_tables_is_refused",),
+        "a table for another number of microbatches never runs",
+    ),
+    Mutant(
+        _BY_NAME,
+        "    return schedule.table if num_microbatches == schedule.num_microbatches else None\n",
+        "    return schedule.table\n",
+        (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
+        "torch fails at a batch with another number of microbatches than the table",
+    ),
+    Mutant(
+        _STAGE,
+        "        return self._losses.pop(mb_index, None) if stage.is_last else None\n",
+        "        return super()._maybe_get_loss(stage, mb_index)\n",
+        ("_compat/test_pipelining.py::test_a_table_may_take_microbatches_in_any_order",),
+        "microbatches of a table in another order than theirs get the gradients of each other's losses, or none",
+    ),
     Mutant(
         _SPLIT,
         "    if not inputs or any(has_gradient_hooks(parameter) for parameter in parameters):\n",
