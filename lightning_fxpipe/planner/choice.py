@@ -56,10 +56,12 @@ class Choice:
     Attributes:
         cuts: Position of the last unit of each stage but the last.
         alternatives: All combinations that there are, the chosen one first, then by their seconds.
+        unit_seconds: What the units take that were timed for it; None where none were.
     """
 
     cuts: tuple[int, ...]
     alternatives: tuple[Alternative, ...]
+    unit_seconds: tuple[UnitSeconds, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,8 @@ class _Chooser:
             rivals = found  # none fits: what is left is to come as close as can be
         chosen = min(rivals, key=lambda one: one[0].peak_bytes)
         others = [alternative for alternative, _ in found if alternative is not chosen[0]]
-        return Choice(cuts=chosen[1], alternatives=(chosen[0], *others))
+        size = plan_passes(self._search.num_samples, chosen[0].num_microbatches)[0].size
+        return Choice(cuts=chosen[1], alternatives=(chosen[0], *others), unit_seconds=self._seconds[size])
 
     def _simulated(self) -> Iterator[tuple[Alternative, tuple[int, ...]]]:
         for combination in self._search.combinations:

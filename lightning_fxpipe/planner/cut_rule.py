@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.choice import Choice, Search
 from lightning_fxpipe.planner.cost import Chain
@@ -16,7 +16,11 @@ from lightning_fxpipe.planner.granularity import cut_costs, parameters_after, st
 from lightning_fxpipe.planner.measured_costs import measured_seconds
 from lightning_fxpipe.planner.partition import solve
 from lightning_fxpipe.planner.recompute_rule import Load, RecomputeRule
+from lightning_fxpipe.planner.stage_costs import stage_work
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.reporting.messages import logger
+from lightning_fxpipe.simulation.by_name import FITTED
 from lightning_fxpipe.tracing.recordable import Recordable
 
 BalanceName = Literal["parameters", "flops", "memory", "seconds"]
@@ -38,6 +42,7 @@ class CutRule:
         recompute: Which modules' activations are computed again.
         load: What the stages have to hold, where that decides about it; None: nobody knows, or a search says it.
         search: What the number of stages and all else is chosen from, so that a step is fastest; None: it is not chosen.
+        tells_work: Whether the plan tells what its stages take, for a schedule whose order is made from it.
     """
 
     num_stages: int
@@ -47,6 +52,7 @@ class CutRule:
     recompute: RecomputeRule = RecomputeRule()
     load: Load | None = None
     search: Search | None = None
+    tells_work: bool = False
 
     @property
     def needs_clock(self) -> bool:
@@ -79,6 +85,23 @@ class CutRule:
         load = self.search.load(chain, chosen) if self.search is not None and chosen is not None else self.load
         return self.recompute.modules(chain, cuts, load)
 
+    def work(self, chain: Chain, choice: Choice, recomputed: Sequence[str]) -> tuple[StageWork, ...]:
+        """What the stages take that were chosen; nothing where no order is made from it, or nobody knows.
+
+        Args:
+            chain: The chain.
+            choice: Where it is cut.
+            recomputed: The modules whose activations are computed again.
+        """
+        if not self.tells_work and not (choice.alternatives and choice.alternatives[0].schedule in FITTED):
+            return ()
+        try:
+            costs = unit_costs(chain)
+        except TraceError:
+            logger.debug("What the stages take cannot be seen on tensors without data", exc_info=True)
+            return ()
+        return stage_work(chain, costs, choice.cuts, seconds=choice.unit_seconds, recomputed=recomputed)
+
     def choose(self, chain: Chain, call: Recordable) -> Choice:
         """The cuts by a clock, for a rule that needs one. Errors as :meth:`cuts` and ``measured_seconds``."""
         if self.search is not None:
@@ -87,7 +110,7 @@ class CutRule:
         seconds = measured_seconds(chain)
         assert seconds is not None  # for the very microbatch that was recorded
         weights = [round(1e9 * (unit.forward + unit.input_backward + unit.weight_backward)) for unit in seconds]
-        return Choice(cuts=solve(weights, cut_costs(chain), self.num_stages), alternatives=())
+        return Choice(cuts=solve(weights, cut_costs(chain), self.num_stages), alternatives=(), unit_seconds=seconds)
 
     def cuts(self, chain: Chain, call: Recordable) -> tuple[int, ...]:
         """Position of the last unit of each stage but the last.

@@ -327,7 +327,7 @@ class PassSetups:
             places = [
                 dataclasses.replace(place, parameters=tuple(stages.stages[place.stage].module.parameters())) for place in places
             ]
-        order = training_order(schedule, topology.placement, count)
+        order = training_order(schedule, topology.placement, count, self._plan.stage_work)
         return pipeline(places, order=order, group=topology.group, has_backward=True)
 
 

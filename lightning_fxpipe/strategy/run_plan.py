@@ -250,7 +250,8 @@ class _Trial:
                 num_ranks=self.placement.num_ranks,
                 device=self.device,
             )
-            rule = CutRule(num_stages=search.most_stages, search=search, recompute=RecomputeRule.of(options.recompute))
+            recompute, tells = RecomputeRule.of(options.recompute), options.schedule.is_fitted
+            rule = CutRule(num_stages=search.most_stages, search=search, recompute=recompute, tells_work=tells)
         try:
             return of_region(rule)
         except NoModelCall:
@@ -283,6 +284,7 @@ class _Trial:
             split_points=tuple(options.split_points),
             recompute=RecomputeRule.of(options.recompute),
             load=self._load(num_samples, batch) if options.recompute == "auto" else None,
+            tells_work=options.schedule.is_fitted and self.trainer.state.fn == TrainerFn.FITTING,
         )
         check_rule(rule, self.module)
         return rule
