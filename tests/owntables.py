@@ -2,8 +2,8 @@
 
 # 1F1B on two ranks, as torch's own class dumps it: empty cells are time that passes.
 ONE_F_ONE_B = "0F0,0F1,,0B0,0F2,0B1,0F3,0B2,,0B3\r\n,1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3,\r\n"
-# Microbatches in any order, another on each stage, and the last stage in the first line.
-ODD = "1F2,1B2,1F0,1F1,1B1,1B0,1F3,1B3\n0F2,0F0,0F1,0B2,0F3,0B1,0B0,0B3\n"
+# Microbatches in any order, another on each stage, one of them received while another waits; the last stage comes first.
+ODD = "1F1,1B1,1F2,1F0,1B0,1B2,1F3,1B3\n0F1,0F2,0F0,0B1,0F3,0B0,0B2,0B3\n"
 # Stages in a V, some backward passes in halves.
 SPLIT_V = """\
 0F0,0F3,3F0,3I0,0F1,3F3,3W0,3I3,0F2,3F1,3B1,0I0,0W0,3W3,0B3,3F2,3I2,0B1,3W2,0I2,0W2
