@@ -32,7 +32,15 @@ KNOW_LIGHTNING = {
     *("_compat.torch", "_compat.lightning", "reporting.messages", "hooks.hook_code", "hooks.user_hooks", "optim.precision"),
     *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
 }
-WITHOUT_TORCH = {"errors", "reporting", "reporting.table", "planner", "planner.alternatives", "planner.plan"}
+WITHOUT_TORCH = {
+    "errors",
+    "reporting",
+    "reporting.table",
+    "planner",
+    "planner.alternatives",
+    "planner.plan",
+    "planner.stage_work",
+}
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {
     *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),

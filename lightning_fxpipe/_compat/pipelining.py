@@ -43,6 +43,12 @@ class FrugalStage(PipelineStage):
         super().__init__(*args, **kwargs)
         self.splits = splits
         self._is_done: set[int] = set()  # microbatches whose gradients of weights are there
+        self._begun: list[dict[int, tuple[Any, ...]]] = []  # what has been received into in this step
+
+    def clear_runtime_states(self) -> None:
+        """Between two steps."""
+        super().clear_runtime_states()
+        self._begun.clear()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Makes the buffers as well."""
@@ -51,7 +57,7 @@ class FrugalStage(PipelineStage):
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """What another stage of this rank gives; gives buffers that nobody needs away."""
-        self._drop_at_first(self.args_recv_info, mb_index)
+        self._drop_at_first(self.args_recv_info)
         super().set_local_fwd_input(prev_stage_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +88,7 @@ class FrugalStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         """The gradients from another stage of this rank; zeros where there is none, which torch before 2.13 forgets."""
         if self.has_backward:
-            self._drop_at_first(self.grad_recv_info, mb_index)
+            self._drop_at_first(self.grad_recv_info)
             if any(gradient is None for gradient in next_stage_bwd_outputs):
                 self._make_buffers(self.grad_recv_info, mb_index)
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
@@ -112,13 +118,14 @@ class FrugalStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _make_buffers(self, infos: dict[int, tuple[Any, ...]], index: int) -> None:
-        self._drop_at_first(infos, index)
+        self._drop_at_first(infos)
         for info in infos[index]:
             if (like := info.buffer) is not None:
                 info.buffer = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
-    def _drop_at_first(self, infos: dict[int, tuple[Any, ...]], index: int) -> None:
-        if index == 0:  # the first that any schedule asks for
+    def _drop_at_first(self, infos: dict[int, tuple[Any, ...]]) -> None:
+        if not any(infos is begun for begun in self._begun):  # a table may begin with any microbatch
+            self._begun.append(infos)
             for each in infos.values():
                 self._drop_buffers(each)
 
@@ -165,7 +172,8 @@ class TableSchedule(_PipelineScheduleRuntime):
     """Runs a table of actions.
 
     torch runs its own schedules of several stages a rank so, and has no public way to give it another table (its
-    ``_load_csv`` reads a file). torch 2.13-2.15.
+    ``_load_csv`` reads a file). torch keeps losses in the order in which they come, and looks for them by the microbatch; here
+    they are kept by that, since a table may take microbatches in any order. torch 2.13-2.15.
 
     Args:
         stages: This rank's.
@@ -178,8 +186,18 @@ class TableSchedule(_PipelineScheduleRuntime):
         self, stages: Sequence[PipelineStage], num_microbatches: int, rows: Sequence[Sequence[str]], **options: Any
     ) -> None:
         super().__init__([*stages], num_microbatches, **options)  # type: ignore[no-untyped-call]
+        self._losses: dict[int, Any] = {}
         self.pipeline_order = {rank: [_Action.from_str(action) for action in row] for rank, row in enumerate(rows)}
         self._prepare_schedule_with_comms(self.pipeline_order)
+
+    def _maybe_compute_loss(self, stage: PipelineStage, output: Any, target_mbs: Any, mb_index: int, *args: Any) -> None:
+        num_before = len(self._internal_losses)
+        super()._maybe_compute_loss(stage, output, target_mbs, mb_index, *args)  # type: ignore[no-untyped-call]
+        if len(self._internal_losses) > num_before:
+            self._losses[mb_index] = self._internal_losses[-1]
+
+    def _maybe_get_loss(self, stage: PipelineStage, mb_index: int) -> Any:
+        return self._losses.pop(mb_index, None) if stage.is_last else None
 
 
 def rows_of(schedule: Any) -> list[list[str]]:

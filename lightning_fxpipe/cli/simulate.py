@@ -49,9 +49,10 @@ def add_command(commands: Any) -> None:
         "--schedules",
         nargs="+",
         default=SCHEDULES,
-        choices=get_args(SimulatedSchedule),
+        type=_schedule,
         metavar="NAME",
-        help=f"those to compare, of {', '.join(get_args(SimulatedSchedule))} (default: nine of them)",
+        help=f"those to compare, of {', '.join(get_args(SimulatedSchedule))}, or CSV files with tables of actions (default: "
+        "nine of them)",
     )
     pictures = simulate.add_argument_group("pictures")
     pictures.add_argument(
@@ -64,6 +65,15 @@ def add_command(commands: Any) -> None:
         "--trace", type=Path, metavar="FILE", help="also save the timelines as a trace for ui.perfetto.dev (JSON)"
     )
     simulate.set_defaults(run=_simulate)
+
+
+def _schedule(text: str) -> str:
+    """A name, or the path of a table."""
+    if text in get_args(SimulatedSchedule) or Path(text).suffix.lower() == ".csv" or Path(text).is_file():
+        return text
+    raise argparse.ArgumentTypeError(
+        f"invalid choice: {text!r} (choose from {', '.join(get_args(SimulatedSchedule))}, or give the path of a CSV file)"
+    )
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 
 from lightning_fxpipe.distributed.groups import closed_with
+from lightning_fxpipe.errors import UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +161,20 @@ def shared_topology(device: torch.device, timeout: timedelta, placement: Placeme
         timeout: How long a rank waits for another.
         placement: Which rank has which stages.
         num_failed_runs: How many runs have failed on this rank.
+
+    Raises:
+        UnsupportedError: Ranks place the stages differently.
     """
-    failed = [num_failed_runs] * dist.get_world_size()
-    dist.all_gather_object(failed, num_failed_runs)
+    told = [(num_failed_runs, placement)] * dist.get_world_size()
+    dist.all_gather_object(told, told[0])
+    failed = [number for number, _ in told]
+    if any(theirs != placement for _, theirs in told):
+        raise UnsupportedError(
+            "The ranks of the pipeline place the stages differently.",
+            observed="; ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(told)),
+            expected="the same options on every rank, and the same plan and table of actions where they are files",
+            todo="Give all processes the same options, and all machines the same files.",
+        )
     assert dist.group.WORLD is not None
     known = _in_use.setdefault(dist.group.WORLD, {})
     key = device, timeout, placement

@@ -14,6 +14,7 @@
 - ``timed_cut``: the same for units that have been timed.
 - ``unit_costs``, ``stage_costs``: what units compute and keep, and how long that takes on a device.
 - ``measured_costs``: how long units take on the device at hand.
+- ``stage_work``: what stages take beside each other, for an order of actions that is made from it.
 - ``choice``: the schedule, the stages and the microbatches that are fastest.
 - ``recompute``: which values each stage computes for itself.
 - ``recompute_rule``: which modules' activations are computed again in the backward pass.

@@ -52,10 +52,12 @@ class Choice:
     Attributes:
         cuts: Position of the last unit of each stage but the last.
         alternatives: All combinations that there are, the chosen one first, then by their seconds.
+        unit_seconds: What the units take that were timed for it; None where none were.
     """
 
     cuts: tuple[int, ...]
     alternatives: tuple[Alternative, ...]
+    unit_seconds: tuple[UnitSeconds, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +192,7 @@ class _Chooser:
             rivals = found  # none fits: what is left is to come as close as can be
         chosen = min(rivals, key=lambda one: one.alternative.peak_bytes)
         others = [one.alternative for one in found if one is not chosen]
-        return Choice(cuts=chosen.cut.cuts, alternatives=(chosen.alternative, *others))
+        return Choice(cuts=chosen.cut.cuts, alternatives=(chosen.alternative, *others), unit_seconds=chosen.timed.seconds)
 
     def _simulated(self) -> Iterator[_Candidate]:
         for combination in self._search.combinations:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.choice import Choice, Search
 from lightning_fxpipe.planner.cost import Chain
@@ -21,10 +21,14 @@ from lightning_fxpipe.planner.partition import Demands, Firsts, NothingFits, Wei
 from lightning_fxpipe.planner.pinned import pinned_firsts, pinned_modules, pinned_units
 from lightning_fxpipe.planner.recompute_rule import RecomputeRule
 from lightning_fxpipe.planner.split_points import cuts_before, modules_around
+from lightning_fxpipe.planner.stage_costs import stage_work
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.timed_cut import TimedChain, no_pinned_cut
 from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
 from lightning_fxpipe.planner.weighing import fitting_firsts, memory_weights, parameter_weights, state_weights
+from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.simulation.by_name import FITTED
 from lightning_fxpipe.tracing.recordable import Recordable
 
 BalanceName = Literal["parameters", "flops", "memory", "seconds"]
@@ -46,6 +50,7 @@ class CutRule:
         load: How the stages will run; None: in any way.
         must_fit: Whether each stage has to fit into the load's memory.
         search: What the number of stages and all else is chosen from, so that a step is fastest; None: it is not chosen.
+        tells_work: Whether the plan tells what its stages take, for a schedule whose order is made from it.
     """
 
     num_stages: int
@@ -57,6 +62,7 @@ class CutRule:
     load: Load | None = None
     must_fit: bool = False
     search: Search | None = None
+    tells_work: bool = False
 
     @property
     def needs_clock(self) -> bool:
@@ -82,6 +88,23 @@ class CutRule:
         load = self.search.load(chain, chosen) if self.search is not None and chosen is not None else self.load
         return self.recompute.modules(chain, cuts, load)
 
+    def work(self, chain: Chain, choice: Choice, recomputed: Sequence[str]) -> tuple[StageWork, ...]:
+        """What the stages take that were chosen; nothing where no order is made from it, or nobody knows.
+
+        Args:
+            chain: The chain.
+            choice: Where it is cut.
+            recomputed: The modules whose activations are computed again.
+        """
+        if not self.tells_work and not (choice.alternatives and choice.alternatives[0].schedule in FITTED):
+            return ()
+        try:
+            costs = unit_costs(chain)
+        except TraceError:
+            logger.debug("What the stages take cannot be seen on tensors without data", exc_info=True)
+            return ()
+        return stage_work(chain, costs, choice.cuts, seconds=choice.unit_seconds, recomputed=recomputed)
+
     def choose(self, chain: Chain, call: Recordable) -> Choice:
         """The cuts by a clock, for a rule that needs one. Errors as :meth:`cuts` and ``measured_seconds``."""
         asked = _Asked(self, chain, call)
@@ -98,7 +121,7 @@ class CutRule:
             load=load if self.must_fit else load.without_memory(),
             firsts=asked.pinned(self.num_stages),
         )
-        return Choice(cuts=timed.fastest().cuts, alternatives=())
+        return Choice(cuts=timed.fastest().cuts, alternatives=(), unit_seconds=seconds)
 
     def cuts(self, chain: Chain, call: Recordable) -> tuple[int, ...]:
         """Position of the last unit of each stage but the last.

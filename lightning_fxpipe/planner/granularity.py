@@ -86,10 +86,13 @@ def _worth_opening(chain: Chain, demands: Demands, opened: Collection[str]) -> s
     }
     if len(demands.legal) < demands.num_stages - 1:
         return set(openable.values())
-    ideal = ideal_partition(demands, openable)
-    heaviest = _heaviest(demands)
-    if heaviest is not None and heaviest <= GOOD_ENOUGH * ideal.bound:
-        return set()
+    ideal, heaviest = ideal_partition(demands, openable), _heaviest(demands)
+    while heaviest is not None and heaviest <= GOOD_ENOUGH * ideal.bound:
+        rest = demands.without_dominant(heaviest)  # such as a large embedding; are the others equal among themselves?
+        if rest is None:
+            return set()
+        demands = rest
+        ideal, heaviest = ideal_partition(demands, openable), _heaviest(demands)
     across = {path for position, path in openable.items() if position in ideal.cut_units}
     slack = (GOOD_ENOUGH - 1) * ideal.bound
     weights = demands.kinds[0]

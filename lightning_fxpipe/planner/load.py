@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from lightning_fxpipe.errors import PartitionError, ScheduleError
-from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, WEIGHT_BACKWARD, ActionTable
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, is_v_shaped, table_of
 from lightning_fxpipe.simulation.costs import StageCosts
 
@@ -25,7 +25,7 @@ class Load:
     """How the stages of a plan will run.
 
     Attributes:
-        schedule: Order of forward and backward passes.
+        schedule: Order of forward and backward passes, by its name or as a table.
         num_ranks: Devices.
         stages_per_rank: Stages on each.
         num_microbatches: Microbatches of a batch.
@@ -34,7 +34,7 @@ class Load:
         speeds: How fast each device is, in proportion to the others, by global rank; empty where all are equal.
     """
 
-    schedule: SimulatedSchedule
+    schedule: SimulatedSchedule | ActionTable
     num_ranks: int
     stages_per_rank: int = 1
     num_microbatches: int = 1
@@ -60,11 +60,17 @@ class Load:
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that has a stage."""
-        return min(stage, self.num_stages - 1 - stage) if is_v_shaped(self.schedule) else stage % self.num_ranks
+        return min(stage, self.num_stages - 1 - stage) if self._is_v else stage % self.num_ranks
 
     def in_pipeline(self, by_rank: Sequence[_T]) -> Sequence[_T]:
         """By pipeline rank what is known by global rank: stages run against the ranks, unless they come back in a V."""
-        return by_rank if is_v_shaped(self.schedule) else by_rank[::-1]
+        return by_rank if self._is_v else by_rank[::-1]
+
+    @property
+    def _is_v(self) -> bool:
+        if isinstance(self.schedule, ActionTable):
+            return self.stages_per_rank == 2 and self.schedule.rank_of_stage[-1] == 0
+        return is_v_shaped(self.schedule)
 
     @property
     def speed_shares(self) -> tuple[float, ...]:
@@ -113,10 +119,12 @@ def memory_of_each(gib: float | Sequence[float], num_ranks: int) -> tuple[int, .
 
 @lru_cache(maxsize=64)
 def _microbatches_kept(
-    schedule: SimulatedSchedule, num_stages: int, stages_per_rank: int, num_microbatches: int
+    schedule: SimulatedSchedule | ActionTable, num_stages: int, stages_per_rank: int, num_microbatches: int
 ) -> tuple[int, ...]:
     try:
-        table = table_of(schedule, [_EQUAL] * num_stages, num_microbatches, stages_per_rank)
+        table = schedule
+        if not isinstance(table, ActionTable):
+            table = table_of(table, [_EQUAL] * num_stages, num_microbatches, stages_per_rank)
     except ScheduleError:  # then all go forward before the first one goes back
         return (num_microbatches,) * num_stages
     now, most = [0] * num_stages, [0] * num_stages

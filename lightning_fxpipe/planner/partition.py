@@ -88,6 +88,14 @@ class Weights:
             own[users[0]] += weight
         return Weights(tuple(own))
 
+    def without_units_of(self, weight: int) -> Weights | None:
+        """The same, where units weigh nothing that have this weight by themselves, nor what they share; None without any."""
+        found = {unit for unit in range(len(self.own)) if self.of(unit, unit + 1) == weight}
+        if not found or not weight:
+            return None
+        own = tuple(0 if unit in found else own for unit, own in enumerate(self.own))
+        return Weights(own, tuple(each for each in self.shared if found.isdisjoint(each[1])))
+
     @cached_property
     def _ends(self) -> list[int]:
         return [0, *accumulate(self.own)]
@@ -157,14 +165,22 @@ class Demands:
 
     def rest(self, limit: int) -> Demands | None:
         """With what is left of the weights when no stage is heavier than a limit, see :func:`cheapest_cuts`; None: all."""
+        lighter = self.without_dominant(limit)
+        if lighter is not None:
+            return lighter
         if any(each.shared for each in self.kinds):
             known = {id(each): each.counted_once() for each in self.kinds}
             if isinstance(self.weights, Weights):
                 return replace(self, weights=known[id(self.weights)])
             return replace(self, weights=[known[id(each)] for each in self.weights])
-        if isinstance(self.weights, Weights) and not self.shares and 0 < limit in self.weights.own:
-            return replace(self, weights=Weights(tuple(own if own < limit else 0 for own in self.weights.own)))
         return None
+
+    def without_dominant(self, limit: int) -> Demands | None:
+        """Without the units that are as heavy as a limit by themselves; None where there are none, or stages differ."""
+        if not isinstance(self.weights, Weights) or self.shares:
+            return None
+        lighter = self.weights.without_units_of(limit)
+        return None if lighter is None else replace(self, weights=lighter)
 
     def firsts_of(self, limit: int) -> list[Firsts]:
         """With which units each stage may begin, where no stage holds more than its share of a limit."""
@@ -191,9 +207,9 @@ def cheapest_cuts(demands: Demands) -> tuple[int, ...]:
     Among all choices of ``num_stages - 1`` legal cuts, first the weight of the heaviest stage is minimised, in proportion to
     what each may hold. Then, within that limit, the same for what is left of weights:
 
-    - what several stages have counts in the first of them only, which stands for what is computed;
     - where one unit alone is as heavy as the heaviest stage, such as a large embedding, it decides nothing about the others: it
-      counts as nothing, and they are made equal among themselves.
+      counts as nothing, and they are made equal among themselves;
+    - what several stages have counts in the first of them only, which stands for what is computed.
 
     Then the sum of the cuts' costs is minimised. Ties go to the leftmost cuts.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.alternatives import Alternative, alternatives_table
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
 
 _MAKE_AGAIN = "Give the path of a plan, or make one with `python -m lightning_fxpipe plan`."
@@ -126,6 +127,7 @@ class PartitionPlan:
         recomputed_modules: Modules whose activations are not kept for the backward pass, but computed again.
         alternatives: Where the plan was chosen, schedules and numbers of microbatches, with what each would cost; the chosen
             one first.
+        stage_work: What the stages take beside each other, where the order of a schedule is made from it; else empty.
         schema_version: Version of the JSON layout.
     """
 
@@ -144,6 +146,7 @@ class PartitionPlan:
     joint_reason: str = ""
     recomputed_modules: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    stage_work: tuple[StageWork, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -232,6 +235,7 @@ class PartitionPlan:
                 joint_reason=data.get("joint_reason", ""),
                 recomputed_modules=tuple(data.get("recomputed_modules", ())),
                 alternatives=tuple(Alternative(**of) for of in data.get("alternatives", ())),
+                stage_work=tuple(StageWork(**of) for of in data.get("stage_work", ())),
             )
             complaint = next(_complaints(plan), None)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -263,10 +267,11 @@ class PartitionPlan:
 def _complaints(plan: PartitionPlan) -> Iterator[str]:
     """What no planner writes: a file may have been changed, by hand or by chance."""
     outputs = [tensor for stage in plan.stages for tensor in stage.outputs]
-    parts: list[PartitionPlan | StageSpec | BoundaryTensor | RecomputedTensor | Alternative] = [
+    parts: list[PartitionPlan | StageSpec | BoundaryTensor | RecomputedTensor | Alternative | StageWork] = [
         plan,
         *plan.recomputed,
         *plan.alternatives,
+        *plan.stage_work,
         *plan.stages,
         *outputs,
     ]
@@ -282,6 +287,8 @@ def _complaints(plan: PartitionPlan) -> Iterator[str]:
             yield f"parameter_shapes: {name} {shape}"
     if not plan.stages or [stage.index for stage in plan.stages] != [*range(plan.num_stages)]:
         yield f"stages: {[stage.index for stage in plan.stages]}"
+    if len(plan.stage_work) not in (0, plan.num_stages) or not all(each.is_possible for each in plan.stage_work):
+        yield f"stage_work: {plan.stage_work}"
     uses = [(tensor.name, (tensor.producer_stage, *tensor.consumer_stages)) for tensor in outputs]
     for name, stages in (*uses, *((tensor.name, tensor.stages) for tensor in plan.recomputed)):
         if any(stage >= plan.num_stages for stage in stages):

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from lightning_fxpipe._compat.torch import size_hint
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
-from lightning_fxpipe.planner.alternatives import Alternative
+from lightning_fxpipe.planner.choice import Choice
 from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.granularity import open_until_balanced
@@ -128,7 +128,7 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
     else:
         demands = None if rule.is_by_parameters else rule.demands
         chain = open_until_balanced(trace, root, call, rule.num_stages, demands, must_be_open)
-    assignment, alternatives = _best_assignment(chain, call, rule)
+    assignment, choice = _best_assignment(chain, call, rule)
     # What a clock has said holds for the units that there were, so all that is open stays so.
     needed = chain.traced.opened if rule.needs_clock else {*_opened_by_a_cut(assignment), *must_be_open}
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
@@ -138,19 +138,22 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
     if rule.needs_clock and len(chain.units) == num_units:
         assignment = Assignment(chain=chain, cuts=assignment.cuts)
     else:
-        assignment, alternatives = _best_assignment(chain, call, rule)
+        assignment, choice = _best_assignment(chain, call, rule)
+    alternatives = choice.alternatives
     recomputed = rule.recomputed(chain, assignment.cuts, alternatives[0] if alternatives else None)
     plan = replace(describe_plan(assignment, call), alternatives=alternatives, recomputed_modules=recomputed)
+    plan = replace(plan, stage_work=rule.work(chain, choice, recomputed))
     return Planned(plan=plan, region=call, traced=chain.traced, assignment=assignment)
 
 
-def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Assignment, tuple[Alternative, ...]]:
+def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Assignment, Choice]:
     try:
         if rule.needs_clock:
             with telling("Timing the model's layers"):
                 choice = rule.choose(chain, call)
-            return Assignment(chain=chain, cuts=choice.cuts), choice.alternatives
-        return Assignment(chain=chain, cuts=rule.cuts(chain, call)), ()
+        else:
+            choice = Choice(cuts=rule.cuts(chain, call), alternatives=())
+        return Assignment(chain=chain, cuts=choice.cuts), choice
     except PartitionError as error:
         if rule.split_points:
             raise

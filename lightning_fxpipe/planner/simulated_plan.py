@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
+from typing import cast, get_args
 
 from torch import nn
 
@@ -17,6 +19,7 @@ from lightning_fxpipe.planner.stage_costs import Device, stage_costs
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
+from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.simulator import Simulation
 
@@ -43,15 +46,15 @@ class SimulatedPlan:
         plan: The plan, with a stage on each device.
         num_microbatches: Microbatches of a batch.
         device: What each stage runs on.
-        simulations: Of a step, by the schedule.
+        simulations: Of a step, by the schedule; by its file for a table of one's own.
         refused: Schedules that there are not for so many stages or microbatches or so little memory, with the reason.
     """
 
     plan: PartitionPlan
     num_microbatches: int
     device: Device
-    simulations: Mapping[SimulatedSchedule, Simulation]
-    refused: Mapping[SimulatedSchedule, str]
+    simulations: Mapping[str, Simulation]
+    refused: Mapping[str, str]
 
     def __str__(self) -> str:
         rows = [(name, *_cells(found, self.device)) for name, found in self.simulations.items()]
@@ -74,7 +77,7 @@ def simulate_plan(
     num_stages: int,
     device: Device,
     num_microbatches: int = 1,
-    schedules: Sequence[SimulatedSchedule] = SCHEDULES,
+    schedules: Sequence[SimulatedSchedule | str | Path] = SCHEDULES,
     optimizer_bytes_per_byte: float = 2.0,
     batch_dim: int = 0,
     balance: BalanceName = "parameters",
@@ -90,14 +93,16 @@ def simulate_plan(
             :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
         device: What each rank runs on, such as ``DEVICES["a100"]``; where speeds are given, the fastest one.
         num_microbatches: Microbatches of the batch.
-        schedules: Schedules to compare. Those with two stages on each of the ``num_stages`` devices have the same graph cut
-            into twice as many, by the balance.
+        schedules: Schedules to compare, by name, or as tables of actions in CSV files. Those with two stages on each of the
+            ``num_stages`` devices have the same graph cut into twice as many, by the balance.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
 
     Raises:
         UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
+        ScheduleError: A file cannot be read, or is no table.
         FxPipeError: What ``make_plan`` raises.
     """
+    tables = {str(one): ActionTable.load(one) for one in schedules if one not in get_args(SimulatedSchedule)}
     rule = make_rule(
         num_stages=num_stages,
         balance=balance,
@@ -117,13 +122,15 @@ def simulate_plan(
             todo="Simulate the module that the step calls: simulate_plan(module.net, its_input, ...).",
         )
     of_units = unit_costs(assignment.chain)
-    simulations: dict[SimulatedSchedule, Simulation] = {}
-    refused: dict[SimulatedSchedule, str] = {}
-    for schedule in schedules:
-        held = stages_of_ranks(schedule, num_stages)
+    simulations: dict[str, Simulation] = {}
+    refused: dict[str, str] = {}
+    for schedule in map(str, schedules):
+        table = tables.get(schedule)
         try:
+            held = _held(schedule, table, num_stages)
             assert rule.load is not None
-            load = replace(rule.load, schedule=schedule, num_ranks=num_stages, stages_per_rank=len(held[0]))
+            named = table or cast(SimulatedSchedule, schedule)
+            load = replace(rule.load, schedule=named, num_ranks=num_stages, stages_per_rank=len(held[0]))
             finer = replace(rule, num_stages=load.num_stages, split_points=(), load=load)
             cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, finer)
             costs = stage_costs(assignment.chain, of_units, cuts, device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
@@ -131,13 +138,13 @@ def simulate_plan(
             simulations[schedule] = simulate(
                 costs,
                 num_microbatches=num_microbatches,
-                schedule=schedule,
+                schedule=table or cast(SimulatedSchedule, schedule),
                 stages_per_rank=len(held[0]),
                 memory_bytes=[device.memory_bytes - sum(costs[stage].state_bytes for stage in stages) for stages in held],
                 link=device.link,
             )
         except (ScheduleError, PartitionError) as error:
-            refused[schedule] = error.what
+            refused[schedule] = error.what if table is None else f"{error.what} ({error.observed})"
     return SimulatedPlan(
         plan=planned.plan,
         num_microbatches=num_microbatches,
@@ -145,6 +152,22 @@ def simulate_plan(
         simulations=simulations,
         refused=refused,
     )
+
+
+def _held(schedule: str, table: ActionTable | None, num_ranks: int) -> Sequence[tuple[int, ...]]:
+    """The stages of each rank."""
+    if table is None:
+        return stages_of_ranks(cast(SimulatedSchedule, schedule), num_ranks)
+    held = [table.stages_of(rank) for rank in range(table.num_ranks)]
+    if len(held) != num_ranks or len({len(stages) for stages in held}) > 1:
+        raise ScheduleError(
+            "A table is made for other ranks.",
+            where=schedule,
+            observed="; ".join(f"{len(stages)} stages" for stages in held),
+            expected=f"as many stages on each of {num_ranks} ranks",
+            todo="Simulate with that number of stages, or with another table.",
+        )
+    return held
 
 
 def _cuts(planned: Planned, rule: CutRule) -> tuple[int, ...]:

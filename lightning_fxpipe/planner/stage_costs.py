@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_fxpipe.planner.cost import Chain
+from lightning_fxpipe.planner.measured_costs import UnitSeconds
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.unit_costs import Operator, UnitCosts
 from lightning_fxpipe.simulation.costs import Link, StageCosts
+
+# Of what a forward keeps, what is kept until the gradients of weights: about half (arXiv 2401.10241, table 1).
+KEPT_FOR_WEIGHTS = 0.5
+_DIGITS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +107,72 @@ def _stage(costs: Sequence[UnitCosts], output_bytes: int, device: Device, optimi
         output_bytes=output_bytes,
         state_bytes=sum(unit.parameter_bytes for unit in costs) + trained * (1 + optimizer_bytes_per_byte),
     )
+
+
+def stage_work(
+    chain: Chain,
+    costs: Sequence[UnitCosts],
+    cuts: Sequence[int],
+    *,
+    seconds: Sequence[UnitSeconds] | None = None,
+    recomputed: Sequence[str] = (),
+) -> tuple[StageWork, ...]:
+    """What each stage takes beside the others, for an order of actions that is made from it.
+
+    Args:
+        chain: The chain.
+        costs: Of its units: they say what is kept, and where there are no seconds what is computed: flops, and as much for each
+            byte that is read or written, so that what does no arithmetic counts, too.
+        cuts: Position of the last unit of each stage but the last.
+        seconds: What its units take, where they have been timed.
+        recomputed: Modules whose activations are computed again, once for each half of a backward pass.
+
+    Returns:
+        For each stage its work; nothing where all of them take none.
+    """
+    units = [_unit_work(costs[i] if seconds is None else seconds[i]) for i in range(len(costs))]
+    kept = [unit.saved_bytes for unit in costs]
+    before: str | None = None
+    for index, unit in enumerate(chain.units):
+        path = next((path for path in recomputed if f"{unit.path}.".startswith(f"{path}.")), None)
+        if path is not None:
+            forward, inputs, weights = units[index]
+            units[index] = forward, inputs + (forward if inputs else 0.0), weights + (forward if weights else 0.0)
+            kept[index] = 0 if path == before else chain.site(index - 1).num_bytes
+        before = path
+    mean = sum(map(sum, units)) / (len(cuts) + 1)
+    bounds = [0, *(cut + 1 for cut in cuts), len(units)]
+    return tuple(
+        StageWork(
+            forward=round(sum(unit[0] for unit in units[start:end]) / mean, _DIGITS),
+            input_backward=round(sum(unit[1] for unit in units[start:end]) / mean, _DIGITS),
+            weight_backward=round(sum(unit[2] for unit in units[start:end]) / mean, _DIGITS),
+            kept_bytes=sum(kept[start:end]),
+        )
+        for start, end in zip(bounds, bounds[1:], strict=False)
+        if mean
+    )
+
+
+def costs_of_work(stages: Sequence[StageWork]) -> tuple[StageCosts, ...]:
+    """The same as costs, in seconds of which nobody knows how long they are."""
+    return tuple(
+        StageCosts(
+            forward_seconds=stage.forward,
+            input_backward_seconds=stage.input_backward,
+            weight_backward_seconds=stage.weight_backward,
+            activation_bytes=stage.kept_bytes,
+            weight_bytes=KEPT_FOR_WEIGHTS * stage.kept_bytes,
+        )
+        for stage in stages
+    )
+
+
+def _unit_work(unit: UnitCosts | UnitSeconds) -> tuple[float, float, float]:
+    if isinstance(unit, UnitSeconds):
+        return unit.forward, unit.input_backward, unit.weight_backward
+    forward, inputs, weights = (
+        float(sum(operator.flops + operator.num_bytes for operator in part))
+        for part in (unit.forward, unit.input_backward, unit.weight_backward)
+    )
+    return forward, inputs, weights

@@ -45,7 +45,7 @@ class TimedChain:
 
     chain: Chain
     costs: Sequence[UnitCosts]
-    seconds: Sequence[UnitSeconds]
+    seconds: tuple[UnitSeconds, ...]
     states: Weights
     load: Load
     firsts: Sequence[Firsts] = ()
@@ -91,7 +91,10 @@ class TimedChain:
             raise no_pinned_cut() from None
 
     def _table(self, stages: Sequence[StageCosts]) -> ActionTable:
-        return table_of(self.load.schedule, stages, self.load.num_microbatches, self.load.stages_per_rank, link=self._link)
+        load = self.load
+        if isinstance(load.schedule, ActionTable):
+            return load.schedule
+        return table_of(load.schedule, stages, load.num_microbatches, load.stages_per_rank, link=self._link)
 
     @property
     def _rules(self) -> StageRules:
@@ -113,7 +116,8 @@ class TimedChain:
         """Of each unit, on the fastest of the devices."""
         speeds = self.load.speeds
         factor = speeds[0] / max(speeds) if speeds else 1.0
-        splits = self.load.schedule not in _WHOLE_BACKWARDS
+        schedule = self.load.schedule
+        splits = schedule.is_split if isinstance(schedule, ActionTable) else schedule not in _WHOLE_BACKWARDS
         return [
             _unit(costs, seconds, factor, self.load.scale, splits=splits)
             for costs, seconds in zip(self.costs, self.seconds, strict=True)

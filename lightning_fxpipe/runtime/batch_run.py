@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -38,7 +38,7 @@ from lightning_fxpipe.runtime.region_run import RegionRun
 from lightning_fxpipe.runtime.replay import watched_step
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
 from lightning_fxpipe.runtime.stage_traces import StageTraces
-from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule
 from lightning_fxpipe.tracing.region import no_model_called
 from lightning_fxpipe.tracing.signals import StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -56,7 +56,7 @@ class PipelineRuntime:
         topology: This rank's place.
         num_microbatches: Microbatches of a batch; None: as many as the plan was chosen for, or by the batch's size.
         commands: What the last stage tells the others.
-        schedule: Schedule for training; ``"auto"``: the one that the plan was chosen for, if it was.
+        schedule: Schedule for training; of the name ``"auto"``: the one that the plan was chosen for, if it was.
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
         sparing: Knows the ranks that get batches without values; None where all have them.
@@ -80,7 +80,7 @@ class PipelineRuntime:
         num_microbatches: int | None,
         commands: Commands,
         trace_log: TraceLog,
-        schedule: ScheduleName = "auto",
+        schedule: Schedule = SCHEDULES["auto"],
         loss: LossOptions | None = None,
         sparing: Sparing | None = None,
         no_placeholders: Callable[[], AbstractContextManager[TorchFunctionMode | None]] = nullcontext,
@@ -97,14 +97,12 @@ class PipelineRuntime:
         self._num_microbatches = num_microbatches or (chosen.num_microbatches if chosen else None)
         self.stage_traces = StageTraces(root, plan, topology, trace_log)
         self.batch_traces = BatchTraces(root, members, topology, self.stage_traces, sparing)
-        is_chosen = chosen is not None and schedule == "auto"
-        schedule = cast(ScheduleName, chosen.schedule) if chosen and is_chosen else schedule
+        is_chosen = chosen is not None and schedule.name == "auto"
+        schedule = SCHEDULES[chosen.schedule] if chosen and is_chosen else schedule
         interleaving = Interleaving(
             schedule=schedule, is_chosen=is_chosen, options=loss or LossOptions(), topology=topology, log=trace_log
         )
-        self._setups = PassSetups(
-            root, plan, topology, trace_log, schedule=SCHEDULES[schedule], recorder=recorder, compiles=compiles
-        )
+        self._setups = PassSetups(root, plan, topology, trace_log, schedule=schedule, recorder=recorder, compiles=compiles)
         self._sparing = sparing
         self._log = trace_log
         self._told_of_one_piece = False

@@ -180,7 +180,9 @@ class PassSetups:
             divided = self._divided.get(trace, lambda: self._divide(trace))
             if isinstance(divided, _Stages):
                 try:
-                    return self._setup(trace.traced, divided, passes, sizes, training)
+                    setup = self._setup(trace.traced, divided, passes, sizes, training)
+                    self._tell_of_other_number(passes, training)
+                    return setup
                 except NotDivisible as reason:
                     divided = str(reason)
             self._tell(trace, divided)
@@ -193,6 +195,16 @@ class PassSetups:
             self._log.warn(
                 f"The {trace.kind.value} runs each batch as one microbatch, so that stages wait for each other: {reason}. "
                 "Only samples that the model treats one by one can be pipelined."
+            )
+
+    def _tell_of_other_number(self, passes: Sequence[Pass], training: bool) -> None:
+        """Tells where a table of the user's does not run, since it is for another number of microbatches than the batch has."""
+        wanted, found = self._schedule.num_microbatches, " and ".join(f"{part.count} of {part.size} samples" for part in passes)
+        if training and wanted is not None and passes[0].count != wanted and found not in self._told_of:
+            self._told_of.add(found)
+            self._log.inform(
+                f"The table {self._schedule.name} is for {wanted} microbatches. A batch that is cut into {found} goes forward "
+                "with all of them first, and then back."
             )
 
     def _divide(self, trace: StageTrace) -> _Stages | str:
@@ -315,7 +327,7 @@ class PassSetups:
             places = [
                 dataclasses.replace(place, parameters=tuple(stages.stages[place.stage].module.parameters())) for place in places
             ]
-        order = training_order(schedule, topology.placement, count)
+        order = training_order(schedule, topology.placement, count, self._plan.stage_work)
         return pipeline(places, order=order, group=topology.group, has_backward=True)
 
 

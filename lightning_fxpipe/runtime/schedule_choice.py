@@ -20,7 +20,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
 from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_pass import PassSetup
-from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
+from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.memory import memory_for_rank
 from lightning_fxpipe.tracing.trace_log import TraceLog
 
@@ -48,11 +48,11 @@ class Interleaving:
     """
 
     def __init__(
-        self, *, schedule: ScheduleName, is_chosen: bool = False, options: LossOptions, topology: Topology, log: TraceLog
+        self, *, schedule: Schedule, is_chosen: bool = False, options: LossOptions, topology: Topology, log: TraceLog
     ) -> None:
-        self._name = "1F1B" if schedule in ("auto", "1f1b") else f'schedule="{schedule}"'
-        self.may_be = SCHEDULES[schedule].alternates
-        self._is_asked_for = self.may_be and schedule != "auto" and not is_chosen
+        self._name = "1F1B" if schedule.name in ("auto", "1f1b") else f'schedule="{schedule.name}"'
+        self.may_be = schedule.alternates
+        self._is_asked_for = self.may_be and schedule.name != "auto" and not is_chosen
         self._is_chosen = is_chosen
         self._options = options
         self._topology = topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, cast
 
 from torch.distributed.pipelining import (
     Schedule1F1B,
@@ -19,8 +19,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.planner.stage_costs import costs_of_work
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, Action, ActionTable
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, table_of
+from lightning_fxpipe.simulation.by_name import FITTED, SimulatedSchedule, table_of
 from lightning_fxpipe.simulation.costs import StageCosts
 
 ScheduleName = Literal[
@@ -40,10 +42,8 @@ ScheduleName = Literal[
     "v_min",
 ]
 
-# Of a stage for which a table is made: each part as long, and half of what a forward keeps is kept for the weights.
-_EQUAL = StageCosts(
-    forward_seconds=1.0, input_backward_seconds=1.0, weight_backward_seconds=1.0, activation_bytes=1.0, weight_bytes=0.5
-)
+# Of stages of which nobody knows what they take: each part as long.
+(_EQUAL,) = costs_of_work([StageWork(forward=1.0, input_backward=1.0, weight_backward=1.0, kept_bytes=1)])
 # A class of torch's, or a table that torch runs.
 Order = type[PipelineScheduleSingle] | type[PipelineScheduleMulti] | ActionTable
 
@@ -53,20 +53,32 @@ class Schedule:
     """How training batches go through the stages.
 
     Attributes:
-        name: Of the schedule.
+        name: Of the schedule; of a table of the user's own the path of its file.
         alternates: Whether a microbatch goes back before all have come forward; then the loss must be a sum over them.
         stages_per_rank: How many stages a rank has by default.
         is_fixed: Whether it can have no other number.
         is_v: Whether the stages come back through the ranks in a V.
         splits: Whether gradients of weights come later than those of inputs.
+        table: Of the user's own, the order, for so many ranks and microbatches as it has.
     """
 
-    name: ScheduleName
+    name: str
     alternates: bool = True
     stages_per_rank: int = 1
     is_fixed: bool = False
     is_v: bool = False
     splits: bool = False
+    table: ActionTable | None = None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether its order is made from what the stages take."""
+        return self.name in FITTED
+
+    @property
+    def num_microbatches(self) -> int | None:
+        """Microbatches that it is made for; None where it is made for any number."""
+        return None if self.table is None else self.table.num_microbatches
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -95,12 +107,22 @@ def forward_order(placement: Placement, num_microbatches: int) -> Order:
     return ScheduleGPipe if placement.stages_per_rank == 1 else breadth_first(placement, num_microbatches)
 
 
-def training_order(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order:
+def training_order(schedule: Schedule, placement: Placement, num_microbatches: int, work: tuple[StageWork, ...] = ()) -> Order:
     """The order of a schedule whose microbatches go forward and backward by turns.
 
     Where it is none for so few or so odd many microbatches, all go forward first: it takes more memory, and is as right.
+
+    Args:
+        schedule: The schedule.
+        placement: Where the stages are.
+        num_microbatches: How many there are.
+        work: What the stages take, for an order that is made from it; nothing where nobody knows: then each takes as long.
     """
-    make = _ORDERS.get(schedule.name, _generated)
+    if schedule.is_fitted and work:
+        order = _table(schedule.name, costs_of_work(work), num_microbatches)
+        if order is not None:
+            return order
+    make = _of_table if schedule.table is not None else _ORDERS.get(schedule.name, _generated)
     return make(schedule, placement, num_microbatches) or forward_order(placement, num_microbatches)
 
 
@@ -140,17 +162,20 @@ def _dual_pipe_v(schedule: Schedule, placement: Placement, num_microbatches: int
     return ScheduleDualPipeV if num_microbatches >= placement.num_stages else None
 
 
+def _of_table(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
+    return schedule.table if num_microbatches == schedule.num_microbatches else None
+
+
 def _generated(schedule: Schedule, placement: Placement, num_microbatches: int) -> Order | None:
     """The table that the simulator would run for stages of equal cost."""
-    name: SimulatedSchedule = schedule.name  # type: ignore[assignment]
-    return _table(name, placement.num_stages, num_microbatches)
+    return _table(schedule.name, (_EQUAL,) * placement.num_stages, num_microbatches)
 
 
 @lru_cache(maxsize=64)
-def _table(name: SimulatedSchedule, num_stages: int, num_microbatches: int) -> ActionTable | None:
+def _table(name: str, costs: tuple[StageCosts, ...], num_microbatches: int) -> ActionTable | None:
     """A search may take seconds, and a batch of other shapes asks for the same table."""
     try:
-        return table_of(name, [_EQUAL] * num_stages, num_microbatches)
+        return table_of(cast(SimulatedSchedule, name), costs, num_microbatches)
     except ScheduleError:
         return None
 

@@ -3,6 +3,7 @@
 - ``actions``: an action, and the table that says which rank does which in what order.
 - ``orders``: the tables of GPipe, 1F1B, looped breadth-first, and interleaved 1F1B.
 - ``zero_bubble``, ``zero_bubble_v``, ``walk``: tables made to fit given costs and a limit of memory.
+- ``fitted``: the better of such a table and of the one for equal costs.
 - ``v_shape``: tables in which a rank's two stages lie in a V, for half or a third of the memory.
 - ``torch_tables``: those of torch's own schedules for which there is no table here.
 - ``by_name``: all of these by name, and the entry: what a schedule takes.

@@ -1,7 +1,8 @@
 """An action, and the table that says which rank does which in what order.
 
 Written as torch writes them (``torch.distributed.pipelining.schedules``): ``3F1`` is the forward of stage 3 for microbatch 1; a
-table is a CSV file with a line for each rank. Sends and receives are no actions here: they follow from the others.
+table is a CSV file with a line for each rank. Sends and receives are no actions here: they follow from the others, and are
+passed over where a table is read.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 
 from lightning_fxpipe.errors import ScheduleError
 
 _FORM = re.compile(r"(\d+)([FBIW])(\d+)")
+# What torch writes besides: two actions at once, and what follows from the others.
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_FOLLOWS = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 
 
 class Kind(Enum):
@@ -53,7 +58,7 @@ class Action:
                 "A table has something in it that is no action.",
                 observed=repr(text),
                 expected="a stage, one of F, B, I and W, and a microbatch, as in 3F1",
-                todo="Write the table as torch writes its own: a line for each rank, sends and receives left out.",
+                todo="Write the table as torch writes its own: a line for each rank, its actions with commas between them.",
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
@@ -85,7 +90,29 @@ class ActionTable:
     def from_csv(cls, text: str) -> ActionTable:
         """The table in a CSV text, as torch writes it; empty cells mean nothing, as there each rank does what it can."""
         lines = [line for line in text.splitlines() if line.strip()]
-        return cls.of([Action.parse(cell) for cell in line.split(",") if cell.strip()] for line in lines)
+        return cls.of([action for cell in line.split(",") for action in _actions_in(cell)] for line in lines)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ActionTable:
+        """Reads a CSV file.
+
+        Raises:
+            ScheduleError: The file cannot be read, or is no table.
+        """
+        try:
+            return cls.from_csv(Path(path).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            raise ScheduleError(
+                "Cannot read a table of actions.",
+                where=str(path),
+                observed=str(error),
+                expected="a CSV file with a line for each rank",
+                todo="Give the path of a table, such as one that ActionTable.to_csv() gives, or torch's schedules dump.",
+            ) from error
+        except ScheduleError as error:
+            raise ScheduleError(
+                error.what, where=str(path), observed=error.observed, expected=error.expected, todo=error.todo
+            ) from None
 
     def to_csv(self) -> str:
         """The table as CSV, a line for each rank."""
@@ -128,6 +155,15 @@ class ActionTable:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank has."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+
+def _actions_in(cell: str) -> Iterator[Action]:
+    """The actions in a cell of a CSV file, one after the other."""
+    cell = cell.strip()
+    together = _TOGETHER.fullmatch(cell)
+    for part in together[1].split(";") if together else [cell]:
+        if part and _FOLLOWS.fullmatch(part) is None:
+            yield Action.parse(part)
 
 
 def _check(table: ActionTable) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
+from lightning_fxpipe.simulation.fitted import fitted
 from lightning_fxpipe.simulation.orders import (
     gpipe,
     hand_made_zero_bubble,
@@ -39,6 +40,8 @@ SimulatedSchedule = Literal[
 ]
 _LOOPED = ("looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble")
 _V_SHAPED = ("zbv_zero_bubble", "dualpipev", "zero_bubble_v", "v_half", "v_min")
+# Made to fit the costs of stages.
+FITTED = ("zero_bubble", "zero_bubble_v")
 _TORCHS = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 _NO_LINK, _NO_OVERHEAD = Link(), Overhead()
 
@@ -130,10 +133,9 @@ def table_of(
             todo="Give the costs of as many stages as the ranks hold together.",
         )
     num_ranks = len(costs) // per_rank
-    if schedule == "zero_bubble":
-        return zero_bubble(costs, num_microbatches, memory_bytes=memory_bytes, link=link)
-    if schedule == "zero_bubble_v":
-        return zero_bubble_v(costs, num_microbatches, memory_bytes=memory_bytes, link=link)
+    if schedule in FITTED:
+        make = zero_bubble if schedule == "zero_bubble" else zero_bubble_v
+        return fitted(make, costs, num_microbatches, memory_bytes, link)
     if schedule == "looped_bfs":
         return looped_breadth_first(num_ranks, num_microbatches, stages_per_rank=per_rank)
     if schedule == "interleaved_1f1b":

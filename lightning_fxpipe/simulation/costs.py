@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lightning_fxpipe.simulation.actions import Kind
 
@@ -47,6 +49,14 @@ class StageCosts:
         if kind is Kind.WEIGHT_BACKWARD:
             return -self.weight_bytes
         return -self.activation_bytes
+
+
+def even(costs: Sequence[StageCosts]) -> list[StageCosts]:
+    """The same stages if each part of each took as long, about what it is on average; what they keep is what it was."""
+    total = sum(cost.forward_seconds + cost.input_backward_seconds + cost.weight_backward_seconds for cost in costs)
+    # A power of two: sums of it are exact, so that whoever compares moments finds those equal that are.
+    each = 2.0 ** round(math.log2(total / (3 * len(costs)))) if total else 1.0
+    return [replace(cost, forward_seconds=each, input_backward_seconds=each, weight_backward_seconds=each) for cost in costs]
 
 
 @dataclass(frozen=True, kw_only=True)

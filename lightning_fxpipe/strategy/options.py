@@ -11,23 +11,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, imported_weight
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.recompute_rule import RecomputeName
 from lightning_fxpipe.schedules.by_name import SCHEDULES
+from lightning_fxpipe.schedules.own_table import schedule_of
+from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.strategy.run_plan import PlanOptions
 
 if TYPE_CHECKING:
     PositiveInt = int
     PositiveFloat = float
     PlanFile = str | Path
+    OwnTable = str | Path | ActionTable
     FunctionPath = str
 else:
     try:
         from jsonargparse.typing import PositiveFloat, PositiveInt, extend_base_type
     except ImportError:  # an extra: `examples`
-        PositiveInt, PositiveFloat, PlanFile, FunctionPath = int, float, str, str
+        PositiveInt, PositiveFloat, PlanFile, OwnTable, FunctionPath = int, float, str, str, str
     else:
 
         def _check_plan(kind: type, value: Any) -> None:
@@ -37,25 +41,25 @@ else:
             except Exception as error:
                 raise ValueError(str(error)) from error
 
+        def _check_table(kind: type, value: Any) -> None:
+            try:
+                found = schedule_of(Path(value))
+            except ScheduleError as error:
+                raise ValueError(str(error)) from error
+            if found is None:
+                raise ValueError(f"no schedule's name, and no table of actions (CSV): {value}")
+
         def _check_function(kind: type, value: Any) -> None:
             imported_weight(value)
 
         PlanFile = extend_base_type("PlanFile", str, _check_plan, docstring="Path of a saved plan.")
+        # Not ActionTable, too: of a class jsonargparse takes a file for a config, and reads it.
+        OwnTable = extend_base_type("OwnTable", str, _check_table, docstring="Path of a table of actions (CSV).")
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
-def warn_of_unused(loss: LossOptions, schedule: str) -> None:
-    """Warns of what the user says about the loss where nobody asks."""
-    if loss != LossOptions() and schedule == "gpipe":
-        warnings.warn(
-            'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the whole batch, '
-            "whatever it is.",
-            stacklevel=3,
-        )
-
-
-def check_options(options: PlanOptions, num_microbatches: Any, start_method: Any) -> None:
-    """Raises ValueError for values that no parser has checked."""
+def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any) -> None:
+    """Raises ValueError for values that no parser has checked; warns of what the user says about the loss where nobody asks."""
     counts = {
         "num_stages": options.num_stages,
         "stages_per_rank": options.stages_per_rank,
@@ -64,15 +68,13 @@ def check_options(options: PlanOptions, num_microbatches: Any, start_method: Any
     for name, value in counts.items():
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number or 'auto'")
-    batch_dim, schedule, balance = options.batch_dim, options.schedule, options.balance
+    batch_dim, balance = options.batch_dim, options.balance
     if not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0:
         raise ValueError(f"FxPipeStrategy(batch_dim={batch_dim!r}): expected 0 or a positive number")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"FxPipeStrategy(schedule={schedule!r}): expected one of {', '.join(map(repr, SCHEDULES))}")
     balances = (*get_args(BalanceName), "auto")
     if balance not in balances:
         raise ValueError(f"FxPipeStrategy(balance={balance!r}): expected one of {', '.join(map(repr, balances))}")
-    points, recompute = options.split_points, options.recompute
+    points, recompute, schedule = options.split_points, options.recompute, options.schedule
     if isinstance(points, str) or not all(isinstance(point, str) for point in points):
         raise ValueError(f"FxPipeStrategy(split_points={points!r}): expected a list of paths of modules")
     is_name = isinstance(recompute, str) and recompute in get_args(RecomputeName)
@@ -80,10 +82,10 @@ def check_options(options: PlanOptions, num_microbatches: Any, start_method: Any
         raise ValueError(
             f"FxPipeStrategy(recompute={recompute!r}): expected 'none', 'all', 'auto' or a list of paths of modules"
         )
-    if options.compile and SCHEDULES[schedule].splits:
+    if options.compile and schedule.splits:
         raise ValueError(
-            f"FxPipeStrategy(compile=True, schedule={schedule!r}): the backward pass of a compiled module cannot be split; "
-            f"expected one of {', '.join(repr(name) for name, one in SCHEDULES.items() if not one.splits)}"
+            f"FxPipeStrategy(compile=True, schedule={schedule.name!r}): the backward pass of a compiled module cannot be "
+            f"split; expected one of {', '.join(repr(name) for name, one in SCHEDULES.items() if not one.splits)}"
         )
     _check_devices(options)
     about_cuts = points or balance != "parameters" or options.stage_of or options.device_speeds
@@ -98,6 +100,12 @@ def check_options(options: PlanOptions, num_microbatches: Any, start_method: Any
         )
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
+    if loss != LossOptions() and schedule.name == "gpipe":
+        warnings.warn(
+            'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the whole batch, '
+            "whatever it is.",
+            stacklevel=3,
+        )
 
 
 def _check_devices(options: PlanOptions) -> None:

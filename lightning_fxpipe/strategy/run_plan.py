@@ -33,7 +33,8 @@ from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
 from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.wording import error_words
-from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, ScheduleName
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule
 from lightning_fxpipe.strategy.search_space import search_space
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
@@ -88,7 +89,7 @@ class PlanOptions:
     stage_of: Mapping[str, int] = field(default_factory=dict)
     device_speeds: Sequence[float] = ()
     device_memory_gib: float | Sequence[float] | Literal["auto"] | None = None
-    schedule: ScheduleName = "auto"
+    schedule: Schedule = SCHEDULES["auto"]
     recompute: RecomputeName | Sequence[str] = "none"
     compile: bool = False
 
@@ -115,10 +116,10 @@ class PlanOptions:
                 todo="Make the plan again with that number, or leave the option out.",
             )
         plan = plan or self.given
-        schedule, num_stages = SCHEDULES[self.schedule], self.num_stages
+        schedule, num_stages = self.schedule, self.num_stages
         if plan is not None:
             num_stages = plan.num_stages
-            if self.schedule == "auto" and plan.chosen is not None:
+            if self.schedule.name == "auto" and plan.chosen is not None:
                 schedule = SCHEDULES[plan.chosen.schedule]
         elif self.split_points and num_stages == "auto":
             num_stages = len(self.split_points) + 1
@@ -256,11 +257,13 @@ class _Trial:
         if torch.are_deterministic_algorithms_enabled():
             inform('With Trainer(deterministic=True) nothing is chosen by a clock: balance="auto" is "flops".')
             rule = replace(self._rule(batch), balance="flops")
+        elif options.schedule.table is not None:  # all that is left to choose is where to cut
+            rule = replace(self._rule(batch), balance="seconds")
         else:
             search = search_space(
                 self.module,
                 batch,
-                schedule=options.schedule,
+                schedule=cast(ScheduleName, options.schedule.name),
                 splits=not options.compile,
                 stages_per_rank=self.placement.stages_per_rank if options.num_stages != "auto" else options.stages_per_rank,
                 num_microbatches=options.num_microbatches,
@@ -274,6 +277,7 @@ class _Trial:
                 search=search,
                 stage_of=tuple(options.stage_of.items()),
                 recompute=RecomputeRule.of(options.recompute),
+                tells_work=options.schedule.is_fitted,
             )
         try:
             return of_region(rule)
@@ -309,6 +313,7 @@ class _Trial:
             recompute=RecomputeRule.of(options.recompute),
             load=self._load(num_samples, batch),
             must_fit=options.device_memory_gib is not None,
+            tells_work=options.schedule.is_fitted and self.trainer.state.fn == TrainerFn.FITTING,
         )
         check_rule(rule, self.module)
         return rule
@@ -316,9 +321,10 @@ class _Trial:
     def _load(self, num_samples: int, batch: Any) -> Load:
         options, num_ranks = self.options, self.placement.num_ranks
         count = options.num_microbatches or default_num_microbatches(num_samples, num_ranks)
+        name = "gpipe" if options.schedule.name == "auto" else options.schedule.name
         size = first_microbatch(batch, options.num_microbatches, num_ranks, options.batch_dim)[1]
         return Load(
-            schedule="gpipe" if options.schedule == "auto" else options.schedule,
+            schedule=options.schedule.table or cast(SimulatedSchedule, name),
             num_ranks=num_ranks,
             stages_per_rank=self.placement.stages_per_rank,
             num_microbatches=count,
@@ -353,7 +359,7 @@ def check_compile(options: PlanOptions, plan: PartitionPlan, module: LightningMo
             expected="a step whose calls of the model are one region",
             todo="Leave compile=True out, and call compile() on the layers in the module's constructor.",
         )
-    if options.schedule == "auto" and plan.chosen is not None and SCHEDULES[plan.chosen.schedule].splits:
+    if options.schedule.name == "auto" and plan.chosen is not None and SCHEDULES[plan.chosen.schedule].splits:
         raise UnsupportedError(
             "The given plan was chosen for a schedule that splits backward passes, which a compiled module's cannot be.",
             observed=f"the plan's {plan.chosen.schedule}, and FxPipeStrategy(compile=True)",

@@ -44,7 +44,7 @@ from lightning_fxpipe.runtime.batch_result import BatchResult, StepNews
 from lightning_fxpipe.runtime.batch_run import PipelineRuntime
 from lightning_fxpipe.runtime.joint_step import JointSteps
 from lightning_fxpipe.runtime.whole_step import WholeSteps
-from lightning_fxpipe.schedules.by_name import ScheduleName
+from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.shard import drop_other_stages
@@ -96,7 +96,7 @@ class Session:
         *,
         replica: Replica,
         num_microbatches: int | None,
-        schedule: ScheduleName,
+        schedule: Schedule,
         loss: LossOptions,
         sparing: Sparing,
         materials: Materials | None = None,

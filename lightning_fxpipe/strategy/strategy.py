@@ -41,8 +41,9 @@ from lightning_fxpipe.recording.options import Recording
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.by_name import ScheduleName
+from lightning_fxpipe.schedules.own_table import wanted_schedule
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
-from lightning_fxpipe.strategy.options import FunctionPath, PlanFile, PositiveFloat, PositiveInt, check_options, warn_of_unused
+from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.run_recording import RunRecording
@@ -66,24 +67,23 @@ from lightning_fxpipe.user_code.step import Step, StepKind
 class PipelineStrategy(ReplicaStrategy):
     """Pipeline parallelism for an unmodified LightningModule.
 
-    The call of the model inside the step is traced, cut into stages with equally many parameters, and each stage lives on a
-    device and in a process of its own. Every batch is split into microbatches that flow through the stages.
+    The call of the model inside the step is traced and cut into stages, which live on devices and in processes of their own.
+    Every batch is split into microbatches that flow through the stages.
 
     Args:
         num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says.
-        stages_per_rank: Stages on each device. ``"auto"``: two where the schedule wants several, else one. With several, a
-            pipeline runs on a single device, too.
+        stages_per_rank: Stages on each device, also on a single one. ``"auto"``: two where the schedule wants several, else one.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
-            for each device where the batch allows it.
+            for each device where the batch allows it, or as many as a table of actions has.
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
             step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
             on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs
-            for each microbatch, too, and the loss must be a sum over microbatches, which is checked. ``"auto"`` takes it
-            where the loss allows it and a batch's activations would take more than half of the memory that is left, and else
-            ``"gpipe"``. All others are kinds of 1F1B, which idle less: ``"interleaved_1f1b"`` with several stages on each
-            device; ``"zb_h1"``, ``"zb_h2"``, ``"zero_bubble"`` and ``"interleaved_zero_bubble"``, which compute
-            gradients of weights later than those of inputs; ``"zbv_zero_bubble"``, ``"dualpipev"``, ``"v_half"`` and
-            ``"v_min"``, which place two stages on each device in a V, the last two to take less memory.
+            for each microbatch, too, and the loss must be a sum over these, which is checked. ``"auto"`` takes it where the
+            loss allows it and activations would take more than half of the memory that is left, and else ``"gpipe"``. All
+            others idle less: ``"interleaved_1f1b"`` with several stages on each device; ``"zb_h1"``, ``"zb_h2"``,
+            ``"zero_bubble"`` and ``"interleaved_zero_bubble"`` compute gradients of weights later; ``"zbv_zero_bubble"``,
+            ``"zero_bubble_v"``, ``"dualpipev"``, ``"v_half"`` and ``"v_min"`` place two stages on each device in a V. Or a
+            table of your own: a CSV file or an ``ActionTable``, with a line of actions for each device.
         balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
             ``"memory"``: parameters, gradients, Adam's states, and the activations that a stage keeps; or ``"seconds"`` on
             this device, for which layers are timed. ``"auto"`` chooses what is fastest and fits the memory, with it
@@ -125,7 +125,7 @@ class PipelineStrategy(ReplicaStrategy):
         num_stages: PositiveInt | Literal["auto"] = "auto",
         stages_per_rank: PositiveInt | Literal["auto"] = "auto",
         num_microbatches: PositiveInt | Literal["auto"] = "auto",
-        schedule: ScheduleName = "auto",
+        schedule: ScheduleName | OwnTable = "auto",
         balance: BalanceName | Literal["auto"] = "parameters",
         split_points: list[str] | None = None,
         stage_of: dict[str, int] | None = None,
@@ -146,8 +146,8 @@ class PipelineStrategy(ReplicaStrategy):
         record: str | Path | Recording | None = None,
     ) -> None:
         super().__init__()
-        self._num_microbatches = None if num_microbatches == "auto" else num_microbatches
-        self._schedule: ScheduleName = schedule
+        self._schedule = wanted_schedule(schedule, num_microbatches)
+        self._num_microbatches = self._schedule.num_microbatches if num_microbatches == "auto" else num_microbatches
         options = PlanOptions(
             given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
             num_stages=num_stages,
@@ -159,14 +159,13 @@ class PipelineStrategy(ReplicaStrategy):
             stage_of=stage_of or {},
             device_speeds=device_speeds or (),
             device_memory_gib=device_memory_gib,
-            schedule=schedule,
+            schedule=self._schedule,
             recompute=recompute,
             compile=compile,
         )
-        check_options(options, num_microbatches, start_method)
-        self._plans = RunPlans(options)
         self._loss = LossOptions.of(loss_reduction, loss_weight)
-        warn_of_unused(self._loss, schedule)
+        check_options(options, self._loss, num_microbatches, start_method)
+        self._plans = RunPlans(options)
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._start_method: StartMethod = start_method
@@ -175,7 +174,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._stage_optimizers: list[StageOptimizer] = []
         self._checkpoints = CheckpointHooks(
             self._timeout,
-            options={"schedule": schedule, "num_microbatches": self._num_microbatches},
+            options={"schedule": self._schedule.name, "num_microbatches": self._num_microbatches},
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
         )
@@ -330,8 +329,9 @@ class PipelineStrategy(ReplicaStrategy):
                         memory_left=memory_left(self.topology) if self._plans.options.needs_memory else (),
                         context=partial(step_context, self.precision_plugin),
                     )
-                # Rank 0's plan holds for all: ranks that cut differently would never find each other.
-                plan = self.broadcast(planned.plan)
+                # Those of rank 0 hold for all: ranks that cut, or go on, differently would never find each other.
+                plan, self._schedule = self.broadcast((planned.plan, self._schedule))
+                self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
                 report_plan(plan, self.module, self._num_microbatches)
             self._take_place(plan)

@@ -63,6 +63,15 @@ def placement_for(
     Raises:
         UnsupportedError: The stages cannot be as many on each device, or not with this schedule.
     """
+    table = schedule.table
+    if table is not None and table.num_ranks != num_ranks:
+        raise UnsupportedError(
+            "The table of actions is made for another number of devices.",
+            where=schedule.name,
+            observed=f"{table.num_ranks} lines and {num_ranks} devices",
+            expected="a line for each device",
+            todo=f"Set Trainer(devices={table.num_ranks}), or make the table for {num_ranks}.",
+        )
     if num_stages == "auto":
         count = schedule.stages_per_rank if stages_per_rank == "auto" else stages_per_rank
     else:

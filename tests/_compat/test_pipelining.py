@@ -92,6 +92,32 @@ def test_what_a_stage_computes_is_watched_in_the_block_only() -> None:
     assert not any(name.endswith("_one_chunk") for stage in stages for name in vars(stage))
 
 
+@pytest.mark.usefixtures("_no_group_is_left")
+@pytest.mark.parametrize(
+    "rows",
+    [["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"], ["0F1", "1F1", "1B1", "0F0", "0B1", "1F0", "1I0", "0B0", "1W0"]],
+)
+def test_a_table_may_take_microbatches_in_any_order(rows: list[str]) -> None:
+    """torch looks for the loss of the second one where the second loss is, and finds none."""
+    torch.manual_seed(1)
+    given, modules = torch.randn(2, 2), [torch.nn.Linear(2, 2) for _ in range(2)]
+    weights = torch.tensor([[1.0], [3.0]])
+    (modules[1](modules[0](given)) * weights).sum().backward()
+    expected = [[parameter.grad for parameter in module.parameters()] for module in modules]
+    one = torch.ones(1, 2, requires_grad=True)
+    for module in modules:
+        module.zero_grad()
+    stages = [
+        FrugalStage(module, index, 2, torch.device("cpu"), input_args=one, output_args=one, group=group())
+        for index, module in enumerate(modules)
+    ]
+    schedule = TableSchedule(stages, 2, [rows], loss_fn=lambda found, weight: (found * weight).sum(), scale_grads=False)
+    schedule.step(given, target=weights, return_outputs=False)
+    assert not schedule._losses
+    found = [[parameter.grad for parameter in module.parameters()] for module in modules]
+    torch.testing.assert_close(found, expected)
+
+
 class _Records(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

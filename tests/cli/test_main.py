@@ -418,3 +418,12 @@ def test_an_unknown_schedule_is_refused(project: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["simulate", "--config", write(config_of(), project), "--schedules", "2f2b"])
     assert "invalid choice: '2f2b'" in capsys.readouterr().err
+
+
+def test_a_table_of_ones_own_is_simulated_beside_names(project: Path, run: Run, fail: Run) -> None:
+    (project / "mine.csv").write_text("1F0,1B0,1F1,1B1\n0F0,0F1,0B0,0B1\n")
+    options = ("simulate", "--config", write(config_of(), project), "--num-microbatches", "2")
+    rows = [line.split() for line in run(*options, "--schedules", "1f1b", "mine.csv").splitlines()]
+    named, mine = (next(row for row in rows if row[:1] == [name]) for name in ("1f1b", "mine.csv"))
+    assert mine[1:5] == named[1:5]
+    assert "Cannot read a table of actions" in fail(*options, "--schedules", "absent.csv")

@@ -73,14 +73,14 @@ MUTANTS = [
     ),
     Mutant(
         _PARTITION,
-        "Weights(tuple(own if own < limit else 0 for own in self.weights.own))",
-        "self.weights",
+        "        return None if lighter is None else replace(self, weights=lighter)\n",
+        "        return None\n",
         (f"{_TEST_PARTITION}::test_an_embedding_that_is_heavier_than_any_stage_leaves_the_others_equal",),
         "beside a large embedding the other stages may be as heavy as it",
     ),
     Mutant(
         "planner/load.py",
-        "return by_rank if is_v_shaped(self.schedule) else by_rank[::-1]",
+        "return by_rank if self._is_v else by_rank[::-1]",
         "return by_rank",
         ("planner/test_load.py::test_the_last_stage_is_on_rank_0",),
         "a device's memory is taken for that of the one at the other end",

@@ -9,7 +9,79 @@ _LOOKS = "schedules/test_split_backward.py"
 _HOOKS = f"{_LOOKS}::test_hooks_run_as_often_as_without_a_split"
 _ORDERS = "schedules/test_by_name.py"
 
+_OWN, _TEST_OWN = "schedules/own_table.py", "schedules/test_own_table.py"
+
 MUTANTS = [
+    Mutant(
+        _OWN,
+        "ActionTable.of(sorted(table.ranks, key=lambda actions: min((action.stage for action in actions), default=-1)))",
+        "table",
+        (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
+        "a table whose lines are in another order is refused",
+    ),
+    Mutant(
+        _OWN,
+        "        if each == 2:\n",
+        "        if each == 3:\n",
+        (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
+        "a table with stages in a V is refused",
+    ),
+    Mutant(
+        _OWN,
+        "        run_table(table, [some] * table.num_stages)\n",
+        "        pass\n",
+        (f"{_TEST_OWN}::test_ranks_that_would_wait_for_ever_are_refused",),
+        "ranks that wait for each other begin to run",
+    ),
+    Mutant(
+        _OWN,
+        "num_microbatches not in (",
+        "num_microbatches in (",
+        (f"{_TEST_OWN}::test_another_number_of_microbatches_than_the_tables_is_refused",),
+        "a table for another number of microbatches never runs",
+    ),
+    Mutant(
+        _BY_NAME,
+        "    return schedule.table if num_microbatches == schedule.num_microbatches else None\n",
+        "    return schedule.table\n",
+        (f"{_TEST_OWN}::test_a_table_says_all_of_its_pipeline",),
+        "torch fails at a batch with another number of microbatches than the table",
+    ),
+    Mutant(
+        _BY_NAME,
+        "    if schedule.is_fitted and work:\n",
+        "    if schedule.is_fitted and not work:\n",
+        (f"{_ORDERS}::test_an_order_is_made_from_what_the_stages_take",),
+        "an order is that for equal stages, whatever they take",
+    ),
+    Mutant(
+        "simulation/fitted.py",
+        "        known.append(same)\n",
+        "        pass\n",
+        ("simulation/test_fitted.py::test_the_order_for_equal_stages_is_taken_where_it_is_faster",),
+        "an order that fits the stages is slower than one that does not",
+    ),
+    Mutant(
+        "planner/cut_rule.py",
+        "seconds=choice.unit_seconds, recomputed",
+        "seconds=None, recomputed",
+        ("planner/test_cut_rule.py::test_what_was_timed_counts",),
+        "what layers take by the clock does not count for the order",
+    ),
+    Mutant(
+        "planner/cut_rule.py",
+        "        if not self.tells_work and not (",
+        "        if False and not (",
+        ("planner/test_cut_rule.py::test_a_plan_tells_what_its_stages_take_where_an_order_is_made_from_it",),
+        "every setup runs all units on fakes",
+    ),
+    Mutant(
+        _STAGE,
+        "        return self._losses.pop(mb_index, None) if stage.is_last else None\n",
+        "        return super()._maybe_get_loss(stage, mb_index)\n",
+        ("_compat/test_pipelining.py::test_a_table_may_take_microbatches_in_any_order",),
+        "microbatches of a table in another order than theirs get the gradients of each other's losses, or none",
+    ),
     Mutant(
         _SPLIT,
         "    if not inputs or any(has_gradient_hooks(parameter) for parameter in parameters):\n",

@@ -66,8 +66,11 @@ def each_sample(seconds: float) -> Times:
 
 def test_where_the_host_counts_a_batch_stays_whole(clock: Callable[[Times], None]) -> None:
     clock(each_sample(1e-7))
-    chosen = choose(search(), chain_of()).alternatives[0]
+    found = choose(search(), chain_of())
+    chosen = found.alternatives[0]
     assert (chosen.num_microbatches, chosen.stages_per_rank) == (1, 1)
+    assert found.unit_seconds is not None
+    assert {*found.unit_seconds} == {each_sample(1e-7)(0, 16)}  # of a microbatch of that size
 
 
 def test_where_computing_counts_nobody_waits(clock: Callable[[Times], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from itertools import pairwise
 from typing import Any
@@ -11,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe import PartitionError, PartitionPlan, TraceError, UnsupportedError, make_plan
 from lightning_fxpipe.planner import cut_rule
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Weights
+from lightning_fxpipe.planner.recompute_rule import RecomputeRule
+from lightning_fxpipe.planner.stage_costs import stage_work
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.step_plan import make_planned
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from tests.lit import LitModel
@@ -53,6 +58,45 @@ def test_each_balance_cuts_elsewhere() -> None:
     assert cut["parameters"] == "layers"  # the table is more than all the rest
     assert cut["flops"] == "wide"  # 4 x 64 of each sample in the layers, 2 x 8 x 64 in the wide ones
     assert cut["memory"] == "layers"
+
+
+def work_of(rule: CutRule) -> tuple[StageWork, ...]:
+    planned = make_planned(Uneven(), torch.arange(64), rule=rule)
+    assert planned.assignment is not None
+    assert PartitionPlan.from_dict(json.loads(json.dumps(dataclasses.asdict(planned.plan)))) == planned.plan
+    return planned.plan.stage_work
+
+
+def test_a_plan_tells_what_its_stages_take_where_an_order_is_made_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert work_of(CutRule(num_stages=2)) == ()
+    assert plan_of(num_stages=2).stage_work == ()
+    points = ("layers.2",)
+    first, last = work_of(CutRule(num_stages=2, split_points=points, tells_work=True))
+    planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=2, split_points=points))
+    assert planned.assignment is not None
+    chain, cuts = planned.assignment.chain, planned.assignment.cuts
+    assert (first, last) == stage_work(chain, unit_costs(chain), cuts)
+    assert first.forward < last.forward
+    again = work_of(CutRule(num_stages=2, split_points=points, tells_work=True, recompute=RecomputeRule.of(["wide"])))
+    assert again[1].kept_bytes < last.kept_bytes
+
+    def failing(chain: Any) -> Any:
+        raise TraceError("It does not run on tensors without data.")
+
+    monkeypatch.setattr(cut_rule, "unit_costs", failing)
+    assert work_of(CutRule(num_stages=2, split_points=points, tells_work=True)) == ()
+
+
+def test_what_was_timed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(chain: Any, num_samples: int | None = None) -> tuple[UnitSeconds, ...]:
+        return tuple(UnitSeconds(1.0, 2.0 if index else 0.0, 1.0 + index) for index in range(len(chain.units)))
+
+    monkeypatch.setattr(cut_rule, "measured_seconds", measured)
+    found = work_of(CutRule(num_stages=2, balance="seconds", tells_work=True))
+    planned = make_planned(Uneven(), torch.arange(64), rule=CutRule(num_stages=2, balance="seconds"))
+    assert planned.assignment is not None
+    chain = planned.assignment.chain
+    assert found == stage_work(chain, unit_costs(chain), planned.assignment.cuts, seconds=measured(chain))
 
 
 def test_memory_is_that_of_states_and_of_all_microbatches() -> None:

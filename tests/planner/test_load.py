@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from lightning_fxpipe import PartitionError, StageCosts, simulate
+from lightning_fxpipe import ActionTable, PartitionError, StageCosts, simulate
 from lightning_fxpipe.planner.load import Load, memory_of_each
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks
 
@@ -36,6 +36,16 @@ def test_what_is_kept_is_that_of_a_simulation(schedule: SimulatedSchedule, num_r
             assert 1 <= kept <= num_microbatches
         else:
             assert found.peak_bytes[load.rank_of(stage)] == kept
+
+
+def test_a_table_of_ones_own_says_where_stages_are_and_what_they_keep() -> None:
+    turns = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
+    load = Load(schedule=ActionTable.from_csv(turns), num_ranks=2, num_microbatches=3, speeds=(1.0, 2.0))
+    assert load.microbatches_kept == (2, 1)
+    assert load.speed_shares == (1.0, 0.5)
+    v_shaped = "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
+    load = Load(schedule=ActionTable.from_csv(v_shaped), num_ranks=2, stages_per_rank=2, speeds=(1.0, 2.0))
+    assert load.speed_shares == (0.5, 1.0, 1.0, 0.5)
 
 
 def test_a_schedule_that_there_is_not_keeps_all() -> None:

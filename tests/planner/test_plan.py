@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.plan import SCHEMA_VERSION, BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
+from lightning_fxpipe.planner.stage_work import StageWork
 
 
 def boundary(name: str, **changes: Any) -> BoundaryTensor:
@@ -134,6 +135,10 @@ some_stages = st.builds(
     num_parameters=st.integers(0, 2**60),
     outputs=st.lists(some_boundaries, max_size=2).map(tuple),
 )
+shares = st.floats(0, 9)
+some_work = st.builds(
+    StageWork, forward=shares, input_backward=shares, weight_backward=shares, kept_bytes=st.integers(0, 2**60)
+)
 some_plans = st.builds(
     PartitionPlan,
     region=names,
@@ -156,6 +161,7 @@ some_plans = st.builds(
         ),
         max_size=2,
     ).map(tuple),
+    stage_work=st.one_of(st.just(()), st.lists(some_work, min_size=4, max_size=4).map(tuple)),
 )
 
 
@@ -190,7 +196,7 @@ def test_json_of_another_layout_is_refused_with_both_versions(tmp_path: Path, co
     assert caught.value.expected == f"schema_version {SCHEMA_VERSION}"
 
 
-_OPTIONAL = ("schema_version", "outside_reason", "joint_reason", "alternatives", "recomputed_modules")
+_OPTIONAL = ("schema_version", "outside_reason", "joint_reason", "alternatives", "recomputed_modules", "stage_work")
 
 
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(PartitionPlan) if field.name not in _OPTIONAL])
@@ -212,6 +218,21 @@ def test_plan_without_one_of_its_parts_is_damaged(key: str) -> None:
 def test_plan_with_a_part_of_another_kind_is_damaged(key: str, value: object) -> None:
     with pytest.raises(PartitionError, match="The partition plan is damaged"):
         PartitionPlan.from_dict(dataclasses.asdict(PLAN) | {key: value})
+
+
+WORK: dict[str, Any] = {"forward": 0.3, "input_backward": 0.3, "weight_backward": 0.4, "kept_bytes": 8}
+
+
+@pytest.mark.parametrize(
+    "work",
+    [[WORK] * 2, [WORK, WORK, {**WORK, "forward": -0.5}], [WORK, WORK, {**WORK, "forward": float("nan")}], [WORK, WORK, {}]]
+    + [[WORK, WORK, {**WORK, "forward": "0.3"}], [WORK, WORK, {**WORK, "kept_bytes": 0.5}], 3],
+)
+def test_plan_with_impossible_work_of_its_stages_is_damaged(work: object) -> None:
+    data = dataclasses.asdict(PLAN)
+    assert PartitionPlan.from_dict(data | {"stage_work": [WORK] * 3}).stage_work == (StageWork(**WORK),) * 3
+    with pytest.raises(PartitionError, match="The partition plan is damaged"):
+        PartitionPlan.from_dict(data | {"stage_work": work})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.recompute_rule import Load, RecomputeRule, blocks_of
 from lightning_fxpipe.planner.step_plan import make_planned
 from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.simulation.by_name import table_of
+from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.stages.build import build_stage
 from lightning_fxpipe.stages.memory import SavedBytes
 
@@ -128,6 +130,9 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
     assert states > 0
     # 1F1B keeps one microbatch less on the second stage, so less is taken.
     assert len(recomputed(wide, "auto", load(max(needs) - 1, "1f1b"))) <= len(one)
+    table = table_of("1f1b", [StageCosts(forward_seconds=1, input_backward_seconds=1)] * 2, 4)
+    for limit in (1, max(needs) - 1, max(needs)):
+        assert recomputed(wide, "auto", load(limit, table)) == recomputed(wide, "auto", load(limit, "1f1b"))
     sizes = [len(recomputed(wide, "auto", load(limit))) for limit in range(1, max(needs) + 2, max(needs) // 12)]
     assert sizes == sorted(sizes, reverse=True)
 

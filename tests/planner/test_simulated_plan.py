@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import UnsupportedError, make_plan, simulate
+from lightning_fxpipe import ScheduleError, StageCosts, UnsupportedError, make_plan, simulate
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
 from lightning_fxpipe.planner.stage_costs import DEVICES, Device
-from lightning_fxpipe.simulation.by_name import stages_of_ranks
+from lightning_fxpipe.simulation.by_name import stages_of_ranks, table_of
 
 WIDTH = 64
 SLOW = Device(flops_per_second=1e9, bytes_per_second=1e9)
@@ -78,6 +79,23 @@ def test_a_schedule_that_cannot_be_made_in_the_memory_says_why() -> None:
     found = simulate_plan(layers(), torch.randn(8, WIDTH), num_stages=2, num_microbatches=2, device=tiny)
     assert found.refused == {"zero_bubble": "A rank has not enough memory for one microbatch."}
     assert "not enough memory for one microbatch" in " ".join(str(found).split())
+
+
+def test_a_table_in_a_file_is_simulated_beside_the_names(tmp_path: Path) -> None:
+    costs = [StageCosts(forward_seconds=1, input_backward_seconds=1)]
+    for name, table in (("1f1b", table_of("1f1b", costs * 2, 4)), ("v", table_of("v_half", costs * 4, 4))):
+        (tmp_path / f"{name}.csv").write_text(table.to_csv())
+    (tmp_path / "three.csv").write_text(table_of("1f1b", costs * 3, 4).to_csv())
+    files = [tmp_path / f"{name}.csv" for name in ("1f1b", "v", "three")]
+    options: Any = {"num_stages": 2, "device": SLOW, "schedules": ["v_half", "1f1b", *files]}
+    found = simulate_plan(layers(), torch.randn(16, WIDTH), num_microbatches=4, **options)
+    own = [found.simulations[str(path)] for path in files[:2]]
+    assert [one.ranks for one in own] == [found.simulations[name].ranks for name in ("1f1b", "v_half")]
+    assert found.refused == {str(files[2]): "A table is made for other ranks. (1 stages; 1 stages; 1 stages)"}
+    other = simulate_plan(layers(), torch.randn(16, WIDTH), num_microbatches=2, **options)
+    assert other.refused[str(files[0])] == "A table is made for another number of microbatches. (4)"
+    with pytest.raises(ScheduleError, match="Cannot read a table of actions"):
+        simulate_plan(layers(), torch.randn(16, WIDTH), num_stages=2, device=SLOW, schedules=["absent"])
 
 
 def test_a_lightning_module_is_simulated_by_its_step() -> None:

@@ -8,7 +8,16 @@ from torch import nn
 
 from lightning_fxpipe.planner.cost import build_chain
 from lightning_fxpipe.planner.fastest_cut import fastest_cut
-from lightning_fxpipe.planner.stage_costs import DEVICES, Device, stage_costs, units_as_stages
+from lightning_fxpipe.planner.measured_costs import UnitSeconds
+from lightning_fxpipe.planner.stage_costs import (
+    DEVICES,
+    Device,
+    costs_of_work,
+    stage_costs,
+    stage_work,
+    units_as_stages,
+)
+from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.unit_costs import Operator, unit_costs
 from lightning_fxpipe.simulation.orders import one_forward_one_backward
 from tests.models import make_model, make_samples
@@ -62,3 +71,48 @@ def test_a_model_is_cut_by_what_its_stages_take(name: str) -> None:
     )
     assert found.is_exact
     assert [*found.simulation.costs] == stage_costs(chain, costs, found.cuts, device)
+
+
+def test_what_stages_take_beside_each_other_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 5, bias=False), nn.Linear(5, 5, bias=False))
+    chain = build_chain(trace(model, torch.randn(2, 3)))
+    costs = unit_costs(chain)
+    # Flops, and bytes of what is read and written: samples, weights and results.
+    layers = [2 * 2 * n * m + 4 * (2 * n + n * m + 2 * m) for n, m in ((3, 4), (4, 5), (5, 5))]
+    mean = (2 * layers[0] + 3 * layers[1] + 3 * layers[2]) / 2
+    first, last = stage_work(chain, costs, [0])
+    # The batch trains nothing, so the first layer has no gradients for it.
+    assert first == StageWork(
+        forward=round(layers[0] / mean, 4), input_backward=0.0, weight_backward=round(layers[0] / mean, 4), kept_bytes=0
+    )
+    both = round((layers[1] + layers[2]) / mean, 4)
+    kept = 2 * 4 * 4 + 2 * 5 * 4
+    assert last == StageWork(forward=both, input_backward=both, weight_backward=both, kept_bytes=kept)
+    (of_first, of_last) = costs_of_work([first, last])
+    assert (of_last.forward_seconds, of_last.activation_bytes, of_last.weight_bytes) == (both, kept, kept / 2)
+    assert of_first.input_backward_seconds == 0
+
+
+def test_a_clock_says_more_than_flops() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    chain = build_chain(trace(model, torch.randn(2, 3)))
+    seconds = [UnitSeconds(1.0, 0.0, 2.0), UnitSeconds(3.0, 4.0, 5.0), UnitSeconds(1.0, 1.0, 1.0)]
+    first, last = stage_work(chain, unit_costs(chain), [1], seconds=seconds)
+    assert (first.forward, first.input_backward, first.weight_backward) == (0.4444, 0.4444, 0.7778)  # of 9 for each stage
+    assert (last.forward, last.input_backward, last.weight_backward) == (0.1111, 0.1111, 0.1111)
+    assert stage_work(chain, unit_costs(chain), [1], seconds=[UnitSeconds(0, 0, 0)] * 3) == ()
+
+
+def test_what_is_recomputed_is_computed_for_each_half_and_not_kept() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(3)))
+    chain = build_chain(trace(model, torch.randn(2, 3), opened=("0", "1", "2")))
+    assert len(chain.units) == 9
+    seconds = [UnitSeconds(1.0, 1.0 if index else 0.0, 2.0) for index in range(9)]
+    plain = stage_work(chain, unit_costs(chain), [2, 5], seconds=seconds)
+    again = stage_work(chain, unit_costs(chain), [2, 5], seconds=seconds, recomputed=["1"])
+    assert plain[1].kept_bytes > again[1].kept_bytes == 2 * 3 * 4  # what the block gets
+    assert [again[stage].kept_bytes for stage in (0, 2)] == [plain[stage].kept_bytes for stage in (0, 2)]
+    of_forward = again[1].forward
+    assert again[1].input_backward == pytest.approx(2 * of_forward, abs=1e-3)
+    assert again[1].weight_backward == pytest.approx(3 * of_forward, abs=1e-3)
+    assert again[2].input_backward == pytest.approx(of_forward, abs=1e-3)

@@ -35,7 +35,7 @@ def chain() -> Chain:
 
 def timed(chain: Chain, forwards: list[float], load: Load, states: Weights | None = None, **more: Any) -> TimedChain:
     """With units whose two backward parts take as long as the forward."""
-    seconds = [UnitSeconds(each, each, each) for each in forwards]
+    seconds = tuple(UnitSeconds(each, each, each) for each in forwards)
     return TimedChain(
         chain=chain,
         costs=unit_costs(chain),

@@ -15,7 +15,7 @@ from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
 from lightning_fxpipe.runtime import schedule_choice
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
-from lightning_fxpipe.schedules.by_name import ScheduleName
+from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 
 ALONE = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=1), device=torch.device("cpu"))
 SETUP: Any = SimpleNamespace(num_microbatches=4)
@@ -31,7 +31,7 @@ class Decision:
         self.said: list[str] = []
         self.warned: list[str] = []
         log: Any = SimpleNamespace(inform=self.said.append, warn=self.warned.append)
-        self.made = Interleaving(schedule=schedule, options=options or LossOptions(), topology=ALONE, log=log)
+        self.made = Interleaving(schedule=SCHEDULES[schedule], options=options or LossOptions(), topology=ALONE, log=log)
 
     def by(self, finding: Finding, *, saved_bytes: int = 0, parameters: list[nn.Parameter] | None = None) -> Interleaving:
         tail: Any = SimpleNamespace(compare=lambda *_: finding, microbatches=[], sizes=[1])

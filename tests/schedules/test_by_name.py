@@ -10,6 +10,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from lightning_fxpipe._compat.pipelining import rows_of_class
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.planner.stage_costs import costs_of_work
+from lightning_fxpipe.planner.stage_work import StageWork
+from lightning_fxpipe.schedules import by_name
 from lightning_fxpipe.schedules.by_name import (
     SCHEDULES,
     ScheduleName,
@@ -18,8 +21,8 @@ from lightning_fxpipe.schedules.by_name import (
     training_order,
 )
 from lightning_fxpipe.simulation.actions import Action, ActionTable
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks, table_of
-from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks, table_of
+from lightning_fxpipe.simulation.costs import StageCosts, even
 from lightning_fxpipe.simulation.orders import looped_breadth_first
 from lightning_fxpipe.simulation.simulator import run_table
 
@@ -95,3 +98,43 @@ def test_passes_one_way_take_all_microbatches_through_a_stage_first() -> None:
     assert forward_order(looped, 4) == looped_breadth_first(3, 4, stages_per_rank=2)
     v = breadth_first(Placement(num_ranks=2, stages_per_rank=2, is_v=True), 1)
     assert v.to_csv() == "0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n"
+
+
+WORK = tuple(
+    StageWork(forward=forward, input_backward=0.25, weight_backward=weights, kept_bytes=kept)
+    for forward, weights, kept in ((0.2, 0.9, 8), (0.5, 0.2, 4), (0.2, 0.6, 4), (0.9, 0.2, 6))
+)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("zero_bubble", 4), ("zero_bubble_v", 2)])
+def test_an_order_is_made_from_what_the_stages_take(name: str, num_ranks: int) -> None:
+    schedule, placement, costs = SCHEDULES[name], placement_of(name, num_ranks), costs_of_work(WORK)
+    found = training_order(schedule, placement, 9, WORK)
+    assert isinstance(found, ActionTable)
+    assert found == simulate(costs, num_microbatches=9, schedule=name).table  # type: ignore[arg-type]
+    equal = table_of(name, even(costs), 9)  # type: ignore[arg-type]
+    assert run_table(found, costs).seconds <= run_table(equal, costs).seconds
+    without = training_order(schedule, placement, 9)
+    assert without == table_of(name, [COST] * 4, 9)  # type: ignore[arg-type]
+    assert without != found
+    for other in ("zb_h1", "v_half"):
+        place = placement_of(other, 4 if other == "zb_h1" else 2)
+        assert training_order(SCHEDULES[other], place, 9, WORK) == training_order(SCHEDULES[other], place, 9)
+
+
+def test_stages_whose_memory_has_no_order_have_that_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All forward first would take more memory still."""
+    asked: list[Any] = []
+
+    def refusing(name: Any, costs: Any, count: int) -> ActionTable:
+        asked.append(costs)
+        if len(asked) == 1:
+            raise ScheduleError("No order is found")
+        return table_of(name, costs, count)
+
+    monkeypatch.setattr(by_name, "table_of", refusing)
+    by_name._table.cache_clear()
+    place = placement_of("zero_bubble_v", 2)
+    assert training_order(SCHEDULES["zero_bubble_v"], place, 9, WORK) == table_of("zero_bubble_v", [COST] * 4, 9)
+    assert asked[0] == costs_of_work(WORK)
+    by_name._table.cache_clear()

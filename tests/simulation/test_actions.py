@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from torch.distributed.pipelining import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from lightning_fxpipe._compat.pipelining import rows_of
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.simulation.actions import Action, ActionTable, Kind
 from lightning_fxpipe.simulation.orders import hand_made_zero_bubble, interleaved
@@ -53,3 +65,38 @@ def test_what_nobody_could_run_is_refused(text: str, observed: str) -> None:
     ) as refused:
         ActionTable.from_csv(text)
     assert refused.value.observed == observed
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize(
+    ("kind", "each"),
+    [
+        (ScheduleInterleaved1F1B, 1),
+        (ScheduleInterleaved1F1B, 2),
+        (ScheduleLoopedBFS, 2),
+        (ScheduleInterleavedZeroBubble, 2),
+        (ScheduleZBVZeroBubble, 2),
+        (ScheduleDualPipeV, 2),
+    ],
+)
+def test_what_torch_dumps_can_be_read(kind: Any, each: int, form: str, tmp_path: Path) -> None:
+    """With its empty cells, two actions at once, and sends and receives, which follow from the others."""
+    stages = [SimpleNamespace(num_stages=2 * each, group_size=2, group_rank=0, submod=None) for _ in range(each)]
+    schedule = kind(stages, 4)
+    schedule._dump_csv(tmp_path / "torchs.csv", form)
+    assert [[str(action) for action in row] for row in ActionTable.load(tmp_path / "torchs.csv").ranks] == rows_of(schedule)
+
+
+def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    for content, observed in ((b"0F0,0X0", "'0X0'"), (b"\xff\xfe0", "can't decode"), (b"", "no action")):
+        path.write_bytes(content)
+        with pytest.raises(ScheduleError) as refused:
+            ActionTable.load(path)
+        assert refused.value.where == str(path)
+        assert observed in str(refused.value.observed)
+        assert refused.value.todo
+    with pytest.raises(ScheduleError, match="Cannot read a table of actions"):
+        ActionTable.load(tmp_path)
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")  # as spreadsheets write it
+    assert ActionTable.load(path).to_csv() == "0F0,0B0\n"

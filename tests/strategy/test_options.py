@@ -12,8 +12,10 @@ import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_fxpipe import FxPipeStrategy, make_plan
+from lightning_fxpipe import ActionTable, FxPipeStrategy, make_plan
+from lightning_fxpipe.schedules.own_table import schedule_of_table
 from tests.models import make_model, make_samples
+from tests.owntables import ODD
 
 TRAINER = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
 CLASS = "--trainer.strategy=FxPipeStrategy"
@@ -80,6 +82,8 @@ WRONG = [
     ("num_stages", "two", "two"),
     ("num_microbatches", "0", "v>0"),
     ("schedule", "foo", "'gpipe', '1f1b'"),
+    ("schedule", "absent.csv", "No such file"),
+    ("schedule", "tests", "no schedule's name, and no table of actions"),
     ("plan", "absent.json", "No such file"),
     ("loss_reduction", "median", "'sum'"),
     ("loss_weight", f"{__name__}.absent", "has no absent"),
@@ -106,10 +110,37 @@ def test_a_file_that_is_no_plan_is_an_error_of_the_parser(tmp_path: Path) -> Non
     assert "schema_version" in printed
 
 
+def test_a_schedule_may_be_a_table_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(ODD)
+    strategy, printed = run(CLASS, f"--trainer.strategy.schedule={path}")
+    assert isinstance(strategy, FxPipeStrategy), printed
+    assert strategy._schedule.table == schedule_of_table(ActionTable.from_csv(ODD), "").table
+    assert (strategy._schedule.name, strategy._num_microbatches) == (str(path), 4)
+    config = tmp_path / "config.yaml"
+    section = {"class_path": "FxPipeStrategy", "init_args": {"schedule": str(path)}}
+    config.write_text(json.dumps({"trainer": {"strategy": section}}))
+    strategy, printed = run("--config", str(config))
+    assert isinstance(strategy, FxPipeStrategy), printed
+    assert f"schedule: {path}" in run("--config", str(config), "--print_config")[1]
+    path.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    strategy, printed = run("--config", str(config))
+    assert strategy is None
+    assert "wait for each other for ever" in printed
+    assert "Traceback" not in printed
+
+
 def test_the_help_explains_every_option() -> None:
     _, printed = run("--trainer.strategy.help", "FxPipeStrategy")
     text = " ".join(printed.split())
     for option in FxPipeStrategy.__init__.__annotations__.keys() - {"return"}:
         assert f"--trainer.strategy.{option} " in text
-    for words in ("Seconds after which", "four for each device", "the same on each", "default: 1800.0"):
+    assert "help for ActionTable" not in text
+    for words in (
+        "Seconds after which",
+        "four for each device",
+        "the same on each",
+        "default: 1800.0",
+        "table of actions of your own",
+    ):
         assert words in text

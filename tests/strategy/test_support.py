@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe import ActionTable, FxPipeStrategy
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.by_name import SCHEDULES
+from lightning_fxpipe.schedules.own_table import schedule_of_table
 from lightning_fxpipe.strategy.support import (
     check_batch_dim,
     check_converted,
@@ -40,6 +41,7 @@ from lightning_fxpipe.strategy.support import (
     report_batch_norm,
 )
 from tests.lit import LitModel, make_trainer
+from tests.owntables import SPLIT_V
 
 
 class Manual(LitModel):
@@ -367,6 +369,18 @@ def test_a_schedule_for_another_number_of_stages_is_refused(schedule: str, stage
     with pytest.raises(UnsupportedError, match=f"'{schedule}' is not made for so many stages on each device") as caught:
         placed(2, schedule, stages=stages)
     assert f"num_stages={wanted}" in str(caught.value)
+
+
+def test_a_table_for_another_number_of_devices_is_refused() -> None:
+    schedule = schedule_of_table(ActionTable.from_csv(SPLIT_V), "mine.csv")
+    found = placement_for(2, schedule, num_stages="auto", stages_per_rank="auto")
+    assert found == Placement(num_ranks=2, stages_per_rank=2, is_v=True)
+    with pytest.raises(UnsupportedError, match="The table of actions is made for another number of devices") as caught:
+        placement_for(4, schedule, num_stages="auto", stages_per_rank="auto")
+    assert (caught.value.where, caught.value.observed) == ("mine.csv", "2 lines and 4 devices")
+    assert "Trainer(devices=2)" in str(caught.value)
+    with pytest.raises(UnsupportedError, match="'mine.csv' is not made for so many stages on each device"):
+        placement_for(2, schedule, num_stages=2, stages_per_rank="auto")
 
 
 def test_a_batch_passes_through_and_none_is_refused() -> None:

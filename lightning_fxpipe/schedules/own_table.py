@@ -1,0 +1,118 @@
+"""A schedule of the user's own: a table of actions, as an object or in a CSV file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule
+from lightning_fxpipe.simulation.actions import ActionTable
+from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.simulation.simulator import run_table
+
+_SUFFIX = ".csv"
+
+
+def schedule_of(value: object) -> Schedule | None:
+    """The schedule that an option's value means: a name, the path of a CSV file, or a table; None where it means none.
+
+    Raises:
+        ScheduleError: The file cannot be read, or the table cannot be run.
+    """
+    if isinstance(value, str) and value in SCHEDULES:
+        return SCHEDULES[value]
+    if isinstance(value, ActionTable):
+        return schedule_of_table(value, "ActionTable")
+    if isinstance(value, (str, Path)) and (Path(value).suffix.lower() == _SUFFIX or Path(value).is_file()):
+        return schedule_of_table(ActionTable.load(value), str(value))
+    return None
+
+
+def wanted_schedule(value: object, num_microbatches: object) -> Schedule:
+    """The schedule that the user wants.
+
+    Args:
+        value: The option.
+        num_microbatches: As the user says.
+
+    Raises:
+        ValueError: It is none.
+        ScheduleError: It is a table that cannot be run, or not with so many microbatches.
+    """
+    schedule = schedule_of(value)
+    if schedule is None:
+        names = ", ".join(map(repr, SCHEDULES))
+        raise ValueError(f"FxPipeStrategy(schedule={value!r}): expected one of {names}, or the path of a table (CSV)")
+    if num_microbatches not in ("auto", schedule.num_microbatches or num_microbatches):
+        raise ScheduleError(
+            "The schedule's table does not have so many microbatches.",
+            where=schedule.name,
+            observed=f"FxPipeStrategy(num_microbatches={num_microbatches!r}), and a table for {schedule.num_microbatches}",
+            todo="Leave num_microbatches out, or make the table for that number.",
+        )
+    return schedule
+
+
+def schedule_of_table(table: ActionTable, name: str) -> Schedule:
+    """The schedule that runs a table.
+
+    The lines of a table may be in any order: which rank a line is of follows from its stages. Microbatches go forward and
+    backward by turns, in the very order of the table, even where it has all go forward first.
+
+    Args:
+        table: The table.
+        name: What it is called.
+
+    Raises:
+        ScheduleError: Its stages lie as no pipeline's do, or its ranks wait for each other for ever.
+    """
+    ordered = ActionTable.of(sorted(table.ranks, key=lambda actions: min((action.stage for action in actions), default=-1)))
+    placement = _placement(ordered)
+    if placement is None:
+        raise _not_placed(table, name)
+    some = StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, weight_backward_seconds=1.0)
+    try:
+        run_table(table, [some] * table.num_stages)
+    except ScheduleError as error:
+        raise ScheduleError(error.what, where=name, observed=error.observed, expected=error.expected, todo=error.todo) from None
+    return Schedule(
+        name=name,
+        stages_per_rank=placement.stages_per_rank,
+        is_fixed=True,
+        is_v=placement.is_v,
+        splits=ordered.is_split,
+        table=ordered,
+    )
+
+
+def _placement(table: ActionTable) -> Placement | None:
+    """Where its stages lie; None where that is nowhere that a pipeline can place them."""
+    held = [table.stages_of(rank) for rank in range(table.num_ranks)]
+    return next((one for one in _placements(table) if [one.stages_of(rank) for rank in range(one.num_ranks)] == held), None)
+
+
+def _placements(table: ActionTable) -> Iterator[Placement]:
+    """Those for as many stages and ranks."""
+    each, rest = divmod(table.num_stages, table.num_ranks)
+    if rest == 0:
+        yield Placement(num_ranks=table.num_ranks, stages_per_rank=each)
+        if each == 2:
+            yield Placement(num_ranks=table.num_ranks, stages_per_rank=2, is_v=True)
+
+
+def _not_placed(table: ActionTable, name: str) -> ScheduleError:
+    held = (f"{', '.join(map(str, table.stages_of(rank))) or 'none'}" for rank in range(table.num_ranks))
+    ways = " or ".join(
+        f"{'in a V' if one.is_v else 'round'}: {'; '.join(str(one.stages_of(rank)) for rank in range(one.num_ranks))}"
+        for one in _placements(table)
+    )
+    return ScheduleError(
+        "The stages of a table do not lie as those of a pipeline can.",
+        where=name,
+        observed="; ".join(f"line {number}: stages {stages}" for number, stages in enumerate(held, start=1)),
+        expected="the same number of stages in each line, so that they go round through the ranks, or come back in a V"
+        + (f" ({ways})" if ways else ""),
+        todo="Number the stages of the table so.",
+    )
