@@ -157,8 +157,8 @@ class RunPlans:
         *,
         placement: Placement,
         device: torch.device,
-        memory_left: tuple[int, ...],
         context: Callable[[StepKind], AbstractContextManager[None]],
+        memory_left: tuple[int, ...] = (),
     ) -> Planned:
         """The given plan, or one made by running the step that comes first on its first microbatch.
 
@@ -167,8 +167,8 @@ class RunPlans:
             module: The module, whole.
             placement: How many stages there are, and on how many ranks.
             device: This rank's device.
-            memory_left: Bytes that the stages of each rank may take; empty where nobody knows or asks.
             context: Makes the precision plugin's context for a step.
+            memory_left: Bytes that the stages of each rank may take; empty where nobody knows or asks.
 
         Raises:
             UnsupportedError: There is no batch.

@@ -72,7 +72,7 @@ class PipelineStrategy(ReplicaStrategy):
 
     Args:
         num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says.
-        stages_per_rank: Stages on each device, also on a single one. ``"auto"``: two where the schedule wants several, else one.
+        stages_per_rank: Stages on each device, or on a single one. ``"auto"``: two where the schedule wants several, else one.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
             for each device where the batch allows it, or as many as a table of actions has.
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the

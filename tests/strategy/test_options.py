@@ -141,6 +141,6 @@ def test_the_help_explains_every_option() -> None:
         "four for each device",
         "the same on each",
         "default: 1800.0",
-        "table of actions of your own",
+        "table of your own",
     ):
         assert words in text
