@@ -226,7 +226,7 @@ class _Asked:
         return PartitionError(
             f"No cut into {self.rule.num_stages} stages fits into the devices' memory.",
             observed=f"{', '.join(map(human_bytes, closest))} for the stages with the cut that comes closest: parameters, "
-            f"gradients, Adam's states, and the activations of {load.schedule} with {load.num_microbatches} microbatches",
+            f"gradients, Adam's states, and the activations of {load.words}",
             expected=f"at most {', '.join(human_bytes(int(limit)) for limit in limits)}, with buffers for what is sent",
             todo='Use more devices, more and smaller microbatches, schedule="1f1b", which keeps fewer, or recompute="auto".',
         )

@@ -54,6 +54,12 @@ class Load:
                 )
 
     @property
+    def words(self) -> str:
+        """What an error calls it."""
+        schedule = "a table of actions" if isinstance(self.schedule, ActionTable) else self.schedule
+        return f"{schedule} with {self.num_microbatches} microbatches"
+
+    @property
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.num_ranks * self.stages_per_rank

@@ -14,7 +14,7 @@ from lightning_fxpipe.planner.partition import Firsts
 
 
 def pinned_modules(root: nn.Module, stage_of: Sequence[tuple[str, int]], num_stages: int) -> dict[str, int]:
-    """The stage of each module that a pattern matches, by its path.
+    """The stage of each module that a pattern matches, by its path, but for those inside of another one in the same stage.
 
     Args:
         root: The module that paths are relative to.
@@ -45,7 +45,15 @@ def pinned_modules(root: nn.Module, stage_of: Sequence[tuple[str, int]], num_sta
                 todo="Correct the pattern.",
             )
         found |= dict.fromkeys(matching, stage % num_stages)
-    return found
+    # A module inside of one that is in the same stage need not be open for it.
+    return {path: stage for path, stage in found.items() if _stage_around(found, path) != stage}
+
+
+def _stage_around(modules: Mapping[str, int], path: str) -> int | None:
+    """The stage of the innermost of some modules that a path is inside of; None for none."""
+    parts = path.split(".")
+    around = (".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1))
+    return next((modules[outer] for outer in around if outer in modules), None)
 
 
 def pinned_units(chain: Chain, modules: Mapping[str, int]) -> list[int | None]:

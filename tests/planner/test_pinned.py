@@ -104,4 +104,6 @@ def test_a_module_in_one_that_stays_whole_says_why() -> None:
 
 def test_paths_and_stages_by_themselves() -> None:
     assert pinned_modules(Net(), [("layers.?", 0), ("head", -1)], 4) == {f"layers.{i}": 0 for i in range(8)} | {"head": 3}
+    # What is inside of a module in the same stage may stay whole.
+    assert pinned_modules(Net(), [("layers*", 0), ("layers.7.0", 1), ("layers.6*", 0)], 4) == {"layers": 0, "layers.7.0": 1}
     assert pinned_firsts([0, None, 1, None], 2) == [[0, 0, 3, 3], [1, 1, 1, 1]]
