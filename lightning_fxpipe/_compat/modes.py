@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -67,8 +66,7 @@ def is_watched() -> bool:
     return has_function_mode() or bool(_get_current_dispatch_mode_stack())
 
 
-@contextmanager
-def unwatched_torch() -> Iterator[None]:
+def unwatched_torch() -> AbstractContextManager[None]:
     """No function mode sees the torch calls of the block. torch 2.11-2.15."""
-    with torch._C.DisableTorchFunction():
-        yield
+    # As it is, in no generator: such blocks are around each call of a step.
+    return torch._C.DisableTorchFunction()

@@ -118,7 +118,7 @@ class BatchPasses:
             Whether samples do not notice each other; otherwise the batch is not cut any more.
         """
         tries = None if self._setups.is_proven(trace, setup) else StageChanges(self._root)
-        self._changes_nothing = False
+        changed_nothing, self._changes_nothing = self._changes_nothing, False
         one = RegionPass(setup, values, random_key=step.random_key, training=False, tries=tries, measures=True)
         with self._recorder.undivided("look at a batch"), undo_after(self._root), torch.no_grad():
             joined = one.run_forward()
@@ -126,6 +126,8 @@ class BatchPasses:
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._members.own_parameters(), tail, joined or ())
+        # What has shown so once shows it again with each batch, where one look at the end of it shows any change.
+        self._changes_nothing = changed_nothing and self._interleaving.changes_nothing
         return True
 
     def _run_interleaved(

@@ -51,7 +51,7 @@ from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.step import Step, loss_of
 from lightning_fxpipe.user_code.step_code import may_differ_between_batches
-from lightning_fxpipe.user_code.undo import UndoneRuns
+from lightning_fxpipe.user_code.undo import UndoneRuns, undo_after
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,19 +175,19 @@ class StepTail:
 
         return self._run(self.microbatches[number], leg.sizes, (start, leg.part.size), region, runs, is_first=number == 0)
 
-    def compare(self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float]) -> Finding:
+    def compare(
+        self, joined: Sequence[Tensor], options: LossOptions, weights: Sequence[float], *, undoes_together: bool = False
+    ) -> Finding:
         """Finds out whether the batch's loss is a sum over its microbatches, and if the step does more; nothing is left behind.
 
         Args:
             joined: What the last stage gave for the batch.
             options: What the user says about the loss.
             weights: Factor of each microbatch's loss.
+            undoes_together: Whether the step has changed nothing so far: one look at the end shows that it still does not.
         """
         with torch.no_grad():
-            samples = (0, sum(self.sizes))
-            region = partial(self.setup.run_tail, joined, self.values.__getitem__)
-            whole = self._run(self.batch, self.batch_sizes, samples, region, None, is_first=True)
-            parts = [self.run(number, self._cut(joined, number)) for number in range(len(self.sizes))]
+            whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
         (value, logged), *of_parts = _read([whole, *parts])
@@ -198,6 +198,20 @@ class StepTail:
             only_logs_loss=only_logs and not may_differ_between_batches(self.root, self.step.function),
             changes_nothing=not any(run.has_changed_any for run in (whole, *parts)),
         )
+
+    def _runs_that_change_nothing(self, joined: Sequence[Tensor]) -> list[TailRun] | None:
+        """As :meth:`_runs`; None where they have changed anything, so that some have met what others had changed."""
+        with undo_after(self.root, self.step.function) as undone, self.undone_runs() as runs:
+            found = self._runs(joined, runs)
+        has_changed_any = undone.has_changed_any or runs.has_assigned or any(run.has_changed_any for run in found)
+        return None if has_changed_any else found
+
+    def _runs(self, joined: Sequence[Tensor], runs: UndoneRuns | None) -> list[TailRun]:
+        """The step on the whole batch, and on each microbatch; ``runs`` as for :meth:`run`."""
+        samples = (0, sum(self.sizes))
+        region = partial(self.setup.run_tail, joined, self.values.__getitem__)
+        whole = self._run(self.batch, self.batch_sizes, samples, region, runs, is_first=True)
+        return [whole, *(self.run(number, self._cut(joined, number), runs) for number in range(len(self.sizes)))]
 
     def _cut_input(self, position: int, leg: Leg, index: int) -> Tensor | None:
         value = self.values[position]

@@ -36,7 +36,8 @@ from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, gradient_specs
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace, check_same_cuts
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
-from lightning_fxpipe.schedules.pipelining import Noting, Pipeline, Place
+from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.places import Noting, Place
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion

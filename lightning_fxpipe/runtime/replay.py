@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_fxpipe._compat.modes import function_mode_removed
+from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
 from lightning_fxpipe._compat.torch import (
     FakeTensor,
     StandIns,
@@ -85,14 +85,16 @@ class StepMode(TorchFunctionMode):
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
-        try:  # not in a block of :meth:`refusing`, which costs more than the check
-            if written := check_call(self._root, func, args, kwargs):
-                self._written.update(written)
-        except FxPipeError as error:
-            self._refused = self._refused or error
-            raise
-        if func in _NUMBERS and type(args[0]) is Tensor and args[0].requires_grad:
-            args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
+        # What is asked here is no call of the step, and of no interest to others who watch it.
+        with unwatched_torch():
+            try:  # not in a block of :meth:`refusing`, which costs more than the check
+                if written := check_call(self._root, func, args, kwargs):
+                    self._written.update(written)
+            except FxPipeError as error:
+                self._refused = self._refused or error
+                raise
+            if func in _NUMBERS and type(args[0]) is Tensor and args[0].requires_grad:
+                args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
         return self._draws.call(func, args, kwargs or {})
 
     def in_stage(self) -> AbstractContextManager[None]:

@@ -116,9 +116,10 @@ class Interleaving:
             _logger.debug("Training goes forward, then backward: all activations take %.2g GiB", needed / _GIB)
             return
         was_on, were_compared, self._num_batches = self.is_on, not self.only_logs_loss, 0
-        finding = of_last_stage(
-            None if tail is None else tail.compare(joined, self._options, self.weights(tail)), self._topology
-        )
+        found = None
+        if tail is not None:
+            found = tail.compare(joined, self._options, self.weights(tail), undoes_together=self.changes_nothing)
+        finding = of_last_stage(found, self._topology)
         assert finding is not None
         if was_on and finding.verdict is Verdict.UNCLEAR:
             return

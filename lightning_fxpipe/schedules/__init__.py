@@ -2,6 +2,8 @@
 
 - ``by_name``: the schedules that a user can ask for. A further one gets its name here.
 - ``own_table``: one that the user has written, as a table of actions.
-- ``pipelining``: runs them, as classes of ``torch.distributed.pipelining`` or as tables that torch runs.
+- ``places``: where a rank's stages are in a pass through all ranks.
+- ``one_way``: runs a pass that goes forward, or back, through one stage on each rank.
+- ``pipelining``: runs all others, as classes of ``torch.distributed.pipelining`` or as tables that torch runs.
 - ``split_backward``: where gradients of weights may come later than those of inputs.
 """

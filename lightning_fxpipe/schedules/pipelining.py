@@ -8,6 +8,7 @@ How the public classes are used (seen in torch 2.13 and 2.15; ``tests/ranks/test
 * The backward pass of a region is a pipeline of its own, in the reverse order of the stages. It is left to torch only where
   microbatches go forward and backward by turns: there the last stage's forward returns the weighted loss; ``loss_fn`` hands it
   through, ``scale_grads=False``.
+* A pass that goes one way, with one stage on each rank, needs no schedule (``schedules.one_way``).
 * Between two steps nothing of a batch is kept, nor memory for the next one (``_compat.pipelining``).
 """
 
@@ -15,71 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_fxpipe._compat.autograd import with_own_node
 from lightning_fxpipe._compat.pipelining import FrugalStage, TableSchedule, unlogged, watched
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.schedules.by_name import Order
+from lightning_fxpipe.schedules.one_way import OneWay
+from lightning_fxpipe.schedules.places import Noting, Place, RunMicrobatch
 from lightning_fxpipe.schedules.split_backward import HookWatch, may_split
-from lightning_fxpipe.simulation.actions import FORWARD, Action, ActionTable, Kind
+from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.stages.build import TensorSpec
-
-_NOTHING = nullcontext()
-RunMicrobatch = Callable[[int, int, tuple[Tensor, ...]], "Tensor | tuple[Tensor, ...]"]
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
     """Share of a step that a rank idles with GPipe or 1F1B and equal stages: (P-1)/(M+P-1) (GPipe, section 2.3)."""
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noting:
-    """How the actions of a pass are noted.
-
-    Attributes:
-        recorder: Notes them, while a step is recorded.
-        first: Number in the batch of the first of the pass's microbatches.
-        kind: What a pass that goes one way does; None for one that goes both.
-    """
-
-    recorder: Recorder
-    first: int
-    kind: Kind | None
-
-    def action(self, stage: int, computes: str, index: int) -> AbstractContextManager[None]:
-        """In the block a stage computes something, as torch writes it, for a microbatch of the pass."""
-        if self.kind is not None and computes != FORWARD.value:
-            return _NOTHING  # of a table of actions forward and back, half of which do nothing
-        return self.recorder.undivided(Action(stage, self.kind or Kind(computes), self.first + index))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """One of a rank's stages in a pass.
-
-    Attributes:
-        stage: The stage.
-        index: Its number on the way of the pass.
-        received: Specs of the tensors received from the place before; empty for the first.
-        sent: Specs of the tensors sent to the next place; None for the last.
-        parameters: Those whose gradients the stage computes, where they may come later than those of its inputs; else None.
-    """
-
-    stage: int
-    index: int
-    received: tuple[TensorSpec, ...]
-    sent: tuple[TensorSpec, ...] | None
-    parameters: tuple[nn.Parameter, ...] | None = None
 
 
 class _MicrobatchAdapter(nn.Module):
@@ -142,6 +101,58 @@ class Pipeline:
         has_backward: bool = False,
         noting: Noting | None = None,
     ) -> None:
+        self._failed = False
+        self._passing: _ByTorch | OneWay
+        if order is ScheduleGPipe and not has_backward:
+            (place,) = places
+            self._passing = OneWay(place, num_microbatches=num_microbatches, device=device, group=group, noting=noting)
+        else:
+            self._passing = _ByTorch(
+                places,
+                num_places=num_places,
+                num_microbatches=num_microbatches,
+                order=order,
+                device=device,
+                group=group,
+                has_backward=has_backward,
+                noting=noting,
+            )
+
+    def step(self, run: RunMicrobatch) -> None:
+        """Runs all microbatches. Called by every rank of the pipeline.
+
+        Args:
+            run: Computes one microbatch of a stage.
+
+        Raises:
+            Exception: What ``run`` raised, without the wrapper that torch puts around it.
+        """
+        if self._failed:
+            # torch keeps the losses of the step that failed, and would run their backward instead of the new ones.
+            raise UnsupportedError(
+                "The pipeline cannot go on after a step that failed.",
+                todo="Make a new Trainer and module, and resume from a checkpoint.",
+            )
+        self._failed = True
+        self._passing.step(run)
+        self._failed = False
+
+
+class _ByTorch:
+    """A pass that torch's schedules run; arguments as those of :class:`Pipeline`."""
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        *,
+        num_places: int,
+        num_microbatches: int,
+        order: Order,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        has_backward: bool,
+        noting: Noting | None,
+    ) -> None:
         self._noting = noting
         scalar = torch.empty((), device="meta", requires_grad=has_backward)
         self._adapters = [_MicrobatchAdapter(place) for place in places]
@@ -160,27 +171,11 @@ class Pipeline:
         ]
         self._num_microbatches = num_microbatches
         self._has_losses = has_backward and any(place.sent is None for place in places)
-        self._failed = False
         self._schedule = _schedule(order, self._stages, num_microbatches, _pass_loss_through if has_backward else None)
 
     def step(self, run: RunMicrobatch) -> None:
-        """Runs all microbatches. Called by every rank of the pipeline.
-
-        Args:
-            run: Computes one microbatch of a stage, from the stage, the microbatch's index and what was received, which is its
-                own. Returns what is sent; of the last place a scalar.
-
-        Raises:
-            Exception: What ``run`` raised, without the wrapper that torch puts around it.
-        """
-        if self._failed:
-            # torch keeps the losses of the step that failed, and would run their backward instead of the new ones.
-            raise UnsupportedError(
-                "The pipeline cannot go on after a step that failed.",
-                todo="Make a new Trainer and module, and resume from a checkpoint.",
-            )
+        """As :meth:`Pipeline.step`."""
         count = self._num_microbatches
-        self._failed = True
         for adapter in self._adapters:
             adapter.run = run
         try:
@@ -189,7 +184,6 @@ class Pipeline:
                 self._schedule.step(mb=torch.arange(count), target=target, return_outputs=False)
             for stage in self._stages:
                 stage.clear_runtime_states()  # torch does so with the next step only
-            self._failed = False
             return
         except RuntimeError as error:
             # torch reports any failure of a stage as a RuntimeError with shapes; the user's own error is its cause.
@@ -204,7 +198,7 @@ class Pipeline:
     def _noted(self) -> AbstractContextManager[None]:
         """In the block the pass runs; where this rank does no action of it, it waits."""
         noting = self._noting
-        return self._watched(noting) if noting is not None and noting.recorder.is_in_step else _NOTHING
+        return self._watched(noting) if noting is not None and noting.recorder.is_in_step else nullcontext()
 
     @contextmanager
     def _watched(self, noting: Noting) -> Iterator[None]:

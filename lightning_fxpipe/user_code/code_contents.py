@@ -57,8 +57,11 @@ def _take_function(function: FunctionType) -> dict[str, Any]:
         return {}  # as most have nothing
     if str(function.__globals__.get("__name__")).startswith("lightning_fxpipe."):
         return {}
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return closure_of(function) | {f" default {index}": value for index, value in enumerate(defaults)}
+    found = closure_of(function)
+    if function.__defaults__ is not None or function.__kwdefaults__ is not None:
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        found |= {f" default {index}": value for index, value in enumerate(defaults)}
+    return found
 
 
 def _set_cell(function: FunctionType, name: str, value: Any) -> None:

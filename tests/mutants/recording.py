@@ -43,7 +43,7 @@ MUTANTS = [
         "steps with other microbatches count for the simulation",
     ),
     Mutant(
-        "schedules/pipelining.py",
+        "schedules/places.py",
         "self.first + index))",
         "index))",
         (f"{_RANKS}::test_each_rank_does_each_action_of_the_table_once_in_its_order",),

@@ -328,17 +328,51 @@ class BecomesMaximum(LitModel):
         return error.max() if self.is_maximum else error.mean()
 
 
-def fit_with_looks(between: int) -> str:
+def fit_with_looks(kind: type[LitModel], between: int) -> dict[str, Any] | str:
     """Runs on every rank."""
     lightning_fxpipe.runtime.schedule_choice._BATCHES_BETWEEN_LOOKS = between
     try:
-        fit_in_turns(BecomesMaximum)
+        return fit_in_turns(kind)
     except UnsupportedError as error:
         return error.what
     finally:
         lightning_fxpipe.runtime.schedule_choice._BATCHES_BETWEEN_LOOKS = 64
-    return ""
 
 
 def test_the_losses_are_compared_now_and_then(ranks: Ranks) -> None:
-    assert ranks(2).run(fit_with_looks, 1) == ["1F1B cannot train this loss: it is not made of those of the microbatches."] * 2
+    expected = "1F1B cannot train this loss: it is not made of those of the microbatches."
+    assert ranks(2).run(fit_with_looks, BecomesMaximum, 1) == [expected] * 2
+
+
+class RemembersLate(LitModel):
+    """From the last batch on, which is looked at, a run of the step finds what another run has left, were that not undone."""
+
+    seen = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.is_late = batch_idx == NUM_BATCHES - 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.seen += int(self.is_late)
+        return loss * (1 + self.seen)
+
+
+class RemembersInListLate(RemembersLate):
+    def on_fit_start(self) -> None:
+        self.counts = [0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.counts[0] += int(self.is_late)
+        return loss * (1 + self.counts[0])
+
+
+@pytest.mark.parametrize("kind", [RemembersLate, RemembersInListLate])
+def test_a_look_that_finds_a_change_looks_again_at_each_run_by_itself(ranks: Ranks, kind: type[LitModel]) -> None:
+    """It undoes all runs together first: one must not meet what another has changed."""
+    expected = fit(kind)
+    for each in ranks(2).run(fit_with_looks, kind, NUM_BATCHES - 2):
+        assert each["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
+        assert each["seen"] == expected["seen"]
+        torch.testing.assert_close(each["state"], expected["state"], rtol=0, atol=TOLERANCE)

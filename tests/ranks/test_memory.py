@@ -17,7 +17,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
 
 from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe.schedules.pipelining import Pipeline, Place
+from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.places import Place
 from lightning_fxpipe.stages.build import TensorSpec
 from tests.lit import make_trainer
 from tests.livebytes import LiveBytes, without_garbage

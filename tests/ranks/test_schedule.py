@@ -16,7 +16,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.schedules.by_name import SCHEDULES, training_order
-from lightning_fxpipe.schedules.pipelining import Pipeline, Place, RunMicrobatch, bubble_fraction
+from lightning_fxpipe.schedules.pipelining import Pipeline, bubble_fraction
+from lightning_fxpipe.schedules.places import Place, RunMicrobatch
 from lightning_fxpipe.stages.build import TensorSpec
 from tests.ranks.pool import RankPool
 

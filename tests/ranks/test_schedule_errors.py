@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.schedules.pipelining import Pipeline, Place
+from lightning_fxpipe.schedules.pipelining import Pipeline
+from lightning_fxpipe.schedules.places import Place
 from tests.ranks.pool import RankPool
 from tests.ranks.test_schedule import CPU, Data, LastStage, Rank, make_group
 

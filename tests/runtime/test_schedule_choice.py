@@ -30,11 +30,16 @@ class Decision:
     def __init__(self, schedule: ScheduleName, options: LossOptions | None = None) -> None:
         self.said: list[str] = []
         self.warned: list[str] = []
+        self.undone_together: list[bool] = []
         log: Any = SimpleNamespace(inform=self.said.append, warn=self.warned.append)
         self.made = Interleaving(schedule=SCHEDULES[schedule], options=options or LossOptions(), topology=ALONE, log=log)
 
     def by(self, finding: Finding, *, saved_bytes: int = 0, parameters: list[nn.Parameter] | None = None) -> Interleaving:
-        tail: Any = SimpleNamespace(compare=lambda *_: finding, microbatches=[], sizes=[1])
+        def compare(*_: Any, undoes_together: bool) -> Finding:
+            self.undone_together.append(undoes_together)
+            return finding
+
+        tail: Any = SimpleNamespace(compare=compare, microbatches=[], sizes=[1])
         self.made.decide(SETUP, saved_bytes, parameters or [], tail, ())
         return self.made
 
@@ -59,6 +64,13 @@ def test_who_asks_for_it_gets_it_whatever_memory_there_is() -> None:
     decision = Decision("1f1b")
     assert decision.by(FITS).is_on
     assert decision.said == decision.warned == []
+
+
+def test_only_what_has_changed_nothing_is_undone_together() -> None:
+    decision = Decision("1f1b")
+    for finding in (replace(FITS, changes_nothing=True), FITS, FITS):
+        decision.by(finding)
+    assert decision.undone_together == [False, True, False]
 
 
 def test_auto_does_not_look_again_where_memory_does() -> None:
