@@ -168,6 +168,13 @@ def test_the_newest_torch_that_is_tested_is_the_newest_that_is_allowed() -> None
     assert newest == f"torch>=2.{int(found[1]) - 1},<2.{found[1]}"
 
 
+def test_cuts_are_chosen_or_given() -> None:
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        FxPipeStrategy(balance="auto", split_points=["layers.1"])
+    with pytest.raises(ValueError, match="leave stage_of, device_speeds and device_memory_gib out"):
+        FxPipeStrategy(stage_of={"head": 1}, split_points=["layers.1"])
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -228,5 +228,5 @@ class _Asked:
             observed=f"{', '.join(map(human_bytes, closest))} for the stages with the cut that comes closest: parameters, "
             f"gradients, Adam's states, and the activations of {load.words}",
             expected=f"at most {', '.join(human_bytes(int(limit)) for limit in limits)}, with buffers for what is sent",
-            todo='Use more devices, more and smaller microbatches, schedule="1f1b", which keeps fewer, or recompute="auto".',
+            todo="Use more devices, more and smaller microbatches, a schedule that keeps fewer of them, or recomputation.",
         )

@@ -408,4 +408,4 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
 def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:
     sizes = {fqn: math.prod(shape) for fqn, shape in plan.parameter_shapes.items()}
     count = sum(sizes.get(fqn, 0) for fqn in fqns)
-    return f"{human_count(count)} parameters, {100 * count / max(sum(sizes.values()), 1):.1f} % of the model"
+    return f"{human_count(count)} parameter{'s'[: count != 1]}, {100 * count / max(sum(sizes.values()), 1):.1f} % of the model"

@@ -25,7 +25,7 @@ from lightning_fxpipe.planner.split_points import check_split_points
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
@@ -138,10 +138,11 @@ def make_rule(
             todo="Change num_stages, or leave num_devices out.",
         )
     num_ranks = num_devices or num_stages
+    stages_per_rank = num_stages // num_ranks if num_ranks else 1
     load = Load(
-        schedule=schedule,
+        schedule=on_stages(schedule, stages_per_rank),
         num_ranks=num_ranks,
-        stages_per_rank=num_stages // num_ranks if num_ranks else 1,
+        stages_per_rank=stages_per_rank,
         num_microbatches=num_microbatches,
         memory_bytes=memory_of_each(device_memory_gib, num_ranks),
         speeds=tuple(device_speeds),

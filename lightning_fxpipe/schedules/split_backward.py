@@ -47,6 +47,7 @@ def may_split(received: Iterable[Tensor], outputs: Collection[Tensor], parameter
     - no input trains: torch finds the ways to weights by walking from the inputs;
     - an input that trains has no part in what is computed: before 2.13 torch raises at it;
     - a weight is reached that is none of the stage's own: its gradient would be lost;
+    - an output hangs on weights alone, as a second tower that begins in the stage: its gradient would reach none of them;
     - the ways to a weight leave that to the inputs at several places: what lies between them would run for each;
     - an operation is one of Python (``torch.autograd.Function``, activation checkpointing that calls ``backward``, hooks of
       modules), which could run twice;
@@ -68,6 +69,8 @@ def may_split(received: Iterable[Tensor], outputs: Collection[Tensor], parameter
     if not (unused_inputs_may_be_split_off() or inputs <= {*leaves.values(), *map(id, outputs)}):
         return False
     on_way = _reaching([node for node, leaf in leaves.items() if leaf in inputs], users)
+    if any(output.grad_fn not in on_way for output in outputs if output.grad_fn is not None):
+        return False
     return _leave_once(on_way)
 
 

@@ -92,6 +92,12 @@ def is_v_shaped(schedule: SimulatedSchedule) -> bool:
     return schedule in _V_SHAPED
 
 
+def on_stages(schedule: SimulatedSchedule, stages_per_rank: int) -> SimulatedSchedule:
+    """What a schedule is called with so many stages on each rank: the runtime takes several with names for one, too."""
+    several: dict[SimulatedSchedule, SimulatedSchedule] = {"gpipe": "looped_bfs", "1f1b": "interleaved_1f1b"}
+    return several.get(schedule, schedule) if stages_per_rank > 1 else schedule
+
+
 def stages_of_ranks(schedule: SimulatedSchedule, num_ranks: int) -> list[tuple[int, ...]]:
     """The stages of each rank with a schedule, where nobody says how many."""
     if schedule in _V_SHAPED:

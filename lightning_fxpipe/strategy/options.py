@@ -94,6 +94,10 @@ def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any
             "FxPipeStrategy: the plan says where the cuts are, and what is recomputed; leave split_points, stage_of, balance, "
             "device_speeds, device_memory_gib and recompute out"
         )
+    if points and balance == "auto":
+        raise ValueError(
+            'FxPipeStrategy: split_points say where all cuts are, and balance="auto" chooses them; leave one of the two out'
+        )
     if points and (options.stage_of or options.device_speeds or options.device_memory_gib is not None):
         raise ValueError(
             "FxPipeStrategy: split_points say where all cuts are; leave stage_of, device_speeds and device_memory_gib out"

@@ -34,7 +34,7 @@ from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, pla
 from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, ScheduleName
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
 from lightning_fxpipe.strategy.search_space import search_space
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
@@ -324,7 +324,7 @@ class _Trial:
         name = "gpipe" if options.schedule.name == "auto" else options.schedule.name
         size = first_microbatch(batch, options.num_microbatches, num_ranks, options.batch_dim)[1]
         return Load(
-            schedule=options.schedule.table or cast(SimulatedSchedule, name),
+            schedule=options.schedule.table or on_stages(cast(SimulatedSchedule, name), self.placement.stages_per_rank),
             num_ranks=num_ranks,
             stages_per_rank=self.placement.stages_per_rank,
             num_microbatches=count,

@@ -90,11 +90,17 @@ def placement_for(
 
 
 def _not_placed(num_stages: int, stages_per_rank: int | str, num_devices: int) -> UnsupportedError:
-    each = "the same number of stages" if stages_per_rank == "auto" else f"{stages_per_rank} stages"
+    if isinstance(stages_per_rank, int):
+        return UnsupportedError(
+            "num_stages and stages_per_rank do not agree.",
+            observed=f"num_stages={num_stages} and stages_per_rank={stages_per_rank}, on {num_devices} devices",
+            expected=f"num_stages={stages_per_rank * num_devices} with so many on each",
+            todo="Leave one of the two out; a given plan brings its own number of stages.",
+        )
     return UnsupportedError(
         "The stages cannot be shared out among the devices.",
         observed=f"{num_stages} stages and {num_devices} devices",
-        expected=f"{each} on each device",
+        expected="the same number of stages on each device",
         todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}, or another multiple of the devices"
         " (a plan made for another number of stages must be made again).",
     )

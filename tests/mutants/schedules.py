@@ -13,6 +13,16 @@ _OWN, _TEST_OWN = "schedules/own_table.py", "schedules/test_own_table.py"
 
 MUTANTS = [
     Mutant(
+        _SPLIT,
+        "    if any(output.grad_fn not in on_way for output in outputs if output.grad_fn is not None):\n",
+        "    if False:\n",
+        (
+            f"{_LOOKS}::test_a_tower_that_begins_in_a_stage_gets_its_gradients",
+            f"{_LOOKS}::test_whatever_may_be_split_has_the_same_gradients_as_in_one_piece",
+        ),
+        "a tower that begins in a stage gets no gradients",
+    ),
+    Mutant(
         _OWN,
         "ActionTable.of(sorted(table.ranks, key=lambda actions: min((action.stage for action in actions), default=-1)))",
         "table",

@@ -6,6 +6,7 @@ wrong in some version of torch, or would be. All stages are in one process, wher
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe._compat.autograd import with_own_node
 from lightning_fxpipe.runtime.region_pass import RegionPass
 from lightning_fxpipe.schedules import pipelining
 from lightning_fxpipe.schedules.split_backward import HookWatch, may_split
@@ -223,6 +226,27 @@ def test_what_is_sent_may_be_needed_for_weights(split_points: list[str]) -> None
         torch.testing.assert_close(value, expected[fqn], rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}")
 
 
+class TwoTowers(Net):
+    """A second tower begins in the middle, from the batch, and meets the first one later: a decoder does so."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        first = self.layers[1](self.layers[0](batch[0]))
+        second = self.layers[2](batch[0].flip(1))
+        loss = (self.head(self.layers[3](second) * first) - batch[1]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("split_points", [["layers.1", "layers.3"], ["layers.1", "layers.3", "head"]])
+def test_a_tower_that_begins_in_a_stage_gets_its_gradients(split_points: list[str]) -> None:
+    """What it gives hangs on none of the stage's inputs, from which torch looks for weights: it got none, without a word."""
+    expected = fitted(TwoTowers(), "auto")
+    strategy = FxPipeStrategy(schedule="interleaved_zero_bubble", split_points=split_points, num_microbatches=4)
+    found = fitted(TwoTowers(), strategy)
+    for fqn, value in found.items():
+        torch.testing.assert_close(value, expected[fqn], rtol=1e-5, atol=1e-6, msg=lambda text, fqn=fqn: f"{fqn}: {text}")
+
+
 class Detaching(Skipping):
     """What is sent could train, and does not."""
 
@@ -318,6 +342,57 @@ def test_weights_that_leave_the_way_at_two_places_would_run_what_lies_between_tw
     made = weight.exp()
     assert not may_split([x], [(x * made).exp() * made], [weight])
     assert may_split([x], [x * (weight.exp() + weight.sin() * weight)], [weight])
+
+
+def test_an_output_that_hangs_on_weights_alone_would_give_them_no_gradient() -> None:
+    first, second, x = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
+    assert not may_split([x], [x * first, second.exp()], [first, second])
+    tower = second.exp()
+    assert not may_split([x], [x * tower, tower], [second])  # what comes by the other output would be missing
+    assert may_split([x], [x * first + second.exp()], [first, second])
+
+
+class Graph:
+    """A stage of random products, sums and functions of its inputs and weights."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.inputs = [torch.randn(3, requires_grad=numbers.random() < 0.9) for _ in range(numbers.randint(1, 3))]
+        self.weights = [nn.Parameter(torch.randn(3)) for _ in range(numbers.randint(1, 4))]
+        made: list[Tensor] = [*self.inputs, *self.weights]
+        for _ in range(numbers.randint(1, 9)):
+            one, other = numbers.choice(made), numbers.choice(made)
+            made.append(numbers.choice([one * other, one + other, one.tanh(), one.exp()]))
+        found = [tensor for tensor in made if tensor.grad_fn is not None] or [self.inputs[0] * self.weights[0]]
+        chosen = dict.fromkeys(numbers.choice(found) for _ in range(numbers.randint(1, 3)))
+        self.outputs = [with_own_node(tensor) for tensor in chosen]  # as a stage's are
+        self.gradients = [torch.randn(3) for _ in self.outputs]
+        self.in_one_piece = self._whole()
+
+    def _whole(self) -> list[Tensor | None]:
+        targets = [tensor for tensor in (*self.inputs, *self.weights) if tensor.requires_grad]
+        return [*torch.autograd.grad(self.outputs, targets, self.gradients, retain_graph=True, allow_unused=True)]
+
+    def split(self) -> list[Tensor | None]:
+        """As torch's runtime does it."""
+        inward, groups = stage_backward_input(self.outputs, self.gradients, self.inputs, iter(self.weights))
+        stage_backward_weight(iter(self.weights), groups)
+        of_inputs = [gradient for gradient, tensor in zip(inward, self.inputs, strict=True) if tensor.requires_grad]
+        return [*of_inputs, *(weight.grad for weight in self.weights)]
+
+
+def test_whatever_may_be_split_has_the_same_gradients_as_in_one_piece() -> None:
+    num_split = 0
+    for seed in range(1500):
+        torch.manual_seed(seed)
+        graph = Graph(random.Random(seed))
+        if not may_split(graph.inputs, graph.outputs, graph.weights):
+            continue
+        num_split += 1
+        for found, expected in zip(graph.split(), graph.in_one_piece, strict=True):
+            assert (found is None) == (expected is None), f"seed {seed}"
+            if found is not None and expected is not None:
+                torch.testing.assert_close(found, expected, msg=f"seed {seed}")
+    assert num_split > 200
 
 
 def test_a_hook_is_noted_in_its_block_only() -> None:

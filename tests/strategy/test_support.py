@@ -355,10 +355,17 @@ def test_each_device_has_one_stage_or_as_many_as_the_schedule_wants() -> None:
     assert placed(2, "gpipe", stages=4, each=2) == Placement(num_ranks=2, stages_per_rank=2)
 
 
-@pytest.mark.parametrize(("stages", "devices", "each"), [(2, 4, "auto"), (3, 2, "auto"), (4, 2, 1), (4, 2, 3)])
-def test_stages_that_cannot_be_shared_out_are_refused(stages: int, devices: int, each: int | str) -> None:
+@pytest.mark.parametrize("each", [1, 3])
+def test_numbers_of_stages_that_contradict_each_other_are_refused(each: int) -> None:
+    with pytest.raises(UnsupportedError, match="do not agree[^*]*num_stages=4 and stages_per_rank=") as caught:
+        placed(2, stages=4, each=each)
+    assert caught.value.expected == f"num_stages={2 * each} with so many on each"
+
+
+@pytest.mark.parametrize(("stages", "devices"), [(2, 4), (3, 2)])
+def test_stages_that_cannot_be_shared_out_are_refused(stages: int, devices: int) -> None:
     with pytest.raises(UnsupportedError, match="cannot be shared out") as caught:
-        placed(devices, stages=stages, each=each)
+        placed(devices, stages=stages)
     assert caught.value.observed == f"{stages} stages and {devices} devices"
     assert f"Trainer(devices={stages})" in str(caught.value)
     assert f"num_stages={devices}" in str(caught.value)
