@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,14 @@ from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, t
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.granularity import cut_costs
 from lightning_fxpipe.planner.load import Load, memory_of_each
-from lightning_fxpipe.planner.partition import Demands, Weights, lightest_maximum
+from lightning_fxpipe.planner.partition import Demands, lightest_maximum
 from lightning_fxpipe.planner.pinned import pinned_modules
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
 from lightning_fxpipe.planner.split_points import check_split_points
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
+from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
@@ -269,14 +271,17 @@ def _with_fewer_copies(planned: Planned, jointly: Callable[[], PartitionPlan]) -
 def _without_copies(planned: Planned) -> int:
     """Parameters of the heaviest stage of the best cut, if nothing were there twice."""
     assert planned.assignment is not None
+    assert planned.region is not None
     chain = planned.assignment.chain
-    once = Weights(tuple(unit.num_parameters for unit in chain.units))
+    once = parameter_weights(chain, planned.region).counted_once()
     return lightest_maximum(Demands(once, cut_costs(chain), planned.plan.num_stages))
 
 
 def _most_held(plan: PartitionPlan) -> int:
-    """Parameters of the stage that holds the most, copies included."""
-    return max(plan.num_held(stage.index) for stage in plan.stages)
+    """Parameters of the stage that holds the most, copies and what the step uses besides included."""
+    outside = sum(math.prod(plan.parameter_shapes.get(fqn, (0,))) for fqn in plan.outside_fqns)
+    last = plan.num_stages - 1
+    return max(plan.num_held(stage.index) + outside * (stage.index == last) for stage in plan.stages)
 
 
 def must_run_jointly(module: nn.Module) -> str:

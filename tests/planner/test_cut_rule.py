@@ -199,7 +199,7 @@ def test_points_where_none_can_be_are_refused(points: list[str], options: dict[s
 
 
 def test_a_point_in_a_module_that_stays_whole_says_why() -> None:
-    with pytest.raises(PartitionError, match="is not where the model can be cut") as caught:
+    with pytest.raises(PartitionError, match="A split point is not where the model can be cut") as caught:
         plan_of(Wrapped(), torch.randn(4, WIDTH), split_points=["looking.second"])
     assert "looking stays whole: " in str(caught.value.observed)
     with pytest.raises(PartitionError, match="do not come by it"):

@@ -97,7 +97,7 @@ def test_a_module_in_one_that_stays_whole_says_why() -> None:
             return self.second(h) if float(h.sum()) > 0 else h
 
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Looking())
-    with pytest.raises(PartitionError, match="is not where the model can be cut") as caught:
+    with pytest.raises(PartitionError, match="A module that stage_of names is not where the model can be cut") as caught:
         make_plan(net, torch.randn(4, WIDTH), num_stages=2, stage_of={"1.second": 1})
     assert "1 stays whole: " in str(caught.value.observed)
 

@@ -357,7 +357,9 @@ def test_each_device_has_one_stage_or_as_many_as_the_schedule_wants() -> None:
 
 @pytest.mark.parametrize("each", [1, 3])
 def test_numbers_of_stages_that_contradict_each_other_are_refused(each: int) -> None:
-    with pytest.raises(UnsupportedError, match="do not agree[^*]*num_stages=4 and stages_per_rank=") as caught:
+    with pytest.raises(
+        UnsupportedError, match="num_stages and stages_per_rank do not agree[^*]*num_stages=4 and stages_per_rank="
+    ) as caught:
         placed(2, stages=4, each=each)
     assert caught.value.expected == f"num_stages={2 * each} with so many on each"
 
