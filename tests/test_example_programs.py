@@ -155,6 +155,17 @@ def test_the_benchmark_of_what_is_chosen_compares_it() -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_what_is_foretold_compares_it_with_what_is_measured() -> None:
+    command = [sys.executable, EXAMPLES / "benchmarks" / "foretold_time.py", "--sizes", "small", "--rounds=1", "--steps=3"]
+    run = subprocess.run([*command, "--schedules", "gpipe", "zb_h1"], capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["small"]]
+    assert [row[1] for row in rows] == ["gpipe", "zb_h1"]
+    for _, _, foretold, measured, *_ in rows:
+        assert 0 < float(foretold) < 10 * float(measured)
+
+
+@pytest.mark.slow
 def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
     sizes = ["--stages=2", "--microbatches=2", "--warmup-steps=2", "--steps=3"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "overhead.py", *sizes]
