@@ -105,8 +105,14 @@ def test_all_that_was_looked_at_is_told_the_chosen_first_and_then_by_seconds(clo
     assert found.alternatives[0].step_seconds <= 1.01 * others[0]
 
 
-def test_what_does_not_fit_is_not_chosen(clock: Callable[[Times], None]) -> None:
-    clock(each_sample(1.0))
+def with_fixed_cost(_: int, samples: int) -> UnitSeconds:
+    """Many microbatches, which take the least memory, are slow."""
+    return UnitSeconds(samples + 8.0, samples + 8.0, samples + 8.0)
+
+
+@pytest.mark.parametrize("times", [each_sample(1.0), with_fixed_cost])
+def test_what_does_not_fit_is_not_chosen(clock: Callable[[Times], None], times: Times) -> None:
+    clock(times)
     chain = chain_of()
     free = choose(search(), chain)
     peaks = sorted({each.peak_bytes for each in free.alternatives})
