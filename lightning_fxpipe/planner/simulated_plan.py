@@ -18,6 +18,7 @@ from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.stage_costs import Device, stage_costs
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
@@ -121,7 +122,9 @@ def simulate_plan(
             expected="a step whose calls of the model are one region",
             todo="Simulate the module that the step calls: simulate_plan(module.net, its_input, ...).",
         )
+    assert planned.region is not None
     of_units = unit_costs(assignment.chain)
+    states = state_weights(assignment.chain, planned.region, 1 + optimizer_bytes_per_byte)
     simulations: dict[str, Simulation] = {}
     refused: dict[str, str] = {}
     for schedule in map(str, schedules):
@@ -135,6 +138,8 @@ def simulate_plan(
             cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, finer)
             costs = stage_costs(assignment.chain, of_units, cuts, device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
             costs = [*map(on_device, costs, load.speed_shares or [1.0] * len(costs))]
+            # With what several stages hold in each of them.
+            costs = [replace(cost, state_bytes=bytes_) for cost, bytes_ in zip(costs, states.of_stages(cuts), strict=True)]
             simulations[schedule] = simulate(
                 costs,
                 num_microbatches=num_microbatches,

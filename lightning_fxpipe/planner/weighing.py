@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -28,14 +29,19 @@ def parameter_weights(chain: Chain, call: Recordable) -> Weights:
     return _weights(chain, call, lambda parameter: parameter.numel())
 
 
-def state_weights(chain: Chain, call: Recordable) -> Weights:
-    """Bytes of the same: parameters, gradients, and Adam's states."""
-    return _weights(chain, call, state_bytes)
+def state_weights(chain: Chain, call: Recordable, states_per_byte: float = STATES_PER_BYTE) -> Weights:
+    """Bytes of the same: parameters, gradients, and the optimizer's states.
+
+    Args:
+        chain, call: The chain, and what it is of.
+        states_per_byte: Bytes of gradient and optimizer for each byte of a parameter that trains.
+    """
+    return _weights(chain, call, partial(state_bytes, states_per_byte=states_per_byte))
 
 
-def state_bytes(parameter: nn.Parameter) -> int:
-    """Of a parameter, its gradient and Adam's states."""
-    return (1 + STATES_PER_BYTE * parameter.requires_grad) * parameter.numel() * parameter.element_size()
+def state_bytes(parameter: nn.Parameter, states_per_byte: float = STATES_PER_BYTE) -> int:
+    """Of a parameter, its gradient and the optimizer's states."""
+    return round((1 + states_per_byte * parameter.requires_grad) * parameter.numel() * parameter.element_size())
 
 
 def memory_weights(
