@@ -96,7 +96,7 @@ def _worth_opening(chain: Chain, demands: Demands, opened: Collection[str]) -> s
     across = {path for position, path in openable.items() if position in ideal.cut_units}
     slack = (GOOD_ENOUGH - 1) * ideal.bound
     weights = demands.kinds[0]
-    heavy = {path for position, path in openable.items() if weights.of(position, position + 1) > slack}
+    heavy = {path for position, path in openable.items() if weights.of_unit(position) > slack}
     return across or heavy or (set(openable.values()) if heaviest is None else set())
 
 

@@ -15,8 +15,6 @@ from lightning_fxpipe.simulation.costs import StageCosts
 
 _T = TypeVar("_T")
 _EQUAL = StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, weight_backward_seconds=1.0)
-
-
 _GIB = 2**30
 
 

@@ -49,6 +49,10 @@ class Weights:
         shared = (weight for weight, users in self.shared if bisect_left(users, start) < bisect_left(users, end))
         return self._ends[end] - self._ends[start] + sum(shared)
 
+    def of_unit(self, unit: int) -> int:
+        """Of a stage of one unit, without a look at what others share."""
+        return self.own[unit] + sum(self.shared[index][0] for index in self._shared_by_unit[unit])
+
     def of_stages(self, cuts: Sequence[int]) -> list[int]:
         """Of each stage between cuts."""
         bounds = [0, *(cut + 1 for cut in cuts), len(self.own)]
@@ -90,7 +94,7 @@ class Weights:
 
     def without_units_of(self, weight: int) -> Weights | None:
         """The same, where units weigh nothing that have this weight by themselves, nor what they share; None without any."""
-        found = {unit for unit in range(len(self.own)) if self.of(unit, unit + 1) == weight}
+        found = {unit for unit in range(len(self.own)) if self.of_unit(unit) == weight}
         if not found or not weight:
             return None
         own = tuple(0 if unit in found else own for unit, own in enumerate(self.own))

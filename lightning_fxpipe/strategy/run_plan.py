@@ -99,7 +99,17 @@ class PlanOptions:
         return self.given is None and (self.balance == "auto" or self.recompute == "auto" or self.device_memory_gib == "auto")
 
     def memory_of(self, left: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
-        """Bytes that each device has for its stages: what the user says, or what is left."""
+        """Bytes that each device has for its stages: what the user says, or what is left.
+
+        Raises:
+            UnsupportedError: What is left shall count, and nobody knows it.
+        """
+        if self.device_memory_gib == "auto" and not left:
+            raise UnsupportedError(
+                "Nobody can say how much memory the devices have left.",
+                observed='device_memory_gib="auto", on devices whose system does not tell',
+                todo="Give device_memory_gib a number, or one for each device.",
+            )
         if self.device_memory_gib in (None, "auto"):
             return left
         return memory_of_each(cast("float | Sequence[float]", self.device_memory_gib), num_ranks)

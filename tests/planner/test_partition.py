@@ -310,6 +310,8 @@ def test_what_stages_hold_in_common_and_may_hold_equals_brute_force(demands: Dem
     assert cuts in partitions
     assert least_limit(cuts) == best
     assert demands.of_stages(cuts) == held(demands, cuts)
+    for weights in demands.kinds:
+        assert [*map(weights.of_unit, range(demands.num_units))] == [weights.of(u, u + 1) for u in range(demands.num_units)]
 
 
 def test_among_equally_heavy_stages_what_is_used_again_counts_where_it_is_first() -> None:

@@ -49,6 +49,18 @@ def test_a_given_plan_is_checked() -> None:
     assert make(plans(replace(plan, batch_dim=1), batch_dim=1), LitModel("mlp")).batch_dim == 1
 
 
+def test_memory_that_nobody_knows_is_no_limit_in_silence() -> None:
+    def options(memory: Any) -> PlanOptions:
+        counts: dict[str, Any] = {"num_stages": "auto", "stages_per_rank": "auto", "num_microbatches": None}
+        return PlanOptions(given=None, batch_dim=0, device_memory_gib=memory, **counts)
+
+    with pytest.raises(UnsupportedError, match="Nobody can say how much memory the devices have left"):
+        options("auto").memory_of((), 2)
+    assert options("auto").memory_of((5, 6), 2) == (5, 6)
+    assert options(None).memory_of((), 2) == ()
+    assert options(1).memory_of((5, 6), 2) == (2**30, 2**30)
+
+
 def test_a_plan_for_validation_does_not_hold_for_a_fit() -> None:
     """What trains decides what is pipelined."""
     module, trainer = LitModel("mlp"), make_trainer()
