@@ -1,12 +1,16 @@
-"""A step's simulated time against its measured one: the GPT of step_time.py in two stages, as a loop written by hand runs it.
+"""A step's simulated time against its measured one: a GPT in two processes, under four schedules.
 
-    python examples/benchmarks/simulated_time.py                       # three sizes, GPipe and 1F1B
-    python examples/benchmarks/simulated_time.py --rounds 5
+    python examples/benchmarks/simulated_time.py                       # three sizes
+    python examples/benchmarks/simulated_time.py --sizes large --rounds 20
 
-In each round the costs are measured first: both stages at the same time, each in a process of its own, as they run later;
-forward and backward of a microbatch, the loss with the last stage's, the optimizer step, and a message between the two. Then
-the steps of ``torch.distributed.pipelining``'s own schedules are timed (candidate "torch" of step_time.py). The table has the
-medians, and the simulated over the measured time within each round.
+A round first measures what the parts take by themselves: each process runs its own stages, a microbatch at a time (all of them
+for GPipe, which keeps them all), both at the same moment, so that they share the machine as they do later; and it runs the
+schedule with stages that compute nothing, which is what messages and Python take. Then it runs a step of the schedule. All of
+that happens in the same two processes within seconds, for the speed of a machine that others use, too, changes by a tenth from
+minute to minute.
+
+The table has medians over the rounds, the ratio simulated / measured (median, and the middle half of the rounds), and which
+schedules are the faster ones.
 """
 
 from __future__ import annotations
@@ -17,9 +21,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,132 +32,262 @@ import step_time
 SIZES = {
     "small": step_time.Work(dim=192, num_layers=8, num_heads=6),
     "middle": step_time.Work(),
-    "large": step_time.Work(dim=640, num_layers=6, num_heads=10, steps=6),
+    "large": step_time.Work(dim=640, num_layers=8, num_heads=10),
 }
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")
+# Microbatches that the parts are measured with, after one that does not count.
+NUM_ALONE = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
-    parser.add_argument("--worker", nargs=2, metavar=("SIZE", "FILE"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=12, help="how often each is measured, after one that does not count")
+    parser.add_argument("--worker", nargs=3, metavar=("SIZE", "ROUNDS", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        measure_costs(SIZES[options.worker[0]], Path(options.worker[1]))
+        size, rounds, output = options.worker
+        run_worker(SIZES[size], int(rounds), Path(output))
         return
-    rows = []
-    for size in options.sizes:
-        found: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in SCHEDULES}
-        for index in range(options.rounds):
-            costs = costs_of(size)
-            for schedule in SCHEDULES:
-                work = replace(SIZES[size], schedule=schedule)
-                measured, _, _ = step_time.launch("torch", work)
-                found[schedule].append((simulated_ms(costs, work), measured))
-                print(
-                    f"round {index + 1}/{options.rounds}  {size} {schedule}: {found[schedule][-1]}", file=sys.stderr, flush=True
-                )
-        for schedule, pairs in found.items():
-            ratios = [simulated / measured for simulated, measured in pairs]
-            middle = [f"{statistics.median(values):.0f}" for values in zip(*pairs, strict=True)]
-            rows.append((size, schedule, *middle, step_time.spread(ratios, "{:.3f}")))
     from lightning_fxpipe.reporting.table import render_table
 
+    rows = []
+    for size in options.sizes:
+        found = launch(size, options.rounds)
+        for schedule, pairs in found.items():
+            simulated, measured = (statistics.median(values) for values in zip(*pairs, strict=True))
+            ratios = [first / second for first, second in pairs]
+            rows.append((size, schedule, f"{1e3 * simulated:.0f}", f"{1e3 * measured:.0f}", middle_half(ratios)))
+        print(f"{size}: {order_of(found)}", file=sys.stderr, flush=True)
     headers = ("Size", "Schedule", "Simulated ms", "Measured ms", "Ratio")
-    print(render_table("A step in two stages", headers, rows, right_aligned=headers[2:]))
+    print(render_table("A step in two processes", headers, rows, right_aligned=headers[2:]))
 
 
-def simulated_ms(costs: list[dict[str, float]], work: step_time.Work) -> float:
-    """What a step takes with these costs of the stages."""
-    from lightning_fxpipe import Link, Overhead, StageCosts, simulate
-
-    stages = [
-        StageCosts(
-            forward_seconds=stage["forward"], input_backward_seconds=stage["backward"], output_bytes=stage["output_bytes"]
-        )
-        for stage in costs
-    ]
-    link = Link(latency_seconds=costs[0]["latency"], bytes_per_second=costs[0]["bytes_per_second"])
-    overhead = Overhead(step_seconds=max(stage["optimizer"] for stage in costs))
-    found = simulate(
-        stages,
-        num_microbatches=work.microbatches,
-        schedule=work.schedule,  # type: ignore[arg-type]
-        link=link,
-        overhead=overhead,
-    )
-    return 1000 * found.seconds
-
-
-def costs_of(size: str) -> list[dict[str, float]]:
-    """The costs of both stages, measured at the same time."""
+def launch(size: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """For each schedule and round the seconds of a step, simulated and measured."""
     with tempfile.TemporaryDirectory() as folder:
-        step_time.run_ranks([__file__, "--worker", size], folder, 2)
-        return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(2)]
+        step_time.run_ranks([__file__, "--worker", size, str(rounds)], folder, 2)
+        found: dict[str, list[tuple[float, float]]] = json.loads(Path(f"{folder}/0.json").read_text())
+    return found
+
+
+def middle_half(values: list[float]) -> str:
+    """The median, and between which values the middle half is."""
+    if len(values) < 2:
+        return f"{values[0]:.3f}"
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def order_of(found: dict[str, list[tuple[float, float]]]) -> str:
+    """The schedules from the fastest to the slowest, as simulated and as measured."""
+    orders = [
+        " < ".join(sorted(found, key=lambda schedule: statistics.median(pair[column] for pair in found[schedule])))
+        for column in range(2)
+    ]
+    return f"simulated {orders[0]}; measured {orders[1]}"
 
 
 # --------------------------------------------------------------------------- in the two processes
 
 
-def measure_costs(work: step_time.Work, output: Path) -> None:
+@dataclass
+class Model:
+    """The GPT in stages, with all of them in each process, and what crosses between them."""
+
+    modules: list[Any]
+    boundaries: list[tuple[Any, ...]]
+    batch: Any
+    num_microbatches: int
+
+    def compute(self, stage: int, index: int, received: Sequence[Any]) -> Any:
+        """One microbatch of a stage; of the last its share of the loss."""
+        ids = self.batch[index % self.num_microbatches]
+        outputs = self.modules[stage](*(received if stage else (ids[:, :-1],)))
+        if stage < len(self.modules) - 1:
+            return outputs
+        return step_time.loss_of(outputs[0], ids[:, 1:]) / self.num_microbatches
+
+    def pass_on(self, stage: int, index: int, received: Sequence[Any]) -> Any:
+        """The same sizes, with next to nothing computed."""
+        import torch
+
+        (spec,) = self.boundaries[min(stage, len(self.boundaries) - 1)]
+        given = received[0] if stage else torch.empty(spec.shape, requires_grad=True)
+        return given.flatten()[0] if stage == len(self.modules) - 1 else (given.view_as(given),)
+
+
+def make_stages(work: step_time.Work, num_stages: int) -> Model:
+    """The model, cut where the planner cuts."""
+    import torch
+
+    from lightning_fxpipe.planner.follow_plan import follow_plan
+    from lightning_fxpipe.planner.step_plan import make_plan
+    from lightning_fxpipe.stages.build import TensorSpec, build_stages
+    from lightning_fxpipe.tracing.recordable import RegionCall
+    from lightning_fxpipe.tracing.trace import trace_region
+
+    model = step_time.make_model(work)
+    batch = step_time.make_batches(work)[0].view(work.microbatches, -1, work.context + 1)
+    example = batch[0, :, :-1]
+    plan = make_plan(model, example, num_stages=num_stages)
+    call = RegionCall(path="", args=(example,), kwargs={}, batch_size=len(example))
+    stages = build_stages(follow_plan(plan, trace_region(model, call, opened=plan.opened)))
+    boundaries = [
+        tuple(TensorSpec(shape=t.shape, dtype=torch.float32, requires_grad=t.requires_grad) for t in stage.outputs)
+        for stage in plan.stages
+    ]
+    return Model([stage.module for stage in stages], boundaries[:-1], batch, work.microbatches)
+
+
+class Runs:
+    """Runs of one schedule, and of its stages by themselves. Made by both processes at the same time."""
+
+    def __init__(self, name: str, model: Model) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from lightning_fxpipe.distributed.topology import Placement, make_topology
+        from lightning_fxpipe.recording.recorder import Recorder
+        from lightning_fxpipe.schedules.by_name import SCHEDULES as KNOWN
+        from lightning_fxpipe.schedules.by_name import breadth_first, training_order
+        from lightning_fxpipe.simulation.actions import ActionTable
+
+        self.schedule = KNOWN[name]
+        self.model = model
+        placement = Placement(num_ranks=2, stages_per_rank=len(model.modules) // 2, is_v=self.schedule.is_v)
+        self.topology = topology = make_topology(torch.device("cpu"), placement=placement)  # its groups end with it
+        self.recorder = Recorder()
+        self.stages = topology.stages
+        self.own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        order = training_order(self.schedule, placement, model.num_microbatches)
+        self.together = self.pipeline(topology.stages, order, topology.group, model.num_microbatches)
+        # As many microbatches are kept as in the schedule: memory that a step takes anew is slower than what it has.
+        self.is_counted: Callable[[Any], bool] = (lambda action: action.microbatch > 0) if self.schedule.alternates else bool
+        if self.schedule.alternates:
+            one_by_one, count = ActionTable.of([self.one_by_one()]), 1 + NUM_ALONE
+        else:
+            count = model.num_microbatches
+            one_by_one = breadth_first(Placement(num_ranks=1, stages_per_rank=len(model.modules)), count)
+        self.alone = self.pipeline(range(len(model.modules)), one_by_one, self.own, count)
+
+    def one_by_one(self) -> list[Any]:
+        """Each microbatch through all stages before the next one."""
+        from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action
+
+        stages = range(len(self.model.modules))
+        back = (INPUT_BACKWARD, WEIGHT_BACKWARD) if self.schedule.splits else (BACKWARD,)
+        return [
+            action
+            for index in range(1 + NUM_ALONE)
+            for action in (
+                *(Action(stage, FORWARD, index) for stage in stages),
+                *(Action(stage, kind, index) for stage in reversed(stages) for kind in back),
+            )
+        ]
+
+    def pipeline(self, stages: Sequence[int], order: Any, group: Any, num_microbatches: int) -> Any:
+        import torch
+
+        from lightning_fxpipe.schedules.pipelining import Pipeline
+        from lightning_fxpipe.schedules.places import Noting, Place
+
+        model, splits, last = self.model, self.schedule.splits, len(self.model.modules) - 1
+        places = [
+            Place(
+                stage=stage,
+                index=stage,
+                received=model.boundaries[stage - 1] if stage else (),
+                sent=None if stage == last else model.boundaries[stage],
+                parameters=tuple(model.modules[stage].parameters()) if splits else None,
+            )
+            for stage in stages
+        ]
+        return Pipeline(
+            places,
+            num_places=last + 1,
+            num_microbatches=num_microbatches,
+            order=order,
+            device=torch.device("cpu"),
+            group=group,
+            has_backward=True,
+            noting=Noting(recorder=self.recorder, first=0, kind=None),
+        )
+
+    def own_or_nothing(self, stage: int, index: int, received: Sequence[Any]) -> Any:
+        """One microbatch of a stage of this process; of another's what has its size."""
+        run = self.model.compute if stage in self.stages else self.model.pass_on
+        return run(stage, index, received)
+
+    def parts(self) -> dict[int, list[float]]:
+        """Seconds of the forward and of the two parts of the backward of each stage, of those of both processes."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        self.recorder.begin(torch.device("cpu"))
+        with self.recorder.during("all"):
+            self.alone.step(self.own_or_nothing)
+        spans = [span for span in self.recorder.end().spans if not isinstance(span.work, str) and self.is_counted(span.work)]
+        found: list[dict[int, list[float]]] = [{}, {}]
+        own = {}
+        for stage in self.stages:
+            of_stage = [span for span in spans if span.work.stage == stage]
+            own[stage] = [
+                statistics.mean([s.end_seconds - s.start_seconds for s in of_stage if s.work.kind.value in kinds] or [0.0])
+                for kinds in ("F", "IB", "W")
+            ]
+        dist.all_gather_object(found, own)
+        return {**found[0], **found[1]}
+
+    def seconds(self, run: Callable[..., Any]) -> float:
+        """Of a step, until the last process has ended it."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        begin = time.perf_counter()
+        self.together.step(run)
+        taken = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+        return float(taken)
+
+
+def simulated_seconds(runs: Runs, parts: dict[int, list[float]], nothing_seconds: float) -> float:
+    """What a step takes when its stages take what they took by themselves, and a step of empty stages takes this."""
+    from lightning_fxpipe import Overhead, StageCosts
+    from lightning_fxpipe.simulation.by_name import table_of
+    from lightning_fxpipe.simulation.simulator import run_table
+
+    costs = [
+        StageCosts(forward_seconds=forward, input_backward_seconds=inward, weight_backward_seconds=weight)
+        for _, (forward, inward, weight) in sorted(parts.items())
+    ]
+    table = table_of(runs.schedule.name, costs, runs.model.num_microbatches, len(costs) // 2)  # type: ignore[arg-type]
+    empty = [StageCosts(forward_seconds=0.0, input_backward_seconds=0.0) for _ in costs]
+    # Of each action, so that a step of empty stages takes what it took.
+    one = run_table(table, empty, overhead=Overhead(action_seconds=1.0)).seconds
+    return run_table(table, costs, overhead=Overhead(action_seconds=nothing_seconds / one)).seconds
+
+
+def run_worker(work: step_time.Work, rounds: int, output: Path) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    module, example, boundary = step_time.make_stage(work, rank)
-    targets = torch.zeros(*example.shape, dtype=torch.long)
-    optimizer = step_time.make_optimizer([p for _, p in module.named_parameters()])
-    (sent,) = boundary[0]
-    received = torch.randn(sent.shape)
-    times: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-
-    def timed(name: str, call: Callable[[], Any]) -> Any:
-        begin = time.perf_counter()
-        result = call()
-        times[name].append(time.perf_counter() - begin)
-        return result
-
-    def forward() -> Any:
-        if rank == 0:
-            return module(example)[0]
-        return step_time.loss_of(module(received.detach().requires_grad_())[0], targets)
-
-    gradient = torch.randn(sent.shape) if rank == 0 else None
-    for _ in range(work.warmup_steps + work.steps):
-        dist.barrier()
-        for _ in range(work.microbatches):
-            result = timed("forward", forward)
-            timed("backward", partial(result.backward, gradient))
-        timed("optimizer", lambda: (optimizer.step(), optimizer.zero_grad()))
-    costs = {name: statistics.median(values[len(values) // 4 :]) for name, values in times.items()}
-    costs["output_bytes"] = received.nbytes if rank == 0 else 0
-    costs["latency"], costs["bytes_per_second"] = measure_link(received)
-    output.write_text(json.dumps(costs))
+    models = {count: make_stages(work, count) for count in (2, 4)}
+    all_runs = [Runs(name, models[2 if name in ("gpipe", "1f1b") else 4]) for name in SCHEDULES]
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in SCHEDULES}
+    for index in range(1 + rounds):
+        for name, runs in zip(SCHEDULES, all_runs, strict=True):
+            parts = runs.parts()
+            nothing_seconds = min(runs.seconds(runs.model.pass_on) for _ in range(3))
+            measured = runs.seconds(runs.model.compute)
+            if index:
+                found[name].append((simulated_seconds(runs, parts, nothing_seconds), measured))
+    output.write_text(json.dumps(found))
     dist.destroy_process_group()
-
-
-def measure_link(tensor: Any) -> tuple[float, float]:
-    """Seconds of a message of a few bytes, and bytes in a second of a large one."""
-    import torch
-
-    seconds = [message_seconds(size) for size in (torch.zeros(1), tensor)]
-    return seconds[0], tensor.nbytes / max(seconds[1] - seconds[0], 1e-9)
-
-
-def message_seconds(tensor: Any) -> float:
-    """Half of the way there and back, median."""
-    import torch.distributed as dist
-
-    rank, times = dist.get_rank(), []
-    for _ in range(30):
-        begin = time.perf_counter()
-        for turn in (0, 1):
-            dist.send(tensor, 1 - rank) if rank == turn else dist.recv(tensor, 1 - rank)
-        times.append((time.perf_counter() - begin) / 2)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":
