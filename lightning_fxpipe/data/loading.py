@@ -1,13 +1,14 @@
 """Dataloaders that end on every rank together, or with an error on every rank.
 
 A rank whose data ended before that of the others would go on to the next epoch or to validation while they wait for it in a
-step: forever, or with the tensors of another step.
+step: forever, or with the tensors of another step. Replicas have other batches, and in training as many of them.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import islice
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed.distributed_c10d as dist
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -28,20 +30,21 @@ from lightning_fxpipe._compat.torch import end_workers
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement
 from lightning_fxpipe.errors import BatchError
+from lightning_fxpipe.user_code.step import StepKind
 
 # The batches of an epoch after which ranks may be spared: their steps, or the one before, have shown what the stages need.
 _CONSIDERED = (2, 3)
 _DISAGREEMENT = BatchError(
     "A dataloader ends at different batches on different ranks.",
-    expected="the same batches in the same order on every rank of a pipeline",
+    expected="the same batches in the same order on every rank of a pipeline, and in training as many in each replica",
     todo="Let the data depend on no rank: do not cut it up by RANK or by the world size, and call seed_everything before "
-    "random data is made.",
+    "random data is made. Where there are replicas, drop what is left over when the samples are shared out among them.",
 )
 # Samplers that give as many samples as they say.
-_EXACT = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_EXACT = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-def in_step(loader: Any, sparing: Sparing) -> Any:
+def in_step(loader: Any, sparing: Sparing, as_replica: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
     """A copy of a dataloader that keeps step with those of the other ranks.
 
     Where torch's own samplers say how many batches there will be, the numbers are compared when an epoch begins; elsewhere the
@@ -50,8 +53,9 @@ def in_step(loader: Any, sparing: Sparing) -> Any:
     Args:
         loader: A dataloader, or anything else that is iterated for batches.
         sparing: Knows the ranks that do not load.
+        as_replica: In its block user code that loads is the same on every rank of a pipeline, which it may ask for.
     """
-    group = sparing.group
+    group = sparing.replicas.everyone
     if group is None or dist.get_world_size(group) == 1 or type(loader).__module__ == "builtins":
         return loader
     following = copy.copy(loader)  # the user's own stays as it is
@@ -60,7 +64,7 @@ def in_step(loader: Any, sparing: Sparing) -> Any:
         following.__class__ = _in_step_kind(kind)
     except TypeError:
         return loader  # written in C
-    following.in_step_with = sparing
+    following.in_step_with, following.as_replica = sparing, as_replica
     return following
 
 
@@ -70,7 +74,7 @@ def _in_step_kind(kind: Any) -> Any:
 
     def iterate(self: Any) -> Iterator[Any]:
         length = f"{len(self)} batches" if _length_is_exact(self) else None
-        return _InStep(lambda: kind.__iter__(self), partial(end_workers, self), self.in_step_with, length)
+        return _InStep(lambda: kind.__iter__(self), partial(end_workers, self), self.in_step_with, self.as_replica, length)
 
     return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
@@ -89,18 +93,31 @@ class _InStep:
         begin: Makes the loader's own iterator.
         give_up: Ends what the loader keeps running for its iterators.
         sparing: Knows the ranks that do not load.
+        as_replica: In its block user code that loads is the same on every rank.
         length: How many batches there will be, where that is known.
     """
 
     def __init__(
-        self, begin: Callable[[], Iterator[Any]], give_up: Callable[[], None], sparing: Sparing, length: str | None
+        self,
+        begin: Callable[[], Iterator[Any]],
+        give_up: Callable[[], None],
+        sparing: Sparing,
+        as_replica: Callable[[], AbstractContextManager[None]],
+        length: str | None,
     ) -> None:
         self._give_up = give_up
         self._sparing = sparing
+        self._as_replica = as_replica
         self._length = length
         self._kind = sparing.running_step()
+        self._group = sparing.replicas.everyone if self._kind is StepKind.TRAIN else sparing.group
         self._count = 0
-        self._inner = sparing.begin(self._kind, begin)
+
+        def begin_as_replica() -> Iterator[Any]:
+            with as_replica():  # workers that are forked here stay so
+                return begin()
+
+        self._inner = sparing.begin(self._kind, begin_as_replica)
 
     def __iter__(self) -> _InStep:
         return self
@@ -108,7 +125,7 @@ class _InStep:
     def __next__(self) -> Any:
         # Not in the constructor: Lightning hides an error that making an iterator raises.
         if self._length is not None and self._count == 0:
-            check_agreement(self._sparing.group, self._length, _DISAGREEMENT)
+            check_agreement(self._group, self._length, _DISAGREEMENT)
         loaded = self._load()
         if not loaded:
             raise StopIteration
@@ -129,10 +146,11 @@ class _InStep:
 
     def _load_here(self) -> list[Any]:
         assert self._inner is not None
-        return list(islice(self._inner, 1))
+        with self._as_replica():
+            return list(islice(self._inner, 1))
 
     def _vote(self, has_batch: bool) -> None:
-        group = self._sparing.group
+        group = self._group
         ended = torch.tensor([int(not has_batch)])
         dist.all_reduce(ended, group=group)
         if 0 < int(ended) < dist.get_world_size(group):

@@ -1,4 +1,4 @@
-"""What user code sees of a pipeline's processes: one replica, as on one device.
+"""What user code sees of a pipeline's processes: one replica, as on one device, or one of several, as under DDP.
 
 A step that scales its loss by ``dist.get_world_size()``, or gathers the embeddings of all replicas, runs on all ranks of a
 pipeline, of which only the last comes to its end: what it gathers would be wrong, or the call would wait for ever. So while a
@@ -8,6 +8,9 @@ another group is the real one: torch.distributed.pipelining always names ours. T
 
 What computes must do the same on every rank, so it is rank 0 everywhere: the steps, and what makes data. What acts, as a hook
 that writes a file, must do so once: there a rank has its own number, and a collective gives every rank rank 0's values.
+
+Where there are several replicas, those are the world: a step is rank r in replica r, and a collective goes from each rank to
+those with the same stages in the other replicas (``distributed.replica_calls``).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +31,8 @@ import torch.distributed.nn.functional as seen_with_gradients
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.distributed.replica_calls import ReplicaCalls
+from lightning_fxpipe.distributed.topology import Replicas, Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.user_code.frames import user_source
 
@@ -41,8 +46,10 @@ _MACHINERY = ("torch.distributed.pipelining.", "torch.distributed.checkpoint.")
 _NO_PARTNER = ("send", "recv", "send_object_list", "recv_object_list", "new_subgroups", "new_subgroups_by_enumeration")
 # Those that Lightning needs for itself: it makes a group for its own barriers, and destroys it.
 _ONLY_IN_USER_CODE = ("new_group", "destroy_process_group")
+# What has an answer without any message.
+_QUESTIONS = (*_ONLY_IN_USER_CODE, "get_rank", "get_world_size", "is_initialized", "get_process_group_ranks")
 # Collectives of tensors: the arguments with what a rank gives and gets, either of them a tensor or a list with one.
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, tuple[str, str]] = {
     "all_reduce": ("tensor", "tensor"),
     "reduce": ("tensor", "tensor"),
     "broadcast": ("tensor", "tensor"),
@@ -70,10 +77,13 @@ class Replica:
     """Answers for the default process group. Made by every rank of the pipeline.
 
     Args:
-        share: Gives every rank rank 0's argument. Called by every rank.
+        share: Gives every rank of the pipeline the argument of the one with the last stage. Called by every rank of it.
+        topology: This rank's place; None: in the only replica.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, topology: Topology | None = None) -> None:
+        self._topology = topology
+        self._replicas = Replicas() if topology is None else topology.replicas
         self._now = _Now()
         self._share_together = share
         self._share: Share = _own
@@ -121,33 +131,54 @@ class Replica:
 
     def answering(self) -> AbstractContextManager[None]:
         """During the block torch.distributed is what user code sees, also under names that modules have imported before."""
+        if self._replicas.are_several and self._topology is not None and self._topology.num_ranks == 1:
+            return nullcontext()  # the ranks are the replicas, and the functions what they are
         answers = {name: functools.partial(self._exchange, name) for name in _COLLECTIVES}
         own = (name for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
         answers |= {name.removeprefix("_"): getattr(self, name) for name in own}
-        answers |= {name: functools.partial(_refuse, name) for name in _NO_PARTNER}
         with_gradients = {name: functools.partial(_with_gradients, name) for name in _COLLECTIVES}
-        return _replaced(
+        answers |= {name: functools.partial(_refuse, name) for name in _NO_PARTNER}
+        replacements = [
             (owner, name, functools.partial(self._for_default_group, answer))
             for owner, found in ((seen, answers), (seen_with_gradients, with_gradients), (seen.nn, with_gradients))
             for name, answer in found.items()
-        )
+        ]
+        if self._replicas.are_several:
+            calls = ReplicaCalls(self._replicas, self._shared_object)
+            replacements = [
+                (owner, name, replacement if name in _QUESTIONS else functools.partial(self._among_replicas, calls))
+                for owner, name, replacement in replacements
+            ]
+        return _replaced(replacements)
 
     def _for_default_group(self, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         """The function of torch; ``answer`` is called where its group is the default one, with all arguments by name."""
+
+        def call(arguments: dict[str, Any]) -> Any:
+            result = answer(**arguments)
+            return _Done() if arguments.get("async_op") else result
+
+        return self._where_asked(original, call)
+
+    def _among_replicas(self, calls: ReplicaCalls, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of torch, with the group of the replicas in place of the default one."""
+        return self._where_asked(original, functools.partial(calls.run, original))
+
+    def _where_asked(self, original: Callable[..., Any], call: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+        """The function, but ``call`` with all arguments by name where user code calls it with the default group."""
         signature = inspect.signature(original)
         is_everybodys = original.__name__ not in _ONLY_IN_USER_CODE
 
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             is_own = arguments.get("group") in (None, seen.group.WORLD)
             asks_for_us = str(sys._getframe(1).f_globals.get("__name__")).startswith(_MACHINERY)
             if not is_own or asks_for_us or not (is_everybodys or self._now.is_acting or self.is_computing):
                 return original(*args, **kwargs)
-            result = answer(**arguments)
-            return _Done() if arguments.get("async_op") else result
+            return call(arguments)
 
-        return call
+        return run
 
     # ------------------------------------------------------------------ who and how many
 
@@ -156,26 +187,28 @@ class Replica:
         return self._now.is_acting and not self.is_computing
 
     def _get_rank(self, **_: Any) -> int:
-        return real.get_rank() if self._only_acts else 0
+        if not self._only_acts:
+            return self._replicas.index
+        return real.get_rank() if self._topology is None else self._topology.rank_to_users
 
     def _get_world_size(self, **_: Any) -> int:
-        return 1
+        return self._replicas.count
 
     def _is_initialized(self) -> bool:
         # Code that asks goes its way of one device; Lightning itself must know.
-        return not self.is_computing and real.is_initialized()
+        return (self._replicas.are_several or not self.is_computing) and real.is_initialized()
 
     def _new_group(self, ranks: Any = None, **_: Any) -> Any:
-        """The group of the replica itself, which is what the default group stands for."""
-        if ranks is not None and list(ranks) != [0]:
-            raise _refusal(f"new_group({list(ranks)})", "a group of the only replica: new_group(), or new_group([0])")
+        """The group of the replicas, which is what the default group stands for."""
+        if ranks is not None and [*ranks] != [*range(self._replicas.count)]:
+            raise _refusal(f"new_group({[*ranks]})", f"a group of all replicas: new_group(), {self._replicas.count} ranks")
         return seen.group.WORLD
 
     def _destroy_process_group(self, **_: Any) -> None:
         """Nothing: it is needed until the run has ended."""
 
     def _get_process_group_ranks(self, **_: Any) -> list[int]:
-        return [0]
+        return [*range(self._replicas.count)]
 
     # ------------------------------------------------------------------ collectives
 

@@ -1,14 +1,19 @@
-"""Which rank holds which stage.
+"""Which rank holds which stage, of which replica.
 
-The last stage lives on global rank 0, where Lightning has its progress bar, loggers and the results of ``predict``; so the
-stages run against the ranks, unless they come back in a V, which ends where it began. A process group with that order makes the
-pipeline's ranks those of the group (``sort_ranks=False``; a DeviceMesh would sort).
+The ranks are a mesh of two axes: D replicas of a pipeline of P ranks, replica d on the global ranks d P to (d + 1) P - 1. So
+the ranks of a pipeline, which talk to each other for every microbatch, are neighbours, on one machine where that has as many;
+the replicas, which talk once for each optimizer step, may be on several.
+
+Within a pipeline the last stage lives on its first global rank: of the first replica that is rank 0, where Lightning has its
+progress bar, loggers and the results of ``predict``. So the stages run against the ranks, unless they come back in a V, which
+ends where it began. A process group with that order makes the pipeline's ranks those of the group (``sort_ranks=False``; a
+DeviceMesh would sort).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -52,6 +57,35 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """The axis of replicas: pipelines that train the same model on other batches.
+
+    Attributes:
+        count: How many there are, D.
+        index: Which of them this rank is in.
+        group: Group of the ranks that have this rank's stages, by replica; None where there is one replica.
+        control_group: The same ranks, for small messages between CPUs.
+        everyone: All ranks of all replicas, for small messages between CPUs.
+    """
+
+    count: int = 1
+    index: int = 0
+    group: dist.ProcessGroup | None = None
+    control_group: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are others."""
+        return self.count > 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is in the replica that writes what is written once."""
+        return self.index == 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """This rank's place in its pipeline.
 
@@ -63,6 +97,7 @@ class Topology:
         device: This rank's device.
         backward_group: Process group in which the stages are placed in the same way when they are numbered from the last one.
         timeout: How long a rank waits for another.
+        replicas: The pipelines beside this one.
     """
 
     group: dist.ProcessGroup | None
@@ -72,6 +107,7 @@ class Topology:
     device: torch.device
     backward_group: dist.ProcessGroup | None = None
     timeout: timedelta | None = None
+    replicas: Replicas = Replicas()
     _parts: dict[Any, dist.ProcessGroup] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Topology:
@@ -117,9 +153,20 @@ class Topology:
         """Global rank that holds a stage."""
         return self.global_rank(self.placement.rank_of(stage))
 
+    @property
+    def first_rank(self) -> int:
+        """The least global rank of the pipeline."""
+        return self.replicas.index * self.num_ranks
+
     def global_rank(self, rank: int) -> int:
         """Global rank of a pipeline rank."""
-        return rank if self.placement.is_v else self.num_ranks - 1 - rank
+        return self.first_rank + (rank if self.placement.is_v else self.num_ranks - 1 - rank)
+
+    @property
+    def rank_to_users(self) -> int:
+        """This rank's number where user code asks for it: the replica's on the rank that ends steps, as if that were the only
+        one; the other ranks' numbers follow after these. With one replica it is the global rank."""
+        return self.replicas.index + self.replicas.count * (self.global_rank(self.rank) - self.first_rank)
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Global ranks that hold some stages, each once, in the stages' order."""
@@ -130,7 +177,8 @@ class Topology:
         return any(stage in self.stages for stage in stages)
 
     def group_of(self, ranks: Iterable[int], *, controls: bool = False) -> dist.ProcessGroup:
-        """A group of some of the ranks, made once. Called by every rank, with the same ranks in the same order of calls.
+        """A group of some of the pipeline's ranks, made once. Called by every rank of every replica, with those of the same
+        stages in the same order of calls.
 
         Args:
             ranks: Global ranks.
@@ -139,9 +187,14 @@ class Topology:
         key = (*sorted(ranks),), controls and self.control_group is not self.group
         if key not in self._parts:
             members, needs_gloo = key
-            self._parts[key] = dist.new_group(list(members), self.timeout, backend="gloo" if needs_gloo else None)
-            if isinstance(self._parts[key], dist.ProcessGroup):  # else this rank is no member
-                closed_with(self, [self._parts[key]])
+            backend = "gloo" if needs_gloo else None
+            for replica in range(self.replicas.count):  # all ranks make the groups of all
+                shift = replica * self.num_ranks - self.first_rank
+                found = dist.new_group([rank + shift for rank in members], self.timeout, backend=backend)
+                if not shift:
+                    self._parts[key] = found
+                if isinstance(found, dist.ProcessGroup):  # else this rank is no member
+                    closed_with(self, [found])
         return self._parts[key]
 
 
@@ -151,7 +204,7 @@ _in_use: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, tuple[list[int], Topolo
 
 
 def shared_topology(device: torch.device, timeout: timedelta, placement: Placement, num_failed_runs: int) -> Topology:
-    """The pipeline over all ranks, made once for all runs of the process. Called by every rank at the same time.
+    """The pipelines over all ranks, made once for all runs of the process. Called by every rank at the same time.
 
     Ranks that a failed run has left may have stopped at different places, with messages in between that nobody has taken. So
     the runs that follow have other process groups.
@@ -187,22 +240,38 @@ def shared_topology(device: torch.device, timeout: timedelta, placement: Placeme
 
 
 def make_topology(device: torch.device, timeout: timedelta | None = None, placement: Placement | None = None) -> Topology:
-    """One pipeline over all ranks. Called by every rank, with the default process group initialised.
+    """As many pipelines as there are ranks for. Called by every rank, with the default process group initialised.
 
     Args:
         device: This rank's device.
         timeout: How long a rank waits for another.
-        placement: Which rank has which stages; None: each has one.
+        placement: Which rank of a pipeline has which stages; None: there is one, and each rank has one.
     """
-    num_ranks = dist.get_world_size()
-    placement = placement or Placement(num_ranks=num_ranks)
-    # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
-    against = num_ranks > 1 and not placement.is_v
-    order: dict[str, Any] = {"ranks": list(reversed(range(num_ranks))), "sort_ranks": False} if against else {}
-    group = dist.new_group(timeout=timeout, **order)
-    control = group if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout, **order)
+    world_size = dist.get_world_size()
+    placement = placement or Placement(num_ranks=world_size)
+    num_ranks = placement.num_ranks
+    made: list[dist.ProcessGroup] = []
+
+    def new_group(ranks: Sequence[int], *, against: bool = False, controls: bool = False) -> dist.ProcessGroup | None:
+        """This rank's group, if it is one of them."""
+        # torch has no `sort_ranks` before 2.13, where one rank is all there may be (support.check_torch).
+        order: dict[str, Any] = {"ranks": [*reversed(ranks)], "sort_ranks": False} if against else {"ranks": [*ranks]}
+        found = dist.new_group(timeout=timeout, backend="gloo" if controls else None, **order)
+        if not isinstance(found, dist.ProcessGroup):
+            return None
+        made.append(found)
+        return found
+
+    pipelines = [range(first, first + num_ranks) for first in range(0, world_size, num_ranks)]
+    is_gloo, against = dist.get_backend() == "gloo", num_ranks > 1 and not placement.is_v
+    (group,) = filter(None, [new_group(ranks, against=against) for ranks in pipelines])
+    control = group
+    if not is_gloo:
+        (control,) = filter(None, [new_group(ranks, against=against, controls=True) for ranks in pipelines])
     # Numbered from the last one, the stages run with the ranks; those of a V are where they were.
-    backward = group if placement.is_v else dist.new_group(timeout=timeout)
+    backward = group
+    if not placement.is_v:
+        (backward,) = filter(None, [new_group(ranks) for ranks in pipelines])
     topology = Topology(
         group=group,
         backward_group=backward,
@@ -211,6 +280,23 @@ def make_topology(device: torch.device, timeout: timedelta | None = None, placem
         placement=placement,
         device=device,
         timeout=timeout,
+        replicas=_replicas(pipelines, new_group, is_gloo=is_gloo) if len(pipelines) > 1 else Replicas(everyone=control),
     )
-    closed_with(topology, [group, backward, control])
+    closed_with(topology, made)
     return topology
+
+
+def _replicas(pipelines: Sequence[range], new_group: Callable[..., dist.ProcessGroup | None], *, is_gloo: bool) -> Replicas:
+    """The axis of replicas. Called by every rank."""
+    across = [*zip(*pipelines, strict=True)]
+    (group,) = filter(None, [new_group(ranks) for ranks in across])
+    control = group
+    if not is_gloo:
+        (control,) = filter(None, [new_group(ranks, controls=True) for ranks in across])
+    return Replicas(
+        count=len(pipelines),
+        index=next(index for index, ranks in enumerate(pipelines) if dist.get_rank() in ranks),
+        group=group,
+        control_group=control,
+        everyone=new_group(range(dist.get_world_size()), controls=True),
+    )

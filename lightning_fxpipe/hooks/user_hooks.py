@@ -117,11 +117,9 @@ class Hooks:
         for name in ("log", "log_dict"):
             patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
         kinds = in_all_roots(BasePredictionWriter)
-        if not trainer.is_global_zero:
-            # Rank 0 has the predictions, and a file is written once.
-            # In a step all ranks take themselves for rank 0.
-            prints = type(self._module).print is lightning_class(self._module).print
-            patches += [(self._module, "print", _do_nothing)] if prints else []
+        if not trainer.is_global_zero and type(self._module).print is lightning_class(self._module).print:
+            patches.append((self._module, "print", _do_nothing))  # in a step all ranks take themselves for rank 0
+        if not self._topology.is_last:  # that rank has the predictions, and a file is written once
             writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
         self._output_readers = readers(hooks, "output")

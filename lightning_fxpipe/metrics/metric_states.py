@@ -7,6 +7,7 @@ pipeline are one replica: what torchmetrics itself would gather from them is P t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat.torch import patched_attributes, tree_map, version_of
+from lightning_fxpipe._compat.torch import FakeTensor, patched_attributes, tree_leaves, tree_map, version_of
+from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.portable import on_host, require_picklable
 from lightning_fxpipe.user_code.contents import same_mapping
@@ -84,25 +86,38 @@ def take_over_states(metrics: Mapping[str, nn.Module], changes: Iterable[Differe
 
 
 @contextmanager
-def one_replica() -> Iterator[None]:
-    """During the block metrics gather nothing from other ranks, those neither that are made in it."""
-    with patched_attributes((Metric, "sync", _no_sync)):
+def among_replicas(replicas: Replicas) -> Iterator[None]:
+    """During the block metrics gather from other replicas only, if there are any, those too that are made in it."""
+    original = Metric.sync
+
+    @functools.wraps(original)
+    def sync(
+        self: Metric,
+        dist_sync_fn: Any = None,
+        process_group: Any = None,
+        should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:
+        if not replicas.are_several or any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(_state(self))):
+            return  # as torchmetrics' own where nothing is distributed
+        group = process_group or self.process_group or replicas.group
+        original(self, dist_sync_fn, group, should_sync, distributed_available)
+
+    with patched_attributes((Metric, "sync", sync)):
         yield
 
 
-def belong_to_one_replica(metrics: Iterable[nn.Module]) -> None:
-    """Metrics gather nothing from other ranks, now and after the run: their states are those of the whole pipeline."""
+def belong_to_replicas(metrics: Iterable[nn.Module], replicas: Replicas) -> None:
+    """Metrics gather nothing from ranks of their own pipeline, now and after the run: their states are those of all of it."""
     for metric in metrics:
-        if isinstance(metric, Metric):
+        if isinstance(metric, Metric) and replicas.are_several:
+            metric.process_group = metric.process_group or replicas.group
+        elif isinstance(metric, Metric):
             metric.distributed_available_fn = _never
 
 
 def _never() -> bool:
     return False
-
-
-def _no_sync(self: Metric, *args: Any, **kwargs: Any) -> None:
-    """As torchmetrics' own where nothing is distributed."""
 
 
 class _Remembered:

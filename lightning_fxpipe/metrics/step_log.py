@@ -117,8 +117,8 @@ class StepLog:
         return StepLog(self._metrics)
 
     def _add(self, name: str, value: Any, options: dict[str, Any]) -> None:
-        # Every rank logs the same values, so there is nothing to synchronise.
-        for about_ranks in ("sync_dist", "sync_dist_group", "enable_graph"):
+        # Every rank of a pipeline logs the same values; `sync_dist` is about other replicas.
+        for about_ranks in ("sync_dist_group", "enable_graph"):
             options.pop(about_ranks, None)
         explicit = options.pop("batch_size", None)
         for option, given in options.items():  # which the other ranks must be told of

@@ -5,5 +5,6 @@
 - ``holders``: which stage has which tensor.
 - ``gather``: makes the module whole again after its runs.
 - ``gradients``: of parameters that several stages hold; clipping over all stages.
+- ``replicas``: gradients that replicas average, and the state that they begin with.
 - ``memory``: how much there is, and what autograd takes of it.
 """

@@ -145,7 +145,11 @@ class CheckpointHooks:
     def _make_group(self) -> dist.ProcessGroup | None:
         if dist.get_world_size() > 1:
             with noted_connections():
-                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+                # Only the ranks of the first replica come here.
+                ranks = dist.get_process_group_ranks(self._now.topology.group)
+                self._group = dist.new_group(
+                    ranks, self._timeout, backend="gloo", use_local_synchronization=self._now.topology.replicas.are_several
+                )
         return self._group
 
     @property
@@ -190,6 +194,8 @@ class CheckpointHooks:
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
+        if not topology.replicas.is_first:
+            return  # it has the same
         self._remove_linked()
         location = Location.of(path, storage_options)
         check_seen_by_all(location, topology.num_ranks)

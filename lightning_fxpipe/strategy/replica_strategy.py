@@ -1,7 +1,9 @@
-"""What the strategy says of processes: to user code that they are one replica, to the launcher how many there are."""
+"""What the strategy says of processes: to user code how many replicas they are, to the launcher how many there are."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,9 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fxpipe._compat.lightning import set_rank_zero_only
+from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.replica_tensors import gathered, reduced
+from lightning_fxpipe.distributed.topology import Replicas, Topology
 
 Broadcast = TypeVar("Broadcast")
 
@@ -33,6 +37,7 @@ class ReplicaStrategy(Base):
         self._num_machines = 1
         self._topology: Topology | None = None
         self._replica: Replica | None = None
+        self._averages = True  # over the replicas, after a backward pass
         super().__init__()
 
     @property
@@ -59,17 +64,22 @@ class ReplicaStrategy(Base):
         """Processes on this machine, one for each device."""
         return len(self._parallel_devices) if self._parallel_devices is not None else 0
 
+    @property
+    def replicas(self) -> Replicas:
+        """The pipelines that train on different batches; one as long as no processes have started."""
+        return Replicas() if self._topology is None else self._topology.replicas
+
     # ------------------------------------------------------------------ what the Trainer tells user code
 
     @property
     @override
     def world_size(self) -> int:
-        return 1  # the ranks of one pipeline are one replica
+        return self.replicas.count  # the ranks of one pipeline are one replica
 
     @property
     @override
     def parallel_devices(self) -> list[torch.device] | None:
-        return self._parallel_devices and [self.root_device]
+        return self._parallel_devices and [self.root_device] * self.replicas.count
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
@@ -77,7 +87,7 @@ class ReplicaStrategy(Base):
 
     @property
     def num_nodes(self) -> int:
-        """Machines that a replica's batch is multiplied by: the pipeline's work on the same."""
+        """Machines that a replica's batch is multiplied by: those of all replicas are among ``parallel_devices``."""
         return 1
 
     @num_nodes.setter
@@ -87,26 +97,30 @@ class ReplicaStrategy(Base):
     @property
     @override
     def global_rank(self) -> int:
-        return 0 if self._replica is not None and self._replica.is_computing else super().global_rank
+        if self._replica is not None and self._replica.is_computing:
+            return self.replicas.index
+        # Those that end a step are numbered as replicas are, so that code for rank r < world_size runs once for each.
+        return super().global_rank if self._topology is None else self._topology.rank_to_users
 
     @property
     def is_distributed(self) -> bool:
         """Whether data is distributed, which is what Lightning asks this for: all ranks of one pipeline get the same."""
-        return False
+        return self.replicas.are_several
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.replicas.count, "rank": self.replicas.index}
 
     # ------------------------------------------------------------------ ranks
 
     def set_world_ranks(self) -> None:
         """Tells the environment this process's rank; the Trainer calls it as soon as it is made, and every run again."""
         assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        rank = self.node_rank * self.num_processes + self.local_rank
+        self.cluster_environment.set_global_rank(rank)
         self.cluster_environment.set_world_size(self._num_machines * self.num_processes)
-        set_rank_zero_only(self.global_rank)
+        set_rank_zero_only(rank)
 
     @property
     def _others_answer(self) -> bool:
@@ -115,37 +129,52 @@ class ReplicaStrategy(Base):
         return dist.is_initialized() and not is_computing and not has_failed()
 
     @property
-    def _control_group(self) -> dist.ProcessGroup | None:
+    def _everyone(self) -> dist.ProcessGroup | None:
         """For messages between CPUs, for which the host need not wait for its device."""
-        return None if self._topology is None else self._topology.control_group
+        return self.replicas.everyone
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._others_answer:
-            dist.barrier(self._control_group)
+            dist.barrier(self._everyone)
 
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
         if not self._others_answer:
             return obj
         objects = [obj]
-        dist.broadcast_object_list(objects, src, self._control_group)
+        dist.broadcast_object_list(objects, src, self._everyone)
         return objects[0]
 
-    @override
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """The value itself: the ranks of one pipeline are one data-parallel replica, and all have the same."""
-        return tensor
+    def broadcast_in_pipeline(self, obj: Broadcast) -> Broadcast:
+        """The object of the rank with the last stage, on the ranks of its pipeline."""
+        return of_last_stage(obj, self.topology) if self._others_answer else obj
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not self._others_answer:
             return decision
         votes = torch.tensor(int(decision), device="cpu")
-        dist.all_reduce(votes, group=self._control_group)
-        return int(votes) == self.topology.num_ranks if all else int(votes) > 0
+        dist.all_reduce(votes, group=self._everyone)
+        return int(votes) == dist.get_world_size() if all else int(votes) > 0
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Over the replicas: the ranks of one pipeline have the same. Called by the ranks of all replicas that have a stage."""
+        return reduced(tensor, self.replicas, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """The tensor itself, as on one device."""
-        return tensor
+        """The tensors of all replicas, along a new first dimension; with one replica the tensor itself, as on one device."""
+        return gathered(tensor, self.replicas, group, sync_grads=sync_grads)
+
+    # ------------------------------------------------------------------ gradients of replicas
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """In the block gradients are accumulated, and not averaged over the replicas."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before

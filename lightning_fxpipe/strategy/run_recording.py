@@ -65,7 +65,7 @@ class RunRecording:
     # ------------------------------------------------------------------ a run
 
     def begin_run(self, trainer: Trainer, topology: Topology, plan: PartitionPlan | None = None) -> None:
-        """Called by every rank before each run.
+        """Called by every rank before each run. Of several replicas the first is recorded.
 
         Args:
             trainer: The Trainer.
@@ -77,7 +77,7 @@ class RunRecording:
         """
         self.recorder.is_on = False
         self._trainer = None
-        if self._options is None or trainer.state.fn != TrainerFn.FITTING:
+        if self._options is None or trainer.state.fn != TrainerFn.FITTING or not topology.replicas.is_first:
             return
         problem = of_last_stage(check_writable(self._options.folder) if topology.is_last else None, topology)
         if problem is not None:

@@ -28,7 +28,7 @@ from lightning_fxpipe.hooks.old_gradients import OldGradients
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.hooks.whole_model import WholeModel
 from lightning_fxpipe.metrics.metric_calls import held_metrics
-from lightning_fxpipe.metrics.metric_states import MetricStates, belong_to_one_replica, take_over_states
+from lightning_fxpipe.metrics.metric_states import MetricStates, belong_to_replicas, take_over_states
 from lightning_fxpipe.metrics.step_log import ResultChannel, replay
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.optim.optimizers import StageOptimizer
@@ -47,6 +47,7 @@ from lightning_fxpipe.runtime.whole_step import WholeSteps
 from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
+from lightning_fxpipe.stages.replicas import Replicated
 from lightning_fxpipe.stages.shard import drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
 from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
@@ -86,6 +87,7 @@ class Session:
     Attributes:
         is_split: Whether the module is in pieces; where :meth:`end_run` makes it whole again, the session is over.
         dropped: The placeholders of parameters that this rank has dropped, by the parameter's identity.
+        replicated: This rank's part as one of several replicas.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Session:
         self.is_split = True
         self._dropped = drop_other_stages(module, plan, topology.stages, topology.device, materials)
         self._materials = materials
-        belong_to_one_replica(held_metrics(module).values())
+        belong_to_replicas(held_metrics(module).values(), topology.replicas)
         self._shared = _share_parameters(module, plan, topology)
         self.dropped: Mapping[int, Tensor] = {id(entry.parameter): entry.placeholder for entry in self._dropped}
         self.hooks = Hooks(module, WholeModel(module, plan, topology, self.dropped), topology, replica)
@@ -120,6 +122,10 @@ class Session:
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
+        self.replicated = Replicated(
+            topology.replicas, lambda: self._members.parameters.values(), lambda: self._members.buffers.values()
+        )
+        self.replicated.begin()
         # As they were listed, those that every rank has, and those of stages.
         self._buffers: tuple[Any, dict[str, Tensor], dict[str, Tensor]] = (None, {}, {})
         self._runtime = PipelineRuntime(
@@ -209,14 +215,23 @@ class Session:
                 if isinstance(callback, in_all_roots(BaseFinetuning)):
                     of_root(BaseFinetuning, callback).on_fit_start(callback, trainer, self.module)
 
-    def train(self, step: Step, batch: Any) -> Any:
+    def train(self, step: Step, batch: Any, *, averages: bool) -> Any:
         """Runs a training batch up to its loss. Called by every rank.
+
+        Args:
+            step: The step.
+            batch: The batch.
+            averages: Whether replicas average their gradients after it, and do not go on to accumulate them.
 
         Returns:
             What the step returned; on the other stages the value of its loss, in a dict with whatever else hooks are to see.
             None if the step returned None, which skips the batch.
         """
         self._begin_batch()
+        with self.replicated.step(trains=True, averages=averages):
+            return self._train(step, batch)
+
+    def _train(self, step: Step, batch: Any) -> Any:
         before = self._members.parameters  # a module's forward may give them other memory
         if self._joint is not None:
             output = self._joint.run(step, batch)
@@ -253,30 +268,33 @@ class Session:
                 with self.hooks.around_optimizers(self.module.trainer):
                     yield
 
-    def backward(self, run: Callable[[], None], *, retains: bool) -> None:
+    def backward(self, run: Callable[[], None], *, retains: bool, averages: bool) -> None:
         """The backward pass of the batch that has run. Called by every rank.
 
         Args:
             run: Calls backward on the loss; runs on the last stage, and on every rank where all run the step.
             retains: Whether another backward pass may follow.
+            averages: Whether replicas average their gradients after it, and do not go on to accumulate them.
         """
-        if self._joint is not None:
-            run()
-            return
-        with self._shared.summed_gradients():
-            if self._topology.is_last:
-                self._runtime.passes.lead_backward(run, retains=retains)
-            else:
-                self._runtime.passes.follow()
+        with self.replicated.backward(averages=averages):
+            if self._joint is not None:
+                run()
+                return
+            with self._shared.summed_gradients():
+                if self._topology.is_last:
+                    self._runtime.passes.lead_backward(run, retains=retains)
+                else:
+                    self._runtime.passes.follow()
         if not retains:
             self._runtime.passes.end_batch()
 
     def evaluate(self, step: Step, batch: Any) -> Any:
         """Runs a batch forward; on the last stage returns what the step would have returned for it, elsewhere None."""
         self._begin_batch()
-        if step.kind in self._jointly_evaluated:
-            return self._evaluate_jointly(step, batch)
-        return self._run(step, batch)[1]
+        with self.replicated.step(trains=False, averages=False):
+            if step.kind in self._jointly_evaluated:
+                return self._evaluate_jointly(step, batch)
+            return self._run(step, batch)[1]
 
     def _evaluate_jointly(self, step: Step, batch: Any) -> Any:
         output = self._joint_steps.run(step, batch)
@@ -386,6 +404,8 @@ class Session:
         if self._materials is not None:  # the checkpoint that was to come has come
             self._materials.finish((), draws=True)
             self._materials = None
+            self._members.renewed()
+            self.replicated.begin()
         self._members.renewed()
 
     def _run_once(

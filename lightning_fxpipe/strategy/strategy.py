@@ -29,7 +29,7 @@ from lightning_fxpipe.distributed.topology import shared_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
 from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
-from lightning_fxpipe.metrics.metric_states import one_replica
+from lightning_fxpipe.metrics.metric_states import among_replicas
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
 from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
@@ -71,7 +71,9 @@ class PipelineStrategy(ReplicaStrategy):
     Every batch is split into microbatches that flow through the stages.
 
     Args:
-        num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says.
+        num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says. With
+            fewer stages than devices there are several replicas of the pipeline, which train on different batches as under DDP:
+            ``devices=8`` and ``num_stages=2`` are four.
         stages_per_rank: Stages on each device, or on a single one. ``"auto"``: two where the schedule wants several, else one.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
             for each device where the batch allows it, or as many as a table of actions has.
@@ -194,7 +196,7 @@ class PipelineStrategy(ReplicaStrategy):
         fresh["_checkpoints"] = self._checkpoints.copy()
         if self._topology is not None:
             fresh["_sparing"] = memo[id(self._sparing)] = Sparing(self._topology, inform)  # loaders have it, too
-            fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast)
+            fresh["_replica"] = memo[id(self._replica)] = Replica(copied.broadcast_in_pipeline, self._topology)
         for name, value in vars(self).items():
             vars(copied)[name] = fresh[name] if name in fresh else copy.deepcopy(value, memo)
         return copied
@@ -247,9 +249,9 @@ class PipelineStrategy(ReplicaStrategy):
         if self.topology.num_ranks > 1:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
-        # Lock step: samplers and user code must draw the same numbers on all ranks, seeded or not.
-        self._checkpoints.seed, state = self.broadcast((torch.initial_seed(), rng_state()))
-        if not self.is_global_zero:
+        # Lock step: samplers and user code must draw the same numbers on all ranks of a pipeline, seeded or not.
+        self._checkpoints.seed, state = self.broadcast_in_pipeline((torch.initial_seed(), rng_state()))
+        if not self.topology.is_last:
             set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
 
     def _take_place(self, plan: PartitionPlan | None = None) -> None:
@@ -263,16 +265,17 @@ class PipelineStrategy(ReplicaStrategy):
         self._topology = topology
         if plan is None:
             self._sparing = Sparing(topology, inform)
-            self._replica = Replica(self.broadcast)
+            self._replica = Replica(self.broadcast_in_pipeline, topology)
         else:
             self._sparing.move_to(topology)  # loaders have it
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        check_sampler(dataloader)
+        check_sampler(dataloader, self.replicas)
         if self._topology is None:
             return dataloader  # asked for before a run, as to count its batches
-        return seeded_alike(in_step(self._plans.begun.whole(dataloader), self._sparing))
+        loader = in_step(self._plans.begun.whole(dataloader), self._sparing, self.replica.computing)
+        return seeded_alike(loader, self.replicas)
 
     # ------------------------------------------------------------------ setup
 
@@ -285,11 +288,12 @@ class PipelineStrategy(ReplicaStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._checkpoints.forget_run()
-        self._stop_if_asked = stopping_together(trainer, self.topology.control_group)
-        self._patches.enter_context(one_replica())
+        self._stop_if_asked = stopping_together(trainer, self._everyone)
+        self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
-        # Lightning advises `sync_dist=True` where several processes log; these log the same values.
-        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+        if not self.replicas.are_several:
+            # Lightning advises `sync_dist=True` where several processes log; these log the same values.
+            warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         with self._constructions.changing(self.module):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if not self._is_in_stages():
@@ -307,10 +311,10 @@ class PipelineStrategy(ReplicaStrategy):
         profiler: Any = trainer.profiler  # type: ignore[attr-defined]
         profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
         self.setup_precision_plugin()
-        self._detach_precision()
         self._precision = PipelinePrecision(
             self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
         )
+        self._patches.callback(self._precision.detach)
         self.barrier("setup")
 
     def _split(self, trainer: Trainer) -> None:
@@ -333,7 +337,7 @@ class PipelineStrategy(ReplicaStrategy):
                 plan, self._schedule = self.broadcast((planned.plan, self._schedule))
                 self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
-                report_plan(plan, self.module, self._num_microbatches)
+                report_plan(plan, self.module, self._num_microbatches, self.replicas)
             self._take_place(plan)
             self._session = Session(
                 self.module,
@@ -379,18 +383,12 @@ class PipelineStrategy(ReplicaStrategy):
         with self.session.hooks.suspend():
             self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
-    def _detach_precision(self) -> None:
-        if self._precision is not None:
-            self._precision.detach()
-            self._precision = None
-
     @override
     def teardown(self) -> None:
         # Not the base class's, which moves the module to the CPU: placeholders cannot be moved.
         assert self.cluster_environment is not None and self.accelerator is not None
         self._checkpoints.end_run()
         self._recording.end_run()
-        self._detach_precision()
         self._patches.close()
         if self._session is not None:
             self._session.end_run(self._stage_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
@@ -450,16 +448,15 @@ class PipelineStrategy(ReplicaStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._checkpoints.has_trained = True
-        return self._run_step(StepKind.TRAIN, self.session.train, args, kwargs)
+        return self._run_step(StepKind.TRAIN, partial(self.session.train, averages=self._averages), args, kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         plugin, module = self.precision_plugin, self.module
         with no_end_of_epoch("backward"), self._recording.during("backward"), self.session.around_backward():
             loss: Tensor = plugin.pre_backward(closure_loss, module)
-            self.session.backward(
-                lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), retains=bool(kwargs.get("retain_graph"))
-            )
+            run, retains = partial(plugin.backward, loss, module, optimizer, *args, **kwargs), bool(kwargs.get("retain_graph"))
+            self.session.backward(run, retains=retains, averages=self._averages)
             return plugin.post_backward(loss, module)
 
     @override

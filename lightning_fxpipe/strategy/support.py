@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat.lightning import takes_loader, validates_by_time
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
-from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.distributed.topology import Placement, Replicas
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
@@ -50,43 +50,56 @@ def check_torch(num_processes: int, version: str = torch.__version__) -> None:
 
 
 def placement_for(
-    num_ranks: int, schedule: Schedule, *, num_stages: int | Literal["auto"], stages_per_rank: int | Literal["auto"]
+    num_devices: int, schedule: Schedule, *, num_stages: int | Literal["auto"], stages_per_rank: int | Literal["auto"]
 ) -> Placement:
-    """Which device has which stages.
+    """Which rank of a pipeline has which stages. Fewer stages than the devices have room for make several pipelines: replicas.
 
     Args:
-        num_ranks: Devices.
+        num_devices: Devices of all replicas.
         schedule: How batches go through the stages.
-        num_stages: As the user or a given plan says.
+        num_stages: Of a pipeline, as the user or a given plan says.
         stages_per_rank: As the user says.
 
     Raises:
         UnsupportedError: The stages cannot be as many on each device, or not with this schedule.
     """
     table = schedule.table
-    if table is not None and table.num_ranks != num_ranks:
+    if table is not None and num_devices % table.num_ranks:
         raise UnsupportedError(
             "The table of actions is made for another number of devices.",
             where=schedule.name,
-            observed=f"{table.num_ranks} lines and {num_ranks} devices",
-            expected="a line for each device",
-            todo=f"Set Trainer(devices={table.num_ranks}), or make the table for {num_ranks}.",
+            observed=f"{table.num_ranks} lines and {num_devices} devices",
+            expected="a line for each device of a pipeline",
+            todo=f"Set Trainer(devices={table.num_ranks}), or a multiple of it, or make the table for {num_devices}.",
         )
     if num_stages == "auto":
         count = schedule.stages_per_rank if stages_per_rank == "auto" else stages_per_rank
+        num_ranks = num_devices if table is None else table.num_ranks
     else:
-        count = num_stages // num_ranks
-        if num_stages % num_ranks or stages_per_rank not in ("auto", count):
-            raise _not_placed(num_stages, stages_per_rank, num_ranks)
+        count = _stages_on_each(num_stages, num_devices, schedule, stages_per_rank)
+        num_ranks, rest = divmod(num_stages, count)
+        if rest or num_devices % num_ranks:
+            raise _not_placed(num_stages, stages_per_rank, num_devices)
     if schedule.is_fixed and count != schedule.stages_per_rank:
         raise UnsupportedError(
             f"The schedule {schedule.name!r} is not made for so many stages on each device.",
-            observed=f"{count * num_ranks} stages and {num_ranks} devices",
+            observed=f"{count * num_ranks} stages and {num_devices} devices",
             expected=f"{schedule.stages_per_rank} on each device",
-            todo=f"Set num_stages={schedule.stages_per_rank * num_ranks}, leave it out, or take another schedule "
+            todo=f"Set num_stages={schedule.stages_per_rank * num_devices}, leave it out, or take another schedule "
             "(a plan made for another number of stages must be made again).",
         )
     return Placement(num_ranks=num_ranks, stages_per_rank=count, is_v=schedule.is_v)
+
+
+def _stages_on_each(num_stages: int, num_devices: int, schedule: Schedule, wanted: int | Literal["auto"]) -> int:
+    """How many of a number of stages are on one device: as many as it takes for all devices to be one pipeline, unless the user
+    or the schedule says otherwise."""
+    if wanted != "auto":
+        return wanted
+    of_one_pipeline = max(1, num_stages // num_devices)
+    num_ranks, rest = divmod(num_stages, schedule.stages_per_rank)
+    makes_replicas = not rest and num_ranks > 1 and num_devices % num_ranks == 0
+    return schedule.stages_per_rank if schedule.is_fixed and makes_replicas else of_one_pipeline
 
 
 def _not_placed(num_stages: int, stages_per_rank: int | str, num_devices: int) -> UnsupportedError:
@@ -94,15 +107,15 @@ def _not_placed(num_stages: int, stages_per_rank: int | str, num_devices: int) -
         return UnsupportedError(
             "num_stages and stages_per_rank do not agree.",
             observed=f"num_stages={num_stages} and stages_per_rank={stages_per_rank}, on {num_devices} devices",
-            expected=f"num_stages={stages_per_rank * num_devices} with so many on each",
+            expected=f"num_stages={stages_per_rank * num_devices} with so many on each, or fewer for several replicas",
             todo="Leave one of the two out; a given plan brings its own number of stages.",
         )
     return UnsupportedError(
         "The stages cannot be shared out among the devices.",
         observed=f"{num_stages} stages and {num_devices} devices",
-        expected="the same number of stages on each device",
-        todo=f"Set Trainer(devices={num_stages}), or num_stages={num_devices}, or another multiple of the devices"
-        " (a plan made for another number of stages must be made again).",
+        expected="the same number of stages on each device, or a whole number of replicas with a device for each stage",
+        todo=f"Set Trainer(devices={num_stages}) or a multiple of it, or num_stages={num_devices}, or another multiple of the "
+        "devices (a plan made for another number of stages must be made again).",
     )
 
 
@@ -128,26 +141,29 @@ def check_has_batch(batch: Any) -> Any:
     return batch
 
 
-def check_sampler(loader: Any) -> None:
-    """Raises :class:`UnsupportedError` where a dataloader's sampler gives each process a share of the samples."""
+def check_sampler(loader: Any, replicas: Replicas) -> None:
+    """Raises :class:`UnsupportedError` where a dataloader's sampler shares the samples out to others than the replicas."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     for sampler in (*samplers, getattr(samplers[1], "sampler", None)):
-        count = getattr(sampler, "num_replicas", 1)
-        if isinstance(count, int) and count > 1:
+        count, index = getattr(sampler, "num_replicas", 1), getattr(sampler, "rank", replicas.index)
+        if isinstance(count, int) and count > 1 and (count, index) != (replicas.count, replicas.index):
             raise UnsupportedError(
                 "A dataloader gives each process other samples, and the processes of a pipeline work on the same batch.",
                 where=type(loader).__name__,
-                observed=f"a {type(sampler).__name__} with num_replicas={count}",
-                expected="a sampler for one replica",
-                todo="Leave the sampler out, make it in train_dataloader (val_dataloader, ...), where it sees one replica, or "
-                "pass num_replicas=1 and rank=0.",
+                observed=f"a {type(sampler).__name__} with num_replicas={count} and rank={index}",
+                expected=f"a sampler for replica {replicas.index} of {replicas.count}"
+                if replicas.are_several
+                else "a sampler for one replica",
+                todo="Leave the sampler out, make it in train_dataloader (val_dataloader, ...), where it sees the replicas, or "
+                f"pass num_replicas={replicas.count} and rank={replicas.index}, the replica's.",
             )
 
 
-def seeded_alike(loader: Any) -> Any:
-    """The loader, whose workers draw the same numbers on every rank, where Lightning would seed them by the global rank."""
+def seeded_alike(loader: Any, replicas: Replicas) -> Any:
+    """The loader, whose workers draw the same numbers on every rank of a pipeline, where Lightning would seed them by the
+    global rank."""
     if int(os.environ.get("PL_SEED_WORKERS", 0)) and getattr(loader, "worker_init_fn", loader) is None:
-        loader.worker_init_fn = partial(pl_worker_init_function, rank=0)
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=replicas.index)
     return loader
 
 
@@ -232,9 +248,11 @@ def _is_coupled(optimizer: Optimizer) -> bool:
         ) from error
 
 
-def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None) -> None:
+def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None, replicas: Replicas) -> None:
     """Shows a new plan, and what the user should know about it."""
     inform(f"\n{plan}\n")
+    if replicas.are_several:
+        inform(f"{replicas.count} replicas of this pipeline train on different batches; their gradients are averaged.")
     report_batch_norm(module, num_microbatches)
 
 

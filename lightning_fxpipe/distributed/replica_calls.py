@@ -1,0 +1,129 @@
+"""Collectives of user code among several replicas: torch's own, with the group of the replicas in place of the default one.
+
+Each rank of a pipeline talks to those that have the same stages in the other replicas. Where code acts on all ranks of a
+pipeline, as hooks do, each gives what the one with the last stage would give, so all get the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import FakeTensor
+from lightning_fxpipe.distributed.replica_tensors import gathered_with_gradients
+from lightning_fxpipe.distributed.topology import Replicas
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.user_code.frames import user_source
+
+# Arguments with what a rank gives, by their names in torch's functions; what is a list is given as a whole.
+_GIVEN = ("tensor", "tensors", "input", "input_tensor", "input_list", "input_tensor_list", "scatter_list", "obj")
+_GIVEN_LISTS = ("scatter_object_input_list",)
+# Where torch takes global rank 0 when nothing is said.
+_FROM_OR_TO_FIRST = ("broadcast_object_list", "gather", "scatter", "gather_object", "scatter_object_list")
+_WITH_GRADIENTS = "torch.distributed.nn.functional"
+# The others take ranks of a group for global ones, there or in their backward pass (torch 2.13, on CPUs).
+_SUITED = ("all_gather", "all_reduce")
+_REFUSED = ("new_subgroups", "new_subgroups_by_enumeration")
+
+
+class ReplicaCalls:
+    """Runs functions of ``torch.distributed`` among the replicas.
+
+    Args:
+        replicas: The replicas.
+        share: Gives the ranks of a pipeline what the one with the last stage gives, where code acts; elsewhere its argument.
+    """
+
+    def __init__(self, replicas: Replicas, share: Callable[[Any], Any]) -> None:
+        self._replicas = replicas
+        self._share = share
+
+    def run(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """Calls the function. Called by the ranks with the same stages, in all replicas.
+
+        Args:
+            original: The function of torch.
+            arguments: Those that user code has given, by name.
+
+        Raises:
+            UnsupportedError: It cannot be done in a group of the replicas.
+        """
+        name, has_gradients = original.__name__, original.__module__ == _WITH_GRADIENTS
+        if name in _REFUSED or (has_gradients and name not in _SUITED):
+            raise UnsupportedError(
+                "User code asks for what several replicas of a pipeline cannot do.",
+                where=user_source(),
+                observed=f"{original.__module__}.{name}",
+                expected="collectives of all replicas; of those that pass gradients on, all_gather and all_reduce",
+                todo="Use one of these.",
+            )
+        if any(isinstance(tensor, FakeTensor) for tensor in _tensors(arguments.values())):
+            return self._recorded(name, arguments, has_gradients=has_gradients)
+        if has_gradients and name == "all_gather":
+            return tuple(gathered_with_gradients(arguments["tensor"], self._replicas))
+        return original(**self._of_group(original, self._shared(arguments)))
+
+    def _of_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments, where ranks are those of replicas."""
+        found = {**arguments, "group": self._replicas.group}
+        for end in ("src", "dst"):
+            if f"group_{end}" in inspect.signature(original).parameters:
+                rank = found.pop(end, None)
+                default = 0 if original.__name__ in _FROM_OR_TO_FIRST else None
+                if found.get(f"group_{end}") is None:
+                    found[f"group_{end}"] = default if rank is None else rank
+        return found
+
+    def _shared(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        found = dict(arguments)
+        for name, value in arguments.items():
+            if name == "obj" or name in _GIVEN_LISTS:
+                found[name] = self._share(value)
+            elif name == "object_list" and "obj" not in arguments:  # sent and received
+                value[:] = self._share([*value])
+            elif name in _GIVEN:
+                for tensor in _tensors([value]):
+                    with torch.no_grad():
+                        shared = self._share(tensor.detach())
+                        if shared is not tensor and not _is_same(shared, tensor):
+                            tensor.copy_(shared)
+        return found
+
+    def _recorded(self, name: str, arguments: dict[str, Any], *, has_gradients: bool) -> Any:
+        """What a collective of tensors gives while a step is recorded: of the right shapes, from this replica's."""
+        count = self._replicas.count
+        given = next(arguments[key] for key in _GIVEN if arguments.get(key) is not None)
+        if has_gradients:
+            return given.clone() if name == "all_reduce" else tuple(given.clone() for _ in range(count))
+        if name == "all_gather":
+            for taken in arguments["tensor_list"]:
+                taken.copy_(given)
+        elif name in ("all_gather_into_tensor", "_all_gather_base"):
+            taken = arguments["output_tensor"]
+            taken.copy_(torch.cat([given] * count).reshape(taken.shape))
+        return _Done() if arguments.get("async_op") else None
+
+
+class _Done:
+    """What a recorded collective with ``async_op=True`` returns."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    is_completed = is_success = wait
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = []
+    for value in values:
+        entries = value if isinstance(value, (list, tuple)) else [value]
+        found += [entry for entry in entries if isinstance(entry, Tensor)]
+    return found
+
+
+def _is_same(one: Any, other: Tensor) -> bool:
+    return isinstance(one, Tensor) and one.data_ptr() == other.data_ptr()

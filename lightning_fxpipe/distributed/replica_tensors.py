@@ -1,0 +1,112 @@
+"""Tensors over the replicas: what ``self.all_gather``, ``sync_dist=True`` and the like mean under data parallelism.
+
+Each rank talks to those that have the same stages in other replicas. The ranks of a pipeline have the same values, so all get
+the same results; where only the ranks with the last stages come, as at the end of a step, these are among themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import FakeTensor
+from lightning_fxpipe.distributed.topology import Replicas
+from lightning_fxpipe.errors import UnsupportedError
+
+_MEANS = ("mean", "avg")
+_OPERATIONS = {
+    **dict.fromkeys(_MEANS, dist.ReduceOp.SUM),
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def reduced(value: Any, replicas: Replicas, group: Any, operation: Any) -> Any:
+    """A tensor of each replica made one, in its place, as Lightning's DDP does. Called by ranks with the same stages.
+
+    Args:
+        value: The tensor; what is none stays as it is.
+        replicas: The replicas.
+        group: What the user gives for a group.
+        operation: "mean", "sum" and so on, or one of torch's; None is the sum.
+
+    Raises:
+        UnsupportedError: There is no such operation, or the group is not that of the replicas.
+    """
+    if not replicas.are_several or not isinstance(value, Tensor):
+        return value
+    _check_group(replicas, group)
+    known: Any = _OPERATIONS.get(operation.lower()) if isinstance(operation, str) else operation or dist.ReduceOp.SUM
+    if known is None:
+        raise UnsupportedError(
+            "There is no such way to reduce a tensor over the replicas.",
+            observed=f"reduce_op={operation!r}",
+            expected=f"one of {', '.join(_OPERATIONS)}, or a ReduceOp of torch.distributed",
+            todo="Choose one of these.",
+        )
+    if isinstance(value, FakeTensor):  # while the step is recorded
+        return value
+    dist.all_reduce(value, op=known, group=replicas.group)
+    if not isinstance(operation, str) or operation.lower() not in _MEANS:
+        return value
+    return value.div_(replicas.count) if value.is_floating_point() else value.copy_(value / replicas.count)
+
+
+def gathered(tensor: Tensor, replicas: Replicas, group: Any = None, *, sync_grads: bool = False) -> Tensor:
+    """A tensor of each replica, all of one shape, along a new first dimension. Called by ranks with the same stages.
+
+    Args:
+        tensor: This replica's.
+        replicas: The replicas.
+        group: What the user gives for a group.
+        sync_grads: Whether gradients go back to the replicas.
+    """
+    if not replicas.are_several:
+        return tensor
+    _check_group(replicas, group)
+    if isinstance(tensor, FakeTensor):  # while the step is recorded
+        return torch.stack([tensor] * replicas.count)
+    if sync_grads:
+        return gathered_with_gradients(tensor, replicas)
+    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(replicas.count)]
+    with torch.no_grad():
+        dist.all_gather(found, tensor.contiguous(), group=replicas.group)
+    return torch.stack(found)
+
+
+def gathered_with_gradients(tensor: Tensor, replicas: Replicas) -> Tensor:
+    """As :func:`gathered`; what a replica computes from another's tensor is in the gradients of that one.
+
+    torch's own all_gather with gradients takes ranks of a group for global ones on CPUs (2.13).
+    """
+    return cast(Tensor, _Gather.apply(tensor, replicas))  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, replicas: Replicas) -> Tensor:
+        ctx.replicas = replicas
+        found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(replicas.count)]
+        dist.all_gather(found, tensor.contiguous(), group=replicas.group)
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.replicas.group)
+        return summed[ctx.replicas.index], None
+
+
+def _check_group(replicas: Replicas, group: Any) -> None:
+    if group not in (None, dist.group.WORLD, replicas.group):
+        raise UnsupportedError(
+            "Values can be put together over all replicas only.",
+            observed="a process group of your own",
+            expected="none, which means all replicas",
+            todo="Leave the group out.",
+        )

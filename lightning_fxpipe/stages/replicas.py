@@ -1,0 +1,167 @@
+"""What replicas of a stage have in common: the gradients that they average, and the state that they begin with.
+
+As ``torch.nn.parallel.DistributedDataParallel`` does it (arXiv 2006.15704): the mean over the replicas, in buckets, once where
+a backward pass ends that is not accumulated; buffers are those of the first replica. Each rank begins as soon as its own
+stages are done, while others still drain the pipeline.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as dist
+from torch import Tensor
+
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.distributed.topology import Replicas
+
+# As DDP's: large enough that the start of a message does not count.
+_BUCKET_BYTES = 25 * 2**20
+# Copies of so many buckets are there at a time.
+_MAX_IN_FLIGHT = 2
+
+
+def average_gradients(parameters: Iterable[Tensor], replicas: Replicas) -> None:
+    """Makes each gradient the mean over the replicas. Called by the ranks with the same stages, in all replicas.
+
+    A gradient that is None everywhere stays None; where only some replicas have one, it is zero on the others.
+
+    Args:
+        parameters: Of this rank, in the same order in all replicas.
+        replicas: The replicas.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
+    if not replicas.are_several or not trained:
+        return
+    # Which are there the host has to know: it is a message between CPUs, for which no device waits.
+    flags = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8, device="cpu")
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=replicas.control_group)
+    gradients = []
+    for parameter, is_there in zip(trained, flags.tolist(), strict=True):
+        if is_there and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if is_there and parameter.grad is not None:
+            gradients.append(parameter.grad.detach())
+    with torch.no_grad():
+        dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+        _reduce(dense, replicas)
+        for gradient in gradients:
+            if gradient.layout is not torch.strided:
+                dist.all_reduce(gradient.div_(replicas.count), group=replicas.group)
+
+
+def _reduce(gradients: Sequence[Tensor], replicas: Replicas) -> None:
+    """Averages dense tensors in their places."""
+    under_way: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
+
+    def take_back() -> None:
+        work, flat, bucket = under_way.popleft()
+        work.wait()
+        for gradient, part in zip(bucket, _parts(flat, bucket), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(replicas.count)
+        work = dist.all_reduce(flat, group=replicas.group, async_op=True)
+        assert work is not None
+        under_way.append((work, flat, bucket))
+        if len(under_way) > _MAX_IN_FLIGHT:
+            take_back()
+    while under_way:
+        take_back()
+
+
+def share_tensors(tensors: Iterable[Tensor], replicas: Replicas) -> None:
+    """Makes tensors those of the first replica. Called by the ranks with the same stages, in all replicas."""
+    if not replicas.are_several:
+        return
+    with torch.no_grad():
+        for bucket in _buckets([tensor.detach() for tensor in tensors if not tensor.is_meta]):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.broadcast(flat, group=replicas.group, group_src=0)
+            if not replicas.is_first:
+                for tensor, part in zip(bucket, _parts(flat, bucket), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+
+
+def _parts(flat: Tensor, bucket: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch.split(flat, [tensor.numel() for tensor in bucket])
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one kind together, up to a size."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        kind = tensor.dtype, tensor.device
+        bucket, num_bytes = open_buckets.get(kind, ([], 0))
+        open_buckets[kind] = [*bucket, tensor], num_bytes + tensor.numel() * tensor.element_size()
+        if open_buckets[kind][1] >= _BUCKET_BYTES:
+            yield open_buckets.pop(kind)[0]
+    yield from (bucket for bucket, _ in open_buckets.values())
+
+
+class Replicated:
+    """This rank's part of a module that other replicas have, too. Made by every rank.
+
+    Args:
+        replicas: The replicas.
+        parameters, buffers: Gives those of this rank as they are now.
+    """
+
+    def __init__(
+        self, replicas: Replicas, parameters: Callable[[], Iterable[Tensor]], buffers: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self._replicas = replicas
+        self._parameters, self._buffers = parameters, buffers
+        self._buffers_differ = False
+        self._is_in_backward = False
+
+    def begin(self) -> None:
+        """Parameters and buffers are those of the first replica, as where they were drawn from other seeds."""
+        share_tensors([*self._parameters(), *self._buffers()], self._replicas)
+
+    @contextmanager
+    def step(self, *, trains: bool, averages: bool) -> Iterator[None]:
+        """In the block a step runs. Where the one before has changed buffers, they are those of the first replica.
+
+        Args:
+            trains: Whether the step trains.
+            averages: Whether gradients are averaged after it; if not, buffers go on by themselves until they are.
+        """
+        if self._buffers_differ:
+            share_tensors(self._buffers(), self._replicas)
+        self._buffers_differ = trains and averages and self._replicas.are_several
+        watches = trains and averages and self._replicas.are_several
+        with patched_attributes((Tensor, "backward", self._averaging(Tensor.backward))) if watches else nullcontext():
+            yield
+
+    @contextmanager
+    def backward(self, *, averages: bool) -> Iterator[None]:
+        """In the block Lightning's backward runs; after it gradients are averaged, if they are to be."""
+        before, self._is_in_backward = self._is_in_backward, True
+        try:
+            yield
+        finally:
+            self._is_in_backward = before
+        if averages:
+            average_gradients(self._parameters(), self._replicas)
+
+    def _averaging(self, original: Callable[..., None]) -> Callable[..., None]:
+        """``loss.backward()`` that a step calls by itself, which under DDP ends with averaged gradients, too."""
+
+        @functools.wraps(original)
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            if self._is_in_backward:
+                original(tensor, *args, **kwargs)
+                return
+            with self.backward(averages=True):
+                original(tensor, *args, **kwargs)
+
+        return backward

@@ -1,0 +1,277 @@
+"""P stages x D replicas against Lightning's DDP with D devices: losses, gradients, parameters, buffers and logged values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_fxpipe import FxPipeStrategy
+from tests.lit import Recorder, make_trainer, snapshot
+from tests.ranks.pool import RankPool
+from tests.ranks.runs import Net, assert_same
+
+Ranks = Callable[[int], RankPool]
+
+
+class Logs(Net):
+    """Logs in all ways that have to do with replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(5, average="micro")
+        self.val_accuracy = MulticlassAccuracy(5, average="micro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.accuracy(logits, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("own", loss, on_step=True, on_epoch=True)
+        self.log("mean", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("most", loss, reduce_fx="max", sync_dist=True)
+        self.log("all", float(batch_idx + self.global_rank), reduce_fx="sum", sync_dist=True)
+        self.log("of step", self.all_gather(loss.detach()).sum() + self.trainer.strategy.reduce(loss.detach().clone()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.val_accuracy.update(logits, batch[1])
+        self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_accuracy", self.val_accuracy.compute())
+        self.val_accuracy.reset()
+        gathered = self.all_gather({"rank": torch.tensor(float(self.global_rank < 2))})
+        self.log("gathered", gathered["rank"].sum() / gathered["rank"].numel())
+        self.told = self.trainer.world_size, self.trainer.num_devices, tuple(gathered["rank"].shape)
+
+
+class Talks(Net):
+    """Talks to the other replicas by torch itself, in the step and in a hook."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        every = torch.cat([*all_gather_with_gradients(logits)])
+        targets = [torch.empty_like(batch[1]) for _ in range(dist.get_world_size())]
+        dist.all_gather(targets, batch[1])
+        assert dist.is_initialized()
+        share = every.softmax(-1).mean(0)  # of all replicas, with gradients to all
+        loss = (
+            nn.functional.cross_entropy(every, torch.cat(targets))
+            + share.square().sum()
+            + 0.1 * dist.get_rank() * logits.mean()
+        )
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        self.log("total", total)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        value, names = torch.tensor(float(self.current_epoch + 1) * (self.global_rank < 2)), [f"epoch {self.current_epoch}"]
+        dist.broadcast(value, src=1)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, names)
+        dist.barrier()
+        self.told = float(value), everyone
+
+
+class Norms(Net):
+    """Buffers that each replica changes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 5))
+        self.backbone[1] = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12))
+
+
+class Parts(Net):
+    """A part that replicas use at different batches, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.never = nn.Linear(12, 12), nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        y = self.head(self.backbone(x))
+        if (batch_idx + self.global_rank) % 2:
+            y = y + self.extra(x)[:, :5]
+        return nn.functional.cross_entropy(y, batch[1])
+
+
+class Manual(Net):
+    """Steps two optimizers."""
+
+    def back(self, loss: Tensor) -> None:
+        self.manual_backward(loss)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = self.optimizers()  # type: ignore[misc,attr-defined]
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        first.zero_grad()
+        self.back(loss)
+        first.step()
+        again = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        second.zero_grad()
+        self.back(again)
+        second.step()
+        self.log("again", again, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.backbone.parameters(), lr=0.05), torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+
+class RawBackward(Manual):
+    """Calls backward by itself, of which DDP averages nothing."""
+
+    def back(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class Shares(IterableDataset[Any]):
+    """Gives each replica its share, as the Trainer names it."""
+
+    def __init__(self, module: L.LightningModule) -> None:
+        self.module = module
+
+    def __iter__(self) -> Any:
+        for index in range(self.module.global_rank, 40, self.module.trainer.world_size):
+            yield torch.full((12,), index / 40), index % 5
+
+
+class Streams(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Shares(self), batch_size=8)
+
+
+class Unseeded(Net):
+    """Each replica draws other weights, of which the first replica's hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    @classmethod
+    def made(cls) -> Unseeded:
+        rank = dist.get_rank() // (dist.get_world_size() // 2) if dist.is_initialized() else 0
+        torch.manual_seed(100 + rank)
+        module = cls()
+        torch.manual_seed(7)
+        return module
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that is the same by DDP and by replicas of a pipeline."""
+
+    module: Callable[[], Any] = Net
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: Callable[[], Sequence[L.Callback]] = list
+
+
+CASES = {
+    "plain": Case(),
+    "logs": Case(module=Logs),
+    "talks": Case(module=Talks, strategy={"schedule": "gpipe"}),
+    "norms": Case(module=Norms, strategy={"num_microbatches": 1}),
+    "norms accumulated": Case(module=Norms, strategy={"num_microbatches": 1}, options={"accumulate_grad_batches": 2}),
+    "accumulated and clipped": Case(options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, module=Logs),
+    "parts": Case(module=Parts, ddp={"find_unused_parameters": True}, strategy={"schedule": "gpipe"}),
+    "manual": Case(module=Manual, ddp={"find_unused_parameters": True}),
+    "streams": Case(module=Streams),
+    "unseeded": Case(module=Unseeded.made),
+    # One microbatch: sums of rounded gradients are others with more.
+    "bf16": Case(options={"precision": "bf16-mixed"}, module=Logs, strategy={"num_microbatches": 1}),
+    "fp16": Case(options={"precision": "16-mixed"}, strategy={"num_microbatches": 1}),
+    "stops": Case(
+        module=Logs,
+        options={"max_epochs": 6},
+        callbacks=lambda: [EarlyStopping("own_epoch", patience=0, min_delta=0.05)],
+    ),
+}
+
+
+def run(case: Case, devices: int, num_stages: int | None) -> dict[str, Any]:
+    L.seed_everything(3, verbose=False)
+    module, recorder = case.module(), Recorder()
+    if num_stages is None:
+        from lightning.pytorch.strategies import DDPStrategy
+
+        strategy: Any = DDPStrategy(**case.ddp)
+    else:
+        strategy = FxPipeStrategy(num_stages=num_stages, **{"num_microbatches": 2, **case.strategy})
+    options = {"max_epochs": 2, **case.options}
+    trainer = make_trainer(strategy=strategy, devices=devices, callbacks=[recorder, *case.callbacks()], **options)
+    trainer.fit(module)
+    return {
+        "losses": recorder.losses,
+        "gradients": recorder.gradients,
+        "state": snapshot(module),
+        "metrics": {key: float(value) for key, value in sorted(trainer.callback_metrics.items())},
+        "counters": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
+        "told": getattr(module, "told", None),
+        "predictions": trainer.predict(module),
+    }
+
+
+def run_raw(devices: int, num_stages: int) -> list[Any]:
+    """Runs on every rank."""
+    return [run(Case(module=module), devices, num_stages) for module in (Manual, RawBackward)]
+
+
+def test_backward_that_a_step_calls_by_itself_is_averaged_as_well(ranks: Ranks) -> None:
+    for manual, raw in ranks(2).run(run_raw, 2, 1):
+        assert_same(raw, manual, "raw")
+
+
+def run_all(names: Sequence[str], devices: int, num_stages: int | None) -> list[Any]:
+    """Runs on every rank."""
+    return [run(CASES[name], devices, num_stages) for name in names]
+
+
+def check(name: str, reference: dict[str, Any], mine: Sequence[dict[str, Any]]) -> None:
+    """The ranks of a replica have together what one device of DDP has."""
+    gradients: list[dict[str, Tensor]] = [{} for _ in reference["gradients"]]
+    state: dict[str, Tensor] = {}
+    for result in mine:
+        for key in ("losses", "metrics", "counters", "told"):
+            assert_same(result[key], reference[key], f"{name}: {key}")
+        assert len(result["gradients"]) == len(gradients), name
+        for found, all_found in zip(result["gradients"], gradients, strict=True):
+            all_found |= found
+        state |= result["state"]
+    assert_same(
+        [dict(sorted(one.items())) for one in gradients], [dict(sorted(g.items())) for g in reference["gradients"]], name
+    )
+    assert_same(dict(sorted(state.items())), dict(sorted(reference["state"].items())), name)
+    assert_same(mine[0]["predictions"], reference["predictions"], f"{name}: predictions")
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_equals_ddp(ranks: Ranks, stages: int) -> None:
+    names = [*CASES]
+    expected = ranks(2).run(run_all, names, 2, None, timeout_seconds=300)
+    results = ranks(2 * stages).run(run_all, names, 2 * stages, stages, timeout_seconds=600)
+    for index, name in enumerate(names):
+        for replica in range(2):
+            mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
+            check(f"{name}, replica {replica}", expected[replica][index], mine)
