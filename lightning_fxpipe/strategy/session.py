@@ -18,12 +18,11 @@ from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe._compat.torch import return_memory
 from lightning_fxpipe.data.skip_loading import Sparing
-from lightning_fxpipe.deferred_init.materialise import Constructions, Materials
+from lightning_fxpipe.deferred_init.materialise import Materials
 from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.hooks.hook_code import is_own
 from lightning_fxpipe.hooks.old_gradients import OldGradients
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.hooks.whole_model import WholeModel
@@ -50,6 +49,7 @@ from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_n
 from lightning_fxpipe.stages.replicas import Replicated
 from lightning_fxpipe.stages.shard import drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
+from lightning_fxpipe.strategy.first_values import hooks_change_checkpoints
 from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
 from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
@@ -193,7 +193,7 @@ class Session:
     def overwritable(self) -> frozenset[str]:
         """Names of this rank's tensors, if a checkpoint may be read into them: nobody looks at them before it is loaded."""
         mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
-        return frozenset() if _hooks_change_checkpoints(self.module) else mine
+        return frozenset() if hooks_change_checkpoints(self.module) else mine
 
     def materialise_rest(self, loaded: Collection[str], *, draws: bool) -> None:
         """Initialises what has no data, and is not among what a checkpoint has brought. Called by every rank.
@@ -448,44 +448,6 @@ class Session:
         found = StepAttributes(self.module, self._members, common, step.function, staged=staged, known=self._state)
         self._state = found.state
         return found
-
-
-@contextmanager
-def init_context(
-    constructions: Constructions, precision: Any, module: Any, device: torch.device, empty_init: bool | None
-) -> Iterator[None]:
-    """What is made in ``configure_model``, or with ``empty_init``, gets its data when it is known which rank needs it.
-
-    Args:
-        constructions: Gets what is recorded.
-        precision: The precision plugin.
-        module: The LightningModule, if the Trainer has got one.
-        device: This rank's device.
-        empty_init: What the user has asked ``trainer.init_module`` for.
-    """
-    is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
-    records = empty_init or (empty_init is None and is_running)
-    draws = not (is_running and _awaits_checkpoint(module))
-    with precision.tensor_init_context(), constructions.recording(device, draws=draws) if records else nullcontext():
-        yield
-
-
-def materials_of(constructions: Constructions, module: Any) -> Materials:
-    """Where the tensors of a module that is about to be split get their data from."""
-    return constructions.take(module, draws=not _awaits_checkpoint(module))
-
-
-def _awaits_checkpoint(module: Any) -> bool:
-    """Whether a checkpoint is sure to be loaded before the run, so that initial values are not needed."""
-    requested = getattr(module.trainer.strategy.launcher, "requested", None)
-    # Where there is no last one, the Trainer goes on without.
-    return requested not in (None, "last") and not _hooks_change_checkpoints(module)
-
-
-def _hooks_change_checkpoints(module: Any) -> bool:
-    """Whether hooks of user code see a checkpoint before it is loaded, and may put the module's own values into it."""
-    hooks = [getattr(owner, "on_load_checkpoint", None) for owner in (module, *module.trainer.callbacks)]
-    return any(hook is not None and not is_own(hook) for hook in hooks)
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

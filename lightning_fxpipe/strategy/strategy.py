@@ -43,12 +43,13 @@ from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.by_name import ScheduleName
 from lightning_fxpipe.schedules.own_table import wanted_schedule
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_fxpipe.strategy.first_values import init_context, materials_of
 from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.run_recording import RunRecording
 from lightning_fxpipe.strategy.search_space import memory_left
-from lightning_fxpipe.strategy.session import Session, init_context, materials_of
+from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.step_call import step_of_call
 from lightning_fxpipe.strategy.stop_request import stopping_together
 from lightning_fxpipe.strategy.support import (

@@ -182,10 +182,10 @@ def test_positional_arguments_are_options_under_their_names() -> None:
     assert dict(only("a", 1.0, True, False, True).options) == {"prog_bar": True, "logger": False, "on_step": True}
 
 
-def test_options_about_ranks_are_dropped_and_all_others_kept() -> None:
+def test_options_about_ranks_are_dropped_but_for_other_replicas_and_all_others_kept() -> None:
     about_ranks = {"sync_dist": True, "sync_dist_group": None, "enable_graph": False}
     entry = only("a", 1.0, on_epoch=True, add_dataloader_idx=False, **about_ranks)
-    assert dict(entry.options) == {"on_epoch": True, "add_dataloader_idx": False}
+    assert dict(entry.options) == {"on_epoch": True, "add_dataloader_idx": False, "sync_dist": True}
 
 
 def test_an_unknown_argument_fails_in_the_users_call() -> None:

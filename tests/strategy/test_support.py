@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
 from lightning_fxpipe import ActionTable, FxPipeStrategy
-from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.distributed.topology import Placement, Replicas
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.schedules.own_table import schedule_of_table
@@ -361,10 +361,20 @@ def test_numbers_of_stages_that_contradict_each_other_are_refused(each: int) -> 
         UnsupportedError, match="num_stages and stages_per_rank do not agree[^*]*num_stages=4 and stages_per_rank="
     ) as caught:
         placed(2, stages=4, each=each)
-    assert caught.value.expected == f"num_stages={2 * each} with so many on each"
+    assert caught.value.expected == f"num_stages={2 * each} with so many on each, or fewer for several replicas"
 
 
-@pytest.mark.parametrize(("stages", "devices"), [(2, 4), (3, 2)])
+def test_fewer_stages_than_devices_make_replicas() -> None:
+    """The pipeline is as long as its stages need; all devices are shared out among its replicas."""
+    assert placed(8, stages=2) == Placement(num_ranks=2)
+    assert placed(4, stages=1) == Placement(num_ranks=1)
+    assert placed(4, stages=4, each=2) == Placement(num_ranks=2, stages_per_rank=2)
+    assert placed(4, "zbv_zero_bubble", stages=4) == Placement(num_ranks=2, stages_per_rank=2, is_v=True)
+    assert placed(4, "interleaved_1f1b", stages=4, each=2) == Placement(num_ranks=2, stages_per_rank=2)
+    assert placed(6, "zb_h1", stages=3) == Placement(num_ranks=3)
+
+
+@pytest.mark.parametrize(("stages", "devices"), [(3, 4), (3, 2)])
 def test_stages_that_cannot_be_shared_out_are_refused(stages: int, devices: int) -> None:
     with pytest.raises(UnsupportedError, match="cannot be shared out") as caught:
         placed(devices, stages=stages)
@@ -384,9 +394,10 @@ def test_a_table_for_another_number_of_devices_is_refused() -> None:
     schedule = schedule_of_table(ActionTable.from_csv(SPLIT_V), "mine.csv")
     found = placement_for(2, schedule, num_stages="auto", stages_per_rank="auto")
     assert found == Placement(num_ranks=2, stages_per_rank=2, is_v=True)
+    assert placement_for(4, schedule, num_stages="auto", stages_per_rank="auto") == found  # two replicas
     with pytest.raises(UnsupportedError, match="The table of actions is made for another number of devices") as caught:
-        placement_for(4, schedule, num_stages="auto", stages_per_rank="auto")
-    assert (caught.value.where, caught.value.observed) == ("mine.csv", "2 lines and 4 devices")
+        placement_for(3, schedule, num_stages="auto", stages_per_rank="auto")
+    assert (caught.value.where, caught.value.observed) == ("mine.csv", "2 lines and 3 devices")
     assert "Trainer(devices=2)" in str(caught.value)
     with pytest.raises(UnsupportedError, match="'mine.csv' is not made for so many stages on each device"):
         placement_for(2, schedule, num_stages=2, stages_per_rank="auto")
@@ -433,9 +444,9 @@ def test_a_sampler_for_several_replicas_is_refused(where: str) -> None:
             return DataLoader(range(8), sampler=sampler)  # type: ignore[arg-type]
         return DataLoader(range(8), batch_sampler=torch.utils.data.BatchSampler(sampler, 2, False))  # type: ignore[arg-type]
 
-    check_sampler(loader(1))
+    check_sampler(loader(1), Replicas())
     with pytest.raises(UnsupportedError, match="gives each process other samples"):
-        check_sampler(loader(2))
+        check_sampler(loader(2), Replicas())
 
 
 def test_one_stage_has_no_optimizer_that_needs_others() -> None:
