@@ -60,7 +60,8 @@ class Case:
             and is no fault.
         rank: On which rank; -1 for every rank.
         at: At which call.
-        num_ranks: Ranks of the pipeline.
+        num_ranks: Ranks of all pipelines.
+        num_stages: Of each pipeline; None: there is one.
     """
 
     place: str
@@ -68,6 +69,7 @@ class Case:
     rank: int
     at: int = 1
     num_ranks: int = 2
+    num_stages: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,16 +198,17 @@ def hook_places() -> list[str]:
     return found
 
 
-def random_cases(seed: int, count: int) -> list[Case]:
-    """Places, ranks, kinds and moments, chosen at random."""
+def random_cases(seed: int, count: int, *, replicas: bool = False) -> list[Case]:
+    """Places, ranks, kinds and moments, chosen at random; in one pipeline, or in two replicas of two stages."""
     choose = random.Random(seed)
     hooks = hook_places()
     cases = []
     for _ in range(count):
         group = choose.choice([STEP_PLACES, STEP_PLACES, DATA_PLACES, LAST_STAGE_PLACES, hooks, hooks])
         place = choose.choice(list(group))
-        num_ranks = choose.choice([2, 3])
-        rank = 0 if place in LAST_STAGE_PLACES else choose.randrange(num_ranks)
+        num_ranks = 4 if replicas else choose.choice([2, 3])
+        last = choose.choice([0, 2]) if replicas and place != "logger" else 0
+        rank = last if place in LAST_STAGE_PLACES else choose.randrange(num_ranks)
         kind = choose.choice([*ERRORS, "kill_worker"] if place == "worker" else [*ERRORS, *ERRORS, *ODD_ERRORS, *OTHER_KINDS])
         kind = "error" if kind == "stop" and place in DATA_PLACES else kind  # there it is the end of the data
         if kind == "different":  # in the steps the ranks take turns, and planning tells one error for all
@@ -215,7 +218,8 @@ def random_cases(seed: int, count: int) -> list[Case]:
             if place in (*STEP_PLACES[:4], *DATA_PLACES, *LAST_STAGE_PLACES)
             else choose.choice([1, 1, 2])
         )
-        cases.append(Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks))
+        stages = 2 if replicas else None
+        cases.append(Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks, num_stages=stages))
     return cases
 
 
@@ -354,6 +358,8 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     from torch import Tensor, nn
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+    from lightning_fxpipe import FxPipeStrategy
 
     class Backward(torch.autograd.Function):
         @staticmethod
@@ -494,7 +500,7 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=case.num_ranks,
-        strategy="fxpipe",
+        strategy="fxpipe" if case.num_stages is None else FxPipeStrategy(num_stages=case.num_stages),
         max_epochs=2,
         logger=MyLogger(),
         log_every_n_steps=1,

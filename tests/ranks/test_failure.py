@@ -79,6 +79,12 @@ FURTHER_CASES = [
     Case(place="prelude", kind="hook_around", rank=0, at=6),
     Case(place="between_runs", kind="hook_within", rank=1),
 ]
+# Two replicas of two stages: of the rank itself, of its pipeline, and of the other one.
+REPLICAS: list[Case] = [
+    Case(place="backward", kind="error", rank=3, at=6, num_ranks=4, num_stages=2),
+    Case(place="forward", kind="kill", rank=1, at=9, num_ranks=4, num_stages=2),
+    Case(place="write_checkpoint", kind="error", rank=1, num_ranks=4, num_stages=2),
+]
 
 
 def check(cases: Sequence[Case], *, must_be_reached: bool, limit_seconds: float) -> None:
@@ -91,7 +97,9 @@ def check(cases: Sequence[Case], *, must_be_reached: bool, limit_seconds: float)
     assert not wrong, f"{len(wrong)} of {len(cases)} faults:\n" + "\n".join(wrong)
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(FURTHER_CASES, marks=pytest.mark.slow)], ids=["common", "further"])
+@pytest.mark.parametrize(
+    "cases", [CASES, REPLICAS, pytest.param(FURTHER_CASES, marks=pytest.mark.slow)], ids=["common", "replicas", "further"]
+)
 def test_a_fault_ends_the_run_on_all_ranks(cases: list[Case]) -> None:
     check(cases, must_be_reached=True, limit_seconds=40)  # a busy machine is no fault; a hang takes forever
 
@@ -100,6 +108,12 @@ def test_a_fault_ends_the_run_on_all_ranks(cases: list[Case]) -> None:
 @pytest.mark.timeout(2400)
 def test_random_faults_end_the_run_on_all_ranks() -> None:
     check(random_cases(1, 200), must_be_reached=False, limit_seconds=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_random_faults_end_the_run_on_all_replicas() -> None:
+    check(random_cases(2, 100, replicas=True), must_be_reached=False, limit_seconds=20)  # four ranks on two cores
 
 
 # --------------------------------------------------------------------------- processes that Lightning starts
