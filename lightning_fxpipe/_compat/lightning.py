@@ -459,6 +459,11 @@ def validates_by_time(trainer: Trainer) -> bool:
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
+def syncs_batch_norm(trainer: Trainer) -> bool:
+    """Whether ``sync_batchnorm=True``; the Trainer gives it to its strategy under a private name. Lightning 2.6."""
+    return getattr(trainer.strategy, "_layer_sync", None) is not None
+
+
 @contextmanager
 def checkpoints_in_background(
     trainer: Trainer, is_started: Callable[[str], bool], link: Callable[[str, str], None]

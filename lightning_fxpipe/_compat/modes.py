@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -64,6 +65,11 @@ def has_function_mode() -> bool:
 def is_watched() -> bool:
     """Whether somebody watches torch's functions, or the operators below them. torch 2.11-2.15."""
     return has_function_mode() or bool(_get_current_dispatch_mode_stack())
+
+
+def makes_fakes() -> bool:
+    """Whether tensors that are made have no data, as while a step is recorded. torch 2.11-2.15."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def unwatched_torch() -> AbstractContextManager[None]:

@@ -20,7 +20,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -131,8 +131,6 @@ class Replica:
 
     def answering(self) -> AbstractContextManager[None]:
         """During the block torch.distributed is what user code sees, also under names that modules have imported before."""
-        if self._replicas.are_several and self._topology is not None and self._topology.num_ranks == 1:
-            return nullcontext()  # the ranks are the replicas, and the functions what they are
         answers = {name: functools.partial(self._exchange, name) for name in _COLLECTIVES}
         own = (name for name in vars(Replica) if name.startswith("_") and not name.startswith("__"))
         answers |= {name.removeprefix("_"): getattr(self, name) for name in own}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fxpipe._compat.modes import makes_fakes
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.distributed.replica_tensors import gathered_with_gradients
 from lightning_fxpipe.distributed.topology import Replicas
@@ -22,6 +23,8 @@ from lightning_fxpipe.user_code.frames import user_source
 # Arguments with what a rank gives, by their names in torch's functions; what is a list is given as a whole.
 _GIVEN = ("tensor", "tensors", "input", "input_tensor", "input_list", "input_tensor_list", "scatter_list", "obj")
 _GIVEN_LISTS = ("scatter_object_input_list",)
+# With what it gets, an entry for each replica.
+_LISTS = ("tensor_list", "gather_list", "object_gather_list")
 # Where torch takes global rank 0 when nothing is said.
 _FROM_OR_TO_FIRST = ("broadcast_object_list", "gather", "scatter", "gather_object", "scatter_object_list")
 _WITH_GRADIENTS = "torch.distributed.nn.functional"
@@ -61,7 +64,7 @@ class ReplicaCalls:
                 expected="collectives of all replicas; of those that pass gradients on, all_gather and all_reduce",
                 todo="Use one of these.",
             )
-        if any(isinstance(tensor, FakeTensor) for tensor in _tensors(arguments.values())):
+        if makes_fakes() or any(isinstance(tensor, FakeTensor) for tensor in _tensors(arguments.values())):
             return self._recorded(name, arguments, has_gradients=has_gradients)
         if has_gradients and name == "all_gather":
             return tuple(gathered_with_gradients(arguments["tensor"], self._replicas))
@@ -94,18 +97,23 @@ class ReplicaCalls:
         return found
 
     def _recorded(self, name: str, arguments: dict[str, Any], *, has_gradients: bool) -> Any:
-        """What a collective of tensors gives while a step is recorded: of the right shapes, from this replica's."""
+        """What a collective gives while a step is recorded: of the right shapes and kinds, from this replica's."""
         count = self._replicas.count
-        given = next(arguments[key] for key in _GIVEN if arguments.get(key) is not None)
+        given: Any = next((arguments[key] for key in _GIVEN if arguments.get(key) is not None), None)
         if has_gradients:
             return given.clone() if name == "all_reduce" else tuple(given.clone() for _ in range(count))
-        if name == "all_gather":
-            for taken in arguments["tensor_list"]:
-                taken.copy_(given)
-        elif name in ("all_gather_into_tensor", "_all_gather_base"):
+        for key in (*_LISTS, *(["object_list"] if "obj" in arguments else [])):
+            for index, taken in enumerate(arguments.get(key) or ()):
+                if isinstance(taken, Tensor):
+                    taken.copy_(given)
+                else:
+                    arguments[key][index] = given
+        if name == "scatter_object_list":
+            arguments["scatter_object_output_list"][0] = (arguments.get("scatter_object_input_list") or [None])[0]
+        if name in ("all_gather_into_tensor", "_all_gather_base"):
             taken = arguments["output_tensor"]
             taken.copy_(torch.cat([given] * count).reshape(taken.shape))
-        return _Done() if arguments.get("async_op") else None
+        return _Done() if arguments.get("async_op") or name in ("isend", "irecv") else None
 
 
 class _Done:

@@ -143,6 +143,8 @@ class ReplicaStrategy(Base):
         if not self._others_answer:
             return obj
         objects = [obj]
+        if self.replicas.are_several:
+            src *= self.topology.num_ranks  # to users the ranks are the replicas
         dist.broadcast_object_list(objects, src, self._everyone)
         return objects[0]
 

@@ -247,7 +247,7 @@ class PipelineStrategy(ReplicaStrategy):
         begin_run(start, self.cluster_environment.main_address)
         self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
-        if self.topology.num_ranks > 1:
+        if self.topology.num_ranks > 1 or self.replicas.are_several:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
         # Lock step: samplers and user code must draw the same numbers on all ranks of a pipeline, seeded or not.

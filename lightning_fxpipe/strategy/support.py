@@ -22,7 +22,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fxpipe._compat.lightning import takes_loader, validates_by_time
+from lightning_fxpipe._compat.lightning import syncs_batch_norm, takes_loader, validates_by_time
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
 from lightning_fxpipe.distributed.topology import Placement, Replicas
 from lightning_fxpipe.errors import UnsupportedError
@@ -339,6 +339,12 @@ def _trainer_faults(trainer: Trainer) -> Iterator[Fault]:
         folder = getattr(callback, "dirpath", None) or trainer.default_root_dir
         if getattr(trainer.strategy, "num_processes", 1) > 1 and get_protocol(str(folder)) == "memory":
             yield f"checkpoints in {folder}, in the memory of one process", "save to a path, file:// or an object store"
+    replicas = getattr(trainer.strategy, "replicas", Replicas())
+    if syncs_batch_norm(trainer) and replicas.are_several:
+        yield (
+            "sync_batchnorm, with which each microbatch would wait for those of the other replicas",
+            "leave it out: BatchNorm then normalises over a microbatch of its replica",
+        )
     if validates_by_time(trainer):
         yield (
             "val_check_interval as a time, at which each rank would look on its own clock",

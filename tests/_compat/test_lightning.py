@@ -536,6 +536,11 @@ def test_validates_by_time_tells_times_from_numbers(interval: Any, by_time: bool
     assert _compat_lightning.validates_by_time(make_trainer(val_check_interval=interval)) is by_time
 
 
+@pytest.mark.parametrize("synced", [True, False])
+def test_syncs_batch_norm_tells_what_the_user_has_said(synced: bool) -> None:
+    assert _compat_lightning.syncs_batch_norm(make_trainer(strategy="fxpipe", sync_batchnorm=synced)) is synced
+
+
 # ------------------------------------------------------------------ torchmetrics
 
 

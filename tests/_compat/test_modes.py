@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.modes import (
@@ -12,6 +13,7 @@ from lightning_fxpipe._compat.modes import (
     function_mode_removed,
     has_function_mode,
     is_watched,
+    makes_fakes,
     unwatched_torch,
 )
 
@@ -72,3 +74,12 @@ def test_no_mode_sees_what_is_unwatched() -> None:
             torch.sin(x)
         torch.cos(x)
     assert mode.seen == [torch.cos]
+
+
+def test_fakes_are_made_where_a_mode_of_theirs_is_on() -> None:
+    assert not makes_fakes()
+    with Watching():
+        assert not makes_fakes()
+        with FakeTensorMode():
+            assert makes_fakes()
+    assert not makes_fakes()

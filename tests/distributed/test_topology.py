@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
-from lightning_fxpipe.distributed.topology import Placement, Topology
+from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 
 
 def place(stage: int) -> Topology:
@@ -59,3 +60,21 @@ def test_stages_of_one_rank_are_one_holder() -> None:
 def test_a_copy_is_the_same_place() -> None:
     topology = place(1)
     assert copy.deepcopy(topology) is topology
+
+
+@pytest.mark.parametrize("is_v", [False, True])
+def test_replicas_are_neighbours_in_turn(is_v: bool) -> None:
+    """Ranks of a pipeline follow each other, and the first of each ends its steps; to users those have the first numbers."""
+    placement = Placement(num_ranks=3, stages_per_rank=1 + is_v, is_v=is_v)
+    seen = []
+    for index in range(2):
+        replicas = Replicas(count=2, index=index)
+        for rank in range(3):
+            topology = Topology(
+                group=None, control_group=None, rank=rank, placement=placement, device=torch.device("cpu"), replicas=replicas
+            )
+            assert topology.last_rank == 3 * index
+            assert {topology.global_rank(other) for other in range(3)} == {3 * index, 3 * index + 1, 3 * index + 2}
+            assert (topology.rank_to_users == index) == topology.is_last
+            seen.append(topology.rank_to_users)
+    assert sorted(seen) == [*range(6)]

@@ -113,7 +113,11 @@ def test_random_faults_end_the_run_on_all_ranks() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_random_faults_end_the_run_on_all_replicas() -> None:
-    check(random_cases(2, 100, replicas=True), must_be_reached=False, limit_seconds=20)  # four ranks on two cores
+    # Not the samplers, in whose place Lightning puts its own; nor an error that one rank meets only when it records the graph,
+    # which is told as a disagreement about graphs.
+    cases = random_cases(2, 110, replicas=True)
+    cases = [case for case in cases if case.place != "sampler" and (case.place, case.at) != ("forward", 3)]
+    check(cases, must_be_reached=False, limit_seconds=20)  # four ranks on two cores
 
 
 # --------------------------------------------------------------------------- processes that Lightning starts

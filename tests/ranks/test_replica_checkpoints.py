@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_fxpipe import FxPipeStrategy
@@ -60,6 +61,18 @@ def save(path: str, devices: int, stages: int | None, as_folder: bool) -> dict[s
     return look.ended
 
 
+def save_in_background(folder: str) -> dict[str, Tensor]:
+    """Runs on every rank."""
+    L.seed_everything(3, verbose=False)
+    look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True, every_n_train_steps=2, save_on_train_epoch_end=True)
+    look.on_train_start = lambda *_: None  # type: ignore[method-assign]
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True)
+    options = {"max_epochs": 1, "strategy": strategy, "devices": 4, "enable_checkpointing": True}
+    trainer = make_trainer(callbacks=[look, keep], **options)
+    trainer.fit(LitModel("gpt"), make_loader("gpt"))
+    return look.ended
+
+
 def resume(path: str, devices: int, stages: int | None) -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(4, verbose=False)
@@ -93,6 +106,12 @@ def test_any_number_of_stages_and_replicas_goes_on(ranks: Ranks, tmp_path: Path)
     for devices, stages in ((4, 2), (4, 4), (4, 1), (2, 2), (2, 1)):
         check(merged(ranks(devices).run(resume, path, devices, stages)), expected)
     check(resume(path, 1, 1), expected)
+
+
+def test_checkpoints_written_in_the_background_are_as_good(ranks: Ranks, tmp_path: Path) -> None:
+    """Only the ranks of the first replica make the group that they write with."""
+    expected = merged(ranks(4).run(save_in_background, str(tmp_path)))
+    check(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2)), expected)
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
-from torch.utils.data import DataLoader, IterableDataset
+from torch.distributed.nn.functional import gather as gather_with_gradients
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe import BatchError, FxPipeStrategy, PeerError, UnsupportedError
 from tests.lit import Recorder, fit_and_record, make_trainer, snapshot
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, assert_same
@@ -83,7 +84,53 @@ class Talks(Net):
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, names)
         dist.barrier()
-        self.told = float(value), everyone
+        self.told = float(value), everyone, self.trainer.strategy.broadcast(self.global_rank % 2, src=1)
+
+
+class Collectives(Net):
+    """What torch has for tensors and objects, in a hook and in a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("scattered", collectives()[0].sum())
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.told = [one.tolist() if isinstance(one, Tensor) else one for one in collectives()]
+
+
+def collectives() -> list[Any]:
+    rank, count = dist.get_rank() % 2, dist.get_world_size()  # the other ranks of a pipeline have numbers above
+    mine = torch.tensor([1.0 + rank, 5.0 - rank])
+    found: list[Any] = [torch.zeros(2)]
+    dist.scatter(found[0], [torch.full((2,), float(index)) for index in range(count)] if rank == 0 else None)
+    for function, options in (
+        (dist.broadcast, {"src": 1}),
+        (dist.reduce, {"dst": 0}),
+        (dist.all_reduce, {"op": dist.ReduceOp.MAX}),
+    ):
+        tensor = mine.clone()
+        work = function(tensor, async_op=True, **options)
+        work.wait()
+        if function is not dist.reduce or rank == 0:  # elsewhere it is anything
+            found.append(tensor)
+    lists = [torch.zeros(2) for _ in range(count)] if rank == 0 else None
+    dist.gather(mine, lists)
+    flat, split = torch.zeros(2 * count), torch.zeros(2)
+    dist.all_gather_into_tensor(flat, mine)
+    dist.all_to_all_single(split, mine)
+    received = torch.zeros(2)
+    for source in range(count):
+        dist.send(mine, 1 - rank) if rank == source else dist.recv(received, 1 - rank)
+    found += [flat, split, received, *(lists or [])]
+    objects: list[Any] = [("object", rank)]
+    dist.broadcast_object_list(objects, src=1)
+    gathered: list[Any] | None = [None] * count if rank == 0 else None
+    dist.gather_object({"of": rank}, gathered)
+    scattered: list[Any] = [None]
+    dist.scatter_object_list(scattered, ["a", "b"] if rank == 0 else None)
+    dist.monitored_barrier()
+    return [*found, objects, gathered, scattered]
 
 
 class Norms(Net):
@@ -191,6 +238,7 @@ class Case:
 CASES = {
     "plain": Case(),
     "logs": Case(module=Logs),
+    "collectives": Case(module=Collectives),
     "talks": Case(module=Talks, strategy={"schedule": "gpipe"}),
     "norms": Case(module=Norms, strategy={"num_microbatches": 1}),
     "norms accumulated": Case(module=Norms, strategy={"num_microbatches": 1}, options={"accumulate_grad_batches": 2}),
@@ -322,3 +370,82 @@ def test_equals_ddp(ranks: Ranks, stages: int) -> None:
         for replica in range(2):
             mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
             check(f"{name}, replica {replica}", expected[replica][index], mine)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+class Uneven(Net):
+    """Replicas have other numbers of batches."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(16 + 8 * self.trainer.strategy.replicas.index)  # type: ignore[attr-defined]
+
+
+class UnevenStream(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(UnequalShares(self), batch_size=8)
+
+
+class UnequalShares(Shares):
+    def __iter__(self) -> Any:
+        yield from [(torch.ones(12), 1)] * (16 + 8 * self.module.global_rank)
+
+
+class WrongShare(Net):
+    def train_dataloader(self) -> DataLoader[Any]:
+        data = self._loader(44).dataset
+        return DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=4, rank=0))
+
+
+class OwnGroup(Net):
+    def on_train_start(self) -> None:
+        dist.new_group([1])
+
+
+class GathersWithGradients(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (logits, *_) = gather_with_gradients(self(batch[0]))
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+class ReducesOddly(Net):
+    def on_train_start(self) -> None:
+        self.trainer.strategy.reduce(torch.ones(()), reduce_op="median")
+
+
+class OwnGroupForValues(Net):
+    def on_train_start(self) -> None:
+        self.trainer.strategy.all_gather(torch.ones(()), group=self.trainer.strategy.topology.group)  # type: ignore[attr-defined]
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "batches": (Uneven, {"use_distributed_sampler": False}, BatchError, "ends at different batches on different ranks"),
+    "streams": (UnevenStream, {}, BatchError, "ends at different batches on different ranks"),
+    "sampler": (WrongShare, {}, UnsupportedError, "gives each process other samples"),
+    "group": (OwnGroup, {}, UnsupportedError, "User code talks to other replicas"),
+    "gradients": (GathersWithGradients, {}, UnsupportedError, "what several replicas of a pipeline cannot do"),
+    "reduce": (ReducesOddly, {}, UnsupportedError, "There is no such way to reduce a tensor over the replicas"),
+    "values": (OwnGroupForValues, {}, UnsupportedError, "Values can be put together over all replicas only"),
+    "batch norm": (Norms, {"sync_batchnorm": True}, UnsupportedError, "sync_batchnorm, with which each microbatch would wait"),
+}
+
+
+def try_refused(name: str) -> str:
+    """Runs on every rank; returns the error."""
+    module, options, kind, _ = REFUSED[name]
+    trainer = make_trainer(max_epochs=1, devices=4, strategy=FxPipeStrategy(num_stages=2, num_microbatches=2), **options)
+    try:
+        trainer.fit(module())
+    except (kind, PeerError) as error:
+        return f"{error} {getattr(error, '__notes__', '')}"
+    return "none"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(ranks: Ranks, name: str) -> None:
+    pool = ranks(4)
+    for told in pool.run(try_refused, name):
+        assert REFUSED[name][3] in " ".join(told.split()), told
+    if name == "gradients":  # while other ranks wait, whose connections are broken then
+        pool.kill()
