@@ -64,7 +64,7 @@ def save(path: str, devices: int, stages: int | None, as_folder: bool) -> dict[s
 def save_in_background(folder: str) -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(3, verbose=False)
-    look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True, every_n_train_steps=2, save_on_train_epoch_end=True)
+    look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True)
     look.on_train_start = lambda *_: None  # type: ignore[method-assign]
     strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True)
     options = {"max_epochs": 1, "strategy": strategy, "devices": 4, "enable_checkpointing": True}
