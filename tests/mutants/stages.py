@@ -6,6 +6,7 @@ _BUILD, _SHARD, _GATHER = "stages/build.py", "stages/shard.py", "stages/gather.p
 _GRADIENTS, _MEMORY = "stages/gradients.py", "stages/memory.py"
 _TEST_BUILD, _TEST_CALLS, _TEST_SHARD = "stages/test_build.py", "stages/test_build_calls.py", "stages/test_shard.py"
 _TEST_GRADIENTS = "ranks/test_gradients.py"
+_REPLICAS, _TEST_TENSORS = "stages/replicas.py", "ranks/test_replica_tensors.py"
 
 MUTANTS = [
     Mutant(
@@ -150,5 +151,34 @@ MUTANTS = [
         "        if True:\n",
         ("stages/test_memory.py::test_each_memory_counts_once_and_not_what_is_there_anyway",),
         "parameters count as activations",
+    ),
+    # Replicas
+    Mutant(
+        _REPLICAS,
+        "torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(replicas.count)",
+        "torch.cat([gradient.reshape(-1) for gradient in bucket])",
+        (f"{_TEST_TENSORS}::test_gradients_are_the_mean_and_none_where_there_is_none",),
+        "replicas sum their gradients",
+    ),
+    Mutant(
+        _REPLICAS,
+        "        if is_there and parameter.grad is None:\n            parameter.grad = torch.zeros_like(parameter)\n",
+        "",
+        (f"{_TEST_TENSORS}::test_gradients_are_the_mean_and_none_where_there_is_none",),
+        "a replica that has not used a parameter leaves the others with a sum over fewer tensors",
+    ),
+    Mutant(
+        _REPLICAS,
+        "            if not replicas.is_first:\n",
+        "            if False:\n",
+        (f"{_TEST_TENSORS}::test_tensors_are_those_of_the_first_replica",),
+        "replicas begin with weights of their own",
+    ),
+    Mutant(
+        _REPLICAS,
+        "        self._buffers_differ = trains and averages and self._replicas.are_several\n",
+        "        self._buffers_differ = False\n",
+        ("ranks/test_replicas.py::test_equals_ddp",),
+        "each replica has running statistics of its own",
     ),
 ]
