@@ -96,13 +96,6 @@ MUTANTS = [
         "gradients of what another replica computes from an embedding are lost",
     ),
     Mutant(
-        "distributed/replica_tensors.py",
-        "    if isinstance(value, FakeTensor):  # while the step is recorded\n        return value\n",
-        "",
-        ("ranks/test_replica_tensors.py::test_a_recorded_step_talks_to_nobody",),
-        "a step that is recorded waits for the other replicas, or sends what is no data",
-    ),
-    Mutant(
         _REPLICA,
         "        if not self._only_acts:\n            return self._replicas.index\n",
         "",

@@ -442,7 +442,10 @@ def try_refused(name: str) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("name", REFUSED)
+_OFTEN = ("batches", "sampler", "gradients")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _OFTEN else pytest.mark.slow) for name in REFUSED])
 def test_refused_with_the_reason(ranks: Ranks, name: str) -> None:
     pool = ranks(4)
     for told in pool.run(try_refused, name):
