@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -250,6 +251,8 @@ class PipelineStrategy(ReplicaStrategy):
         if self.topology.num_ranks > 1:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
+        if self.replicas.are_several:
+            reset_seed()  # as DDP: what has been drawn for the weights changes nothing of what is drawn in the run
         # Lock step: samplers and user code must draw the same numbers on all ranks of a pipeline, seeded or not.
         self._checkpoints.seed, state = self.broadcast_in_pipeline((torch.initial_seed(), rng_state()))
         if not self.topology.is_last:
