@@ -182,7 +182,7 @@ class PipelineStrategy(ReplicaStrategy):
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
         )
-        self._stop_if_asked: Callable[[], None] | None = None
+        self._stop_if_asked: Callable[[bool], None] | None = None
         self._precision: PipelinePrecision | None = None
         self._patches = ExitStack()
         self._constructions = Constructions()
@@ -292,7 +292,7 @@ class PipelineStrategy(ReplicaStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._checkpoints.forget_run()
-        self._stop_if_asked = stopping_together(trainer, self._everyone)
+        self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
         if not self.replicas.are_several:
@@ -490,7 +490,7 @@ class PipelineStrategy(ReplicaStrategy):
 
     def _run_step(self, kind: StepKind, run: Callable[[Step, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._stop_if_asked is not None
-        self._stop_if_asked()
+        self._stop_if_asked(kind is StepKind.TRAIN or not self.replicas.are_several)
         noted = self._recording.during(kind.value, trains=kind is StepKind.TRAIN)
         with no_end_of_epoch(kind.value), noted, self.session.hooks.suspend(), self.replica.computing():
             seed, precision = self._checkpoints.seed, self._precision
