@@ -22,6 +22,9 @@ from torch._dispatch.python import enable_python_dispatcher
 
 # A symbolic batch dimension needs a source for each symbol; no public constructor gives one. torch 2.11-2.15.
 from torch._dynamo.source import ConstantSource
+
+# Whether a step is being recorded, for code that has no tensor to ask. torch 2.11-2.15.
+from torch._guards import active_fake_mode as active_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,

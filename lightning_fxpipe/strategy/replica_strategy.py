@@ -15,7 +15,7 @@ from lightning_fxpipe._compat.lightning import set_rank_zero_only
 from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.replica_tensors import gathered, reduced
+from lightning_fxpipe.distributed.replica_tensors import broadcast_object, gathered, reduced, voted
 from lightning_fxpipe.distributed.topology import Replicas, Topology
 
 Broadcast = TypeVar("Broadcast")
@@ -129,6 +129,12 @@ class ReplicaStrategy(Base):
         return dist.is_initialized() and not is_computing and not has_failed()
 
     @property
+    def _replicas_answer(self) -> bool:
+        """Whether a step runs, or what makes its data, to which the ranks with the same stages in other replicas come, too."""
+        is_computing = self._replica is not None and self._replica.is_computing
+        return dist.is_initialized() and is_computing and self.replicas.are_several and not has_failed()
+
+    @property
     def _everyone(self) -> dist.ProcessGroup | None:
         """For messages between CPUs, for which the host need not wait for its device."""
         return self.replicas.everyone
@@ -141,7 +147,7 @@ class ReplicaStrategy(Base):
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
         if not self._others_answer:
-            return obj
+            return broadcast_object(obj, self.replicas, src) if self._replicas_answer else obj
         objects = [obj]
         dist.broadcast_object_list(objects, src, self._everyone)
         return objects[0]
@@ -153,7 +159,7 @@ class ReplicaStrategy(Base):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not self._others_answer:
-            return decision
+            return voted(decision, self.replicas, all=all) if self._replicas_answer else decision
         votes = torch.tensor(int(decision), device="cpu")
         dist.all_reduce(votes, group=self._everyone)
         return int(votes) == dist.get_world_size() if all else int(votes) > 0
