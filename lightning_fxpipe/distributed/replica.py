@@ -71,6 +71,7 @@ class _Now(threading.local):
 
     is_computing = False
     is_acting = False
+    is_preparing = False  # which is a way to act
 
 
 class Replica:
@@ -93,15 +94,20 @@ class Replica:
         """Whether user code runs in this thread that must do the same on every rank."""
         return self._now.is_computing
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether user code runs that makes data or models, the same on every rank, and may write, which is done once."""
+        return self._now.is_preparing and not self.is_computing
+
     @contextmanager
-    def _being(self, *, computing: bool, acting: bool) -> Iterator[None]:
+    def _being(self, *, computing: bool, acting: bool, preparing: bool = False) -> Iterator[None]:
         now = self._now
-        before = now.is_computing, now.is_acting
-        now.is_computing, now.is_acting = computing, acting
+        before = now.is_computing, now.is_acting, now.is_preparing
+        now.is_computing, now.is_acting, now.is_preparing = computing, acting, preparing
         try:
             yield
         finally:
-            now.is_computing, now.is_acting = before
+            now.is_computing, now.is_acting, now.is_preparing = before
 
     def computing(self) -> AbstractContextManager[None]:
         """The block is user code that computes: a step, or what makes its data."""
@@ -112,11 +118,14 @@ class Replica:
         return self._being(computing=False, acting=False)
 
     @contextmanager
-    def acting(self, share: Share | None = None) -> Iterator[None]:
-        """The block is user code that acts, such as a hook; with a ``share`` in place of the one that every rank must call."""
+    def acting(self, share: Share | None = None, *, preparing: bool = False) -> Iterator[None]:
+        """The block is user code that acts, such as a hook; with a ``share`` in place of the one that every rank must call.
+
+        With ``preparing`` it makes data or models as well: all ranks have the replica's number.
+        """
         before, self._share = self._share, share or self._share_together
         try:
-            with self._being(computing=False, acting=True):
+            with self._being(computing=False, acting=True, preparing=preparing):
                 yield
         finally:
             self._share = before
@@ -124,6 +133,10 @@ class Replica:
     def computes(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`computing`."""
         return _run_in(self.computing, function)
+
+    def prepares(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run by :meth:`acting` with ``preparing``."""
+        return _run_in(functools.partial(self.acting, preparing=True), function)
 
     def acts(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`acting`."""
@@ -185,7 +198,7 @@ class Replica:
         return self._now.is_acting and not self.is_computing
 
     def _get_rank(self, **_: Any) -> int:
-        if not self._only_acts:
+        if not self._only_acts or self.is_preparing:
             return self._replicas.index
         return real.get_rank() if self._topology is None else self._topology.rank_to_users
 

@@ -11,11 +11,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
-from lightning_fxpipe._compat.modes import makes_fakes
+from lightning_fxpipe._compat.modes import makes_fakes, unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor
-from lightning_fxpipe.distributed.replica_tensors import gathered_with_gradients
+from lightning_fxpipe.distributed.replica_tensors import (
+    all_reduce,
+    broadcast,
+    exchanged,
+    gathered_with_gradients,
+    reduced_with_gradients,
+)
 from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.frames import user_source
@@ -30,6 +37,7 @@ _FROM_OR_TO_FIRST = ("broadcast_object_list", "gather", "scatter", "gather_objec
 _WITH_GRADIENTS = "torch.distributed.nn.functional"
 # The others take ranks of a group for global ones, there or in their backward pass (torch 2.13, on CPUs).
 _SUITED = ("all_gather", "all_reduce")
+_IN_CALLS = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "_all_gather_base")
 _REFUSED = ("new_subgroups", "new_subgroups_by_enumeration")
 
 
@@ -64,11 +72,37 @@ class ReplicaCalls:
                 expected="collectives of all replicas; of those that pass gradients on, all_gather and all_reduce",
                 todo="Use one of these.",
             )
-        if makes_fakes() or any(isinstance(tensor, FakeTensor) for tensor in _tensors(arguments.values())):
-            return self._recorded(name, arguments, has_gradients=has_gradients)
         if has_gradients and name == "all_gather":
             return tuple(gathered_with_gradients(arguments["tensor"], self._replicas))
+        if has_gradients:
+            return reduced_with_gradients(arguments["tensor"], self._replicas, arguments.get("op", dist.ReduceOp.SUM))
+        if name in _IN_CALLS:
+            return self._in_calls(name, self._shared(arguments))
+        # One replica may record a step alone, as for a batch of another shape.
+        if makes_fakes() or any(isinstance(tensor, FakeTensor) for tensor in _tensors(arguments.values())):
+            return self._recorded(name, arguments)
         return original(**self._of_group(original, self._shared(arguments)))
+
+    def _in_calls(self, name: str, arguments: dict[str, Any]) -> Any:
+        """A collective of tensors of which those that watch a step see the same calls when it is recorded and when it runs:
+        it may be between calls of the model, and then belongs to a stage."""
+        given: Tensor = arguments["input_tensor" if "input_tensor" in arguments else "tensor"]
+        if name == "all_reduce":
+            found = exchanged(all_reduce, given, self._replicas, arguments.get("op", dist.ReduceOp.SUM))
+            given.detach().copy_(found)
+        elif name == "broadcast":
+            source = arguments.get("group_src")
+            found = exchanged(broadcast, given, self._replicas, arguments["src"] if source is None else source)
+            given.detach().copy_(found)
+        else:
+            found = gathered_with_gradients(given.detach(), self._replicas)
+            if name == "all_gather":
+                for taken, part in zip(arguments["tensor_list"], found.unbind(), strict=True):
+                    taken.detach().copy_(part)
+            else:
+                taken = arguments["output_tensor"]
+                taken.detach().copy_(found.reshape(taken.shape))
+        return _Done() if arguments.get("async_op") else None
 
     def _of_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments, where ranks are those of replicas."""
@@ -90,18 +124,15 @@ class ReplicaCalls:
                 value[:] = self._share([*value])
             elif name in _GIVEN:
                 for tensor in _tensors([value]):
-                    with torch.no_grad():
+                    with unwatched_torch(), torch.no_grad():
                         shared = self._share(tensor.detach())
                         if shared is not tensor and not _is_same(shared, tensor):
                             tensor.copy_(shared)
         return found
 
-    def _recorded(self, name: str, arguments: dict[str, Any], *, has_gradients: bool) -> Any:
+    def _recorded(self, name: str, arguments: dict[str, Any]) -> Any:
         """What a collective gives while a step is recorded: of the right shapes and kinds, from this replica's."""
-        count = self._replicas.count
         given: Any = next((arguments[key] for key in _GIVEN if arguments.get(key) is not None), None)
-        if has_gradients:
-            return given.clone() if name == "all_reduce" else tuple(given.clone() for _ in range(count))
         for key in (*_LISTS, *(["object_list"] if "obj" in arguments else [])):
             for index, taken in enumerate(arguments.get(key) or ()):
                 if isinstance(taken, Tensor):
@@ -110,9 +141,6 @@ class ReplicaCalls:
                     arguments[key][index] = given
         if name == "scatter_object_list":
             arguments["scatter_object_output_list"][0] = (arguments.get("scatter_object_input_list") or [None])[0]
-        if name in ("all_gather_into_tensor", "_all_gather_base"):
-            taken = arguments["output_tensor"]
-            taken.copy_(torch.cat([given] * count).reshape(taken.shape))
         return _Done() if arguments.get("async_op") or name in ("isend", "irecv") else None
 
 

@@ -6,12 +6,14 @@ the same results; where only the ranks with the last stages come, as at the end 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor
 
+from lightning_fxpipe._compat.modes import makes_fakes, unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
@@ -49,12 +51,11 @@ def reduced(value: Any, replicas: Replicas, group: Any, operation: Any) -> Any:
             expected=f"one of {', '.join(_OPERATIONS)}, or a ReduceOp of torch.distributed",
             todo="Choose one of these.",
         )
-    if isinstance(value, FakeTensor):  # while the step is recorded
-        return value
-    dist.all_reduce(value, op=known, group=replicas.group)
-    if not isinstance(operation, str) or operation.lower() not in _MEANS:
-        return value
-    return value.div_(replicas.count) if value.is_floating_point() else value.copy_(value / replicas.count)
+    found = exchanged(all_reduce, value, replicas, known)
+    if isinstance(operation, str) and operation.lower() in _MEANS:
+        found = found / replicas.count
+    value.detach().copy_(found)
+    return value
 
 
 def gathered(tensor: Tensor, replicas: Replicas, group: Any = None, *, sync_grads: bool = False) -> Tensor:
@@ -69,14 +70,8 @@ def gathered(tensor: Tensor, replicas: Replicas, group: Any = None, *, sync_grad
     if not replicas.are_several:
         return tensor
     _check_group(replicas, group)
-    if isinstance(tensor, FakeTensor):  # while the step is recorded
-        return torch.stack([tensor] * replicas.count)
-    if sync_grads:
-        return gathered_with_gradients(tensor, replicas)
-    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(replicas.count)]
-    with torch.no_grad():
-        dist.all_gather(found, tensor.contiguous(), group=replicas.group)
-    return torch.stack(found)
+    # One call for those that watch the step, whether it is recorded or runs.
+    return gathered_with_gradients(tensor if sync_grads else tensor.detach(), replicas)
 
 
 def gathered_with_gradients(tensor: Tensor, replicas: Replicas) -> Tensor:
@@ -87,10 +82,40 @@ def gathered_with_gradients(tensor: Tensor, replicas: Replicas) -> Tensor:
     return cast(Tensor, _Gather.apply(tensor, replicas))  # type: ignore[no-untyped-call]
 
 
+# Exchanges a tensor of this replica for what the group makes of them.
+Exchange = Callable[..., Any]
+
+
+def all_reduce(tensor: Tensor, replicas: Replicas, operation: Any) -> None:
+    """An exchange: all tensors made one."""
+    dist.all_reduce(tensor, op=operation, group=replicas.group)
+
+
+def broadcast(tensor: Tensor, replicas: Replicas, source: int) -> None:
+    """An exchange: the tensor of a replica."""
+    dist.broadcast(tensor, group=replicas.group, group_src=source)
+
+
+def exchanged(exchange: Exchange, tensor: Tensor, replicas: Replicas, *options: Any) -> Tensor:
+    """What an exchange makes of a copy of a tensor; one call for those that watch a step, whether it is recorded or runs."""
+    return cast(Tensor, _Exchange.apply(tensor.detach(), replicas, exchange, *options))  # type: ignore[no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, replicas: Replicas, exchange: Exchange, *options: Any) -> Tensor:
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        if not isinstance(tensor, FakeTensor):  # else the step is recorded
+            exchange(found, replicas, *options)
+        return found
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, replicas: Replicas) -> Tensor:
         ctx.replicas = replicas
+        if isinstance(tensor, FakeTensor):  # while the step is recorded, where this is the same one call
+            return torch.stack([tensor] * replicas.count)
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(replicas.count)]
         dist.all_gather(found, tensor.contiguous(), group=replicas.group)
         return torch.stack(found)
@@ -100,6 +125,45 @@ class _Gather(torch.autograd.Function):
         summed = gradients[0].contiguous().clone()
         dist.all_reduce(summed, group=ctx.replicas.group)
         return summed[ctx.replicas.index], None
+
+
+def reduced_with_gradients(tensor: Tensor, replicas: Replicas, operation: Any) -> Tensor:
+    """All tensors made one; gradients of what the replicas compute from it are made one, too, as torch does it."""
+    return cast(Tensor, _Reduce.apply(tensor, replicas, operation))  # type: ignore[no-untyped-call]
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, replicas: Replicas, operation: Any) -> Tensor:
+        ctx.replicas, ctx.operation = replicas, operation
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        if not isinstance(tensor, FakeTensor):  # else the step is recorded
+            all_reduce(found, replicas, operation)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return reduced_with_gradients(gradients[0], ctx.replicas, ctx.operation), None, None
+
+
+def broadcast_object(value: Any, replicas: Replicas, source: int) -> Any:
+    """A replica's object, on all of them. Called by ranks with the same stages; while a step is recorded it is its own."""
+    if makes_fakes():
+        return value
+    objects = [value]
+    with unwatched_torch():
+        dist.broadcast_object_list(objects, group=replicas.control_group, group_src=source)
+    return objects[0]
+
+
+def voted(decision: bool, replicas: Replicas, *, all: bool) -> bool:
+    """Whether all replicas, or any, say yes. Called by ranks with the same stages; while a step is recorded it is its own."""
+    if makes_fakes():
+        return decision
+    with unwatched_torch():
+        votes = torch.tensor(int(decision), device="cpu")
+        dist.all_reduce(votes, group=replicas.control_group)
+        return int(votes) == replicas.count if all else int(votes) > 0
 
 
 def _check_group(replicas: Replicas, group: Any) -> None:

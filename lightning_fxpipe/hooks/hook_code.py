@@ -38,7 +38,8 @@ def early_hooks(trainer: Trainer, module: LightningModule, replica: Replica) -> 
     """During the block, hooks that :class:`Hooks` does not wrap see one replica: those before its time, and those of data."""
     owners: list[Any] = [owner for owner in (module, getattr(trainer, "datamodule", None)) if owner is not None]
     patches = [(owner, name, replica.computes) for owner in owners for name in _DATA_HOOKS]
-    patches += [(owner, name, replica.acts) for owner in (*owners, *callbacks(trainer)) for name in _EARLY_HOOKS]
+    for owner in (*owners, *callbacks(trainer)):
+        patches += [(owner, name, replica.acts if name == "on_exception" else replica.prepares) for name in _EARLY_HOOKS]
     found = [(owner, name, wrapped, getattr(owner, name, None)) for owner, name, wrapped in patches]
     with patched_attributes(*((o, n, wrapped(hook)) for o, n, wrapped, hook in found if hook and not is_own(hook))):
         yield

@@ -127,6 +127,10 @@ class Replicated:
         """Parameters and buffers are those of the first replica, as where they were drawn from other seeds."""
         share_tensors([*self._parameters(), *self._buffers()], self._replicas)
 
+    def begin_run(self, *, trains: bool) -> None:
+        """Called before each run. What its hooks do to buffers before the first step that trains is the first replica's."""
+        self._buffers_differ = trains and self._replicas.are_several
+
     @contextmanager
     def step(self, *, trains: bool, averages: bool) -> Iterator[None]:
         """In the block a step runs. Where the one before has changed buffers, they are those of the first replica.

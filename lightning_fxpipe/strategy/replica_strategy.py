@@ -15,7 +15,7 @@ from lightning_fxpipe._compat.lightning import set_rank_zero_only
 from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.replica_tensors import gathered, reduced
+from lightning_fxpipe.distributed.replica_tensors import broadcast_object, gathered, reduced, voted
 from lightning_fxpipe.distributed.topology import Replicas, Topology
 
 Broadcast = TypeVar("Broadcast")
@@ -97,10 +97,21 @@ class ReplicaStrategy(Base):
     @property
     @override
     def global_rank(self) -> int:
-        if self._replica is not None and self._replica.is_computing:
+        if self._replica is not None and (self._replica.is_computing or self._replica.is_preparing):
             return self.replicas.index
+        return self._own_number
+
+    @property
+    def _own_number(self) -> int:
         # Those that end a step are numbered as replicas are, so that code for rank r < world_size runs once for each.
         return super().global_rank if self._topology is None else self._topology.rank_to_users
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        # Where data is made all ranks have the replica's number, and what is written is written once all the same.
+        is_preparing = self._replica is not None and self._replica.is_preparing
+        return (self._own_number if is_preparing else self.global_rank) == 0
 
     @property
     def is_distributed(self) -> bool:
@@ -129,6 +140,12 @@ class ReplicaStrategy(Base):
         return dist.is_initialized() and not is_computing and not has_failed()
 
     @property
+    def _replicas_answer(self) -> bool:
+        """Whether a step runs, or what makes its data, to which the ranks with the same stages in other replicas come, too."""
+        is_computing = self._replica is not None and self._replica.is_computing
+        return dist.is_initialized() and is_computing and self.replicas.are_several and not has_failed()
+
+    @property
     def _everyone(self) -> dist.ProcessGroup | None:
         """For messages between CPUs, for which the host need not wait for its device."""
         return self.replicas.everyone
@@ -141,7 +158,7 @@ class ReplicaStrategy(Base):
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
         if not self._others_answer:
-            return obj
+            return broadcast_object(obj, self.replicas, src) if self._replicas_answer else obj
         objects = [obj]
         if self.replicas.are_several:
             src *= self.topology.num_ranks  # to users the ranks are the replicas
@@ -155,7 +172,7 @@ class ReplicaStrategy(Base):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not self._others_answer:
-            return decision
+            return voted(decision, self.replicas, all=all) if self._replicas_answer else decision
         votes = torch.tensor(int(decision), device="cpu")
         dist.all_reduce(votes, group=self._everyone)
         return int(votes) == dist.get_world_size() if all else int(votes) > 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.trainer.states import RunningStage, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
@@ -180,6 +180,7 @@ class Session:
         for monitor, throughput in throughputs(trainer):
             # The whole pipeline is the device that works on a batch.
             throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_ranks
+        self.replicated.begin_run(trains=trainer.state.fn == TrainerFn.FITTING)
         self.hooks.install(trainer)
         self._old_gradients = None
         if self._topology.num_ranks > 1:

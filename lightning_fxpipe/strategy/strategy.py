@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -181,7 +182,7 @@ class PipelineStrategy(ReplicaStrategy):
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
         )
-        self._stop_if_asked: Callable[[], None] | None = None
+        self._stop_if_asked: Callable[[bool], None] | None = None
         self._precision: PipelinePrecision | None = None
         self._patches = ExitStack()
         self._constructions = Constructions()
@@ -250,6 +251,8 @@ class PipelineStrategy(ReplicaStrategy):
         if self.topology.num_ranks > 1 or self.replicas.are_several:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
+        if self.replicas.are_several:
+            reset_seed()  # as DDP: what has been drawn for the weights changes nothing of what is drawn in the run
         # Lock step: samplers and user code must draw the same numbers on all ranks of a pipeline, seeded or not.
         self._checkpoints.seed, state = self.broadcast_in_pipeline((torch.initial_seed(), rng_state()))
         if not self.topology.is_last:
@@ -275,8 +278,7 @@ class PipelineStrategy(ReplicaStrategy):
         check_sampler(dataloader, self.replicas)
         if self._topology is None:
             return dataloader  # asked for before a run, as to count its batches
-        loader = in_step(self._plans.begun.whole(dataloader), self._sparing, self.replica.computing)
-        return seeded_alike(loader, self.replicas)
+        return seeded_alike(in_step(self._plans.begun.whole(dataloader), self._sparing, self.replica.computing), self.replicas)
 
     # ------------------------------------------------------------------ setup
 
@@ -289,7 +291,7 @@ class PipelineStrategy(ReplicaStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._checkpoints.forget_run()
-        self._stop_if_asked = stopping_together(trainer, self._everyone)
+        self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
         if not self.replicas.are_several:
@@ -487,7 +489,7 @@ class PipelineStrategy(ReplicaStrategy):
 
     def _run_step(self, kind: StepKind, run: Callable[[Step, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self._stop_if_asked is not None
-        self._stop_if_asked()
+        self._stop_if_asked(kind is StepKind.TRAIN or not self.replicas.are_several)
         noted = self._recording.during(kind.value, trains=kind is StepKind.TRAIN)
         with no_end_of_epoch(kind.value), noted, self.session.hooks.suspend(), self.replica.computing():
             seed, precision = self._checkpoints.seed, self._precision

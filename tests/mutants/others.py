@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         _REPLICA,
-        "        if not self._only_acts:\n            return self._replicas.index\n",
+        "        if not self._only_acts or self.is_preparing:\n            return self._replicas.index\n",
         "",
         (f"{_TEST_REPLICA}::test_a_rank_has_a_number_of_its_own_where_it_acts_only",),
         "a step sees the number of its rank, and does something else on each",

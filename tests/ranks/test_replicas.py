@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 from torch.distributed.nn.functional import gather as gather_with_gradients
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_fxpipe import BatchError, FxPipeStrategy, PeerError, UnsupportedError
@@ -224,6 +224,73 @@ class Unseeded(Net):
         return module
 
 
+class Between(Net):
+    """Talks to the other replicas before the model's call, and between it and a parameter that the step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        center = batch[0].mean(0)
+        dist.all_reduce(center)
+        spread = self.trainer.strategy.reduce(batch[0].std())
+        embeddings = self(batch[0] - center / 2 + spread)
+        every = self.all_gather(embeddings, sync_grads=True).flatten(0, 1)
+        targets = self.all_gather(nn.functional.one_hot(batch[1], 5).float()).flatten(0, 1)
+        told = embeddings.detach().mean(0)
+        dist.broadcast(told, 1)
+        logits = every * self.scale.exp()
+        return nn.functional.cross_entropy(logits, targets) + (logits.mean(0) * told).sum() * (1 + self.global_rank)
+
+
+class Decides(Net):
+    """Asks the strategy what all replicas do, in the step and where it makes its data."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.told = self.trainer.strategy.broadcast(f"of {self.global_rank}", src=1)
+        return super().train_dataloader()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        share = self.trainer.strategy.broadcast(1.0 + self.global_rank + batch_idx)
+        is_last = self.trainer.strategy.reduce_boolean_decision(self.global_rank == 1 and batch_idx == 2, all=False)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.global_rank)
+        dist.barrier()
+        return nn.functional.cross_entropy(self(batch[0]), batch[1]) * (share + is_last + sum(everyone))
+
+
+class Noisy(Net):
+    """Draws numbers, as the Trainer has seeded them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0] + torch.randn_like(batch[0])), batch[1])
+
+
+class SetsBuffer(Net):
+    """A hook gives each replica another value, of which the first replica's holds."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def on_train_start(self) -> None:
+        if self.global_rank == 1:
+            self.factor.fill_(3.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1]) * self.factor
+
+
+class Uneven(Logs):
+    """Replicas have different numbers of batches to validate with."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Subset(self._loader(44).dataset, range(9 if self.global_rank else 18)), batch_size=4)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A run that is the same by DDP and by replicas of a pipeline."""
@@ -245,6 +312,11 @@ CASES = {
     "accumulated and clipped": Case(options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, module=Logs),
     "parts": Case(module=Parts, ddp={"find_unused_parameters": True}, strategy={"schedule": "gpipe"}),
     "manual": Case(module=Manual, ddp={"find_unused_parameters": True}),
+    "between": Case(module=Between),
+    "decides": Case(module=Decides),
+    "noisy": Case(module=Noisy),
+    "sets buffer": Case(module=SetsBuffer),
+    "uneven": Case(module=Uneven, options={"use_distributed_sampler": False}),
     "streams": Case(module=Streams),
     "unseeded": Case(module=Unseeded.made),
     # One microbatch: sums of rounded gradients are others with more.
