@@ -19,6 +19,7 @@ from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.distributed.replica_tensors import (
     all_reduce,
     broadcast,
+    check_may_talk,
     exchanged,
     gathered_with_gradients,
     reduced_with_gradients,
@@ -72,6 +73,7 @@ class ReplicaCalls:
                 expected="collectives of all replicas; of those that pass gradients on, all_gather and all_reduce",
                 todo="Use one of these.",
             )
+        check_may_talk()
         if has_gradients and name == "all_gather":
             return tuple(gathered_with_gradients(arguments["tensor"], self._replicas))
         if has_gradients:

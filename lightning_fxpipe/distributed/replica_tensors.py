@@ -6,7 +6,9 @@ the same results; where only the ranks with the last stages come, as at the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,36 @@ from lightning_fxpipe._compat.modes import makes_fakes, unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.user_code.frames import user_source
+
+# Whether user code runs for a microbatch alone, of which other replicas may have fewer or none.
+_is_for_microbatch: ContextVar[bool] = ContextVar("is_for_microbatch", default=False)
+
+
+class TalksToReplicas(UnsupportedError):
+    """A step talks to other replicas where it runs for each microbatch."""
+
+
+@contextmanager
+def for_microbatch() -> Iterator[None]:
+    """In the block a step runs for a microbatch, or for the batch to be compared with these: it must not talk to replicas."""
+    token = _is_for_microbatch.set(True)
+    try:
+        yield
+    finally:
+        _is_for_microbatch.reset(token)
+
+
+def check_may_talk() -> None:
+    """Raises :class:`TalksToReplicas` where that is forbidden. Called before user code's values go to other replicas."""
+    if _is_for_microbatch.get():
+        raise TalksToReplicas(
+            "The step talks to other replicas, and with this schedule it runs for each microbatch.",
+            where=user_source(),
+            expected="a step whose loss is that of its own replica's samples",
+            todo='Set FxPipeStrategy(schedule="gpipe"), with which the step runs once for each batch.',
+        )
+
 
 _MEANS = ("mean", "avg")
 _OPERATIONS = {
@@ -43,6 +75,7 @@ def reduced(value: Any, replicas: Replicas, group: Any, operation: Any) -> Any:
     if not replicas.are_several or not isinstance(value, Tensor):
         return value
     _check_group(replicas, group)
+    check_may_talk()
     known: Any = _OPERATIONS.get(operation.lower()) if isinstance(operation, str) else operation or dist.ReduceOp.SUM
     if known is None:
         raise UnsupportedError(
@@ -70,6 +103,7 @@ def gathered(tensor: Tensor, replicas: Replicas, group: Any = None, *, sync_grad
     if not replicas.are_several:
         return tensor
     _check_group(replicas, group)
+    check_may_talk()
     # One call for those that watch the step, whether it is recorded or runs.
     return gathered_with_gradients(tensor if sync_grads else tensor.detach(), replicas)
 
@@ -150,6 +184,7 @@ def broadcast_object(value: Any, replicas: Replicas, source: int) -> Any:
     """A replica's object, on all of them. Called by ranks with the same stages; while a step is recorded it is its own."""
     if makes_fakes():
         return value
+    check_may_talk()
     objects = [value]
     with unwatched_torch():
         dist.broadcast_object_list(objects, group=replicas.control_group, group_src=source)
@@ -160,6 +195,7 @@ def voted(decision: bool, replicas: Replicas, *, all: bool) -> bool:
     """Whether all replicas, or any, say yes. Called by ranks with the same stages; while a step is recorded it is its own."""
     if makes_fakes():
         return decision
+    check_may_talk()
     with unwatched_torch():
         votes = torch.tensor(int(decision), device="cpu")
         dist.all_reduce(votes, group=replicas.control_group)

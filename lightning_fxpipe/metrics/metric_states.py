@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_fxpipe._compat.torch import FakeTensor, patched_attributes, tree_leaves, tree_map, version_of
+from lightning_fxpipe.distributed.replica_tensors import check_may_talk
 from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.portable import on_host, require_picklable
@@ -100,6 +101,7 @@ def among_replicas(replicas: Replicas) -> Iterator[None]:
     ) -> None:
         if not replicas.are_several or any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(_state(self))):
             return  # as torchmetrics' own where nothing is distributed
+        check_may_talk()
         group = process_group or self.process_group or replicas.group
         original(self, dist_sync_fn, group, should_sync, distributed_available)
 

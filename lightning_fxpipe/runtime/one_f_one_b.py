@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_fxpipe.distributed.replica_tensors import TalksToReplicas, for_microbatch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
 from lightning_fxpipe.metrics.step_log import LogEntry, StepLog
@@ -186,8 +187,11 @@ class StepTail:
             weights: Factor of each microbatch's loss.
             undoes_together: Whether the step has changed nothing so far: one look at the end shows that it still does not.
         """
-        with torch.no_grad():
-            whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
+        try:
+            with torch.no_grad():
+                whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
+        except TalksToReplicas as error:
+            return Finding(verdict=Verdict.DIFFERS, observed=f"the step talks to other replicas in {error.where}")
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
         (value, logged), *of_parts = _read([whole, *parts])
@@ -272,7 +276,7 @@ class StepTail:
                 inputs=lambda args, kwargs: [],
                 run=region,
             )
-            with self.step.context(), in_place:
+            with self.step.context(), in_place, for_microbatch():
                 result = function(*again.args)
             draws = at_region is not None and not same_rng(at_region, rng_state())
         loss = None if result is None else loss_of(result)

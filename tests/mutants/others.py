@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     Mutant(
         _REPLICA,
-        "            now.is_computing, now.is_acting = before\n",
+        "            now.is_computing, now.is_acting, now.is_preparing = before\n",
         "            pass\n",
         (f"{_TEST_REPLICA}::test_a_rank_has_a_number_of_its_own_where_it_acts_only",),
         "after a step Lightning, too, sees one replica",

@@ -202,6 +202,24 @@ class Shares(IterableDataset[Any]):
             yield torch.full((12,), index / 40), index % 5
 
 
+class SharesInSetup(Net):
+    """Shares its samples out before there are loaders, as many DataModules do."""
+
+    def setup(self, stage: str) -> None:
+        data = self._loader(44).dataset
+        rank, count = self.trainer.global_rank, self.trainer.world_size
+        assert (rank, count) == (dist.get_rank(), dist.get_world_size()) or not dist.is_initialized()
+        self.mine = Subset(data, range(rank, 40, count))
+        self.sampler = DistributedSampler(data, shuffle=False)
+        self.writes = self.trainer.is_global_zero
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.mine, batch_size=8)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self._loader(44).dataset, batch_size=8, sampler=self.sampler)
+
+
 class Streams(Net):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Shares(self), batch_size=8)
@@ -318,6 +336,7 @@ CASES = {
     "sets buffer": Case(module=SetsBuffer),
     "uneven": Case(module=Uneven, options={"use_distributed_sampler": False}),
     "streams": Case(module=Streams),
+    "setup": Case(module=SharesInSetup, options={"use_distributed_sampler": False}),
     "unseeded": Case(module=Unseeded.made),
     # One microbatch: sums of rounded gradients are others with more.
     "bf16": Case(options={"precision": "bf16-mixed"}, module=Logs, strategy={"num_microbatches": 1}),
@@ -349,6 +368,7 @@ def run(case: Case, devices: int, num_stages: int | None) -> dict[str, Any]:
         "metrics": {key: float(value) for key, value in sorted(trainer.callback_metrics.items())},
         "counters": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
         "told": getattr(module, "told", None),
+        "writes": getattr(module, "writes", None),
         "predictions": trainer.predict(module),
     }
 
@@ -373,7 +393,7 @@ def check(name: str, reference: dict[str, Any], mine: Sequence[dict[str, Any]]) 
     gradients: list[dict[str, Tensor]] = [{} for _ in reference["gradients"]]
     state: dict[str, Tensor] = {}
     for result in mine:
-        for key in reference.keys() - {"gradients", "state", "predictions"}:
+        for key in reference.keys() - {"gradients", "state", "predictions", "writes"}:
             found, expected = result[key], reference[key]
             if key == "metrics":
                 found, expected = dict(sorted(found.items())), dict(sorted(expected.items()))
@@ -442,6 +462,8 @@ def test_equals_ddp(ranks: Ranks, stages: int) -> None:
         for replica in range(2):
             mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
             check(f"{name}, replica {replica}", expected[replica][index], mine)
+            assert mine[0]["writes"] == expected[replica][index]["writes"]
+            assert not any(result["writes"] for result in mine[1:])  # once for each pipeline
 
 
 # ------------------------------------------------------------------ what is refused
@@ -499,6 +521,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "gradients": (GathersWithGradients, {}, UnsupportedError, "what several replicas of a pipeline cannot do"),
     "reduce": (ReducesOddly, {}, UnsupportedError, "There is no such way to reduce a tensor over the replicas"),
     "values": (OwnGroupForValues, {}, UnsupportedError, "Values can be put together over all replicas only"),
+    "by turns": (Talks, {"schedule": "1f1b"}, UnsupportedError, "the step talks to other replicas in"),
     "batch norm": (Norms, {"sync_batchnorm": True}, UnsupportedError, "sync_batchnorm, with which each microbatch would wait"),
 }
 
@@ -506,7 +529,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
 def try_refused(name: str) -> str:
     """Runs on every rank; returns the error."""
     module, options, kind, _ = REFUSED[name]
-    trainer = make_trainer(max_epochs=1, devices=4, strategy=FxPipeStrategy(num_stages=2, num_microbatches=2), **options)
+    schedule = options.get("schedule", "auto")
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule=schedule)
+    options = {key: value for key, value in options.items() if key != "schedule"}
+    trainer = make_trainer(max_epochs=1, devices=4, strategy=strategy, **options)
     try:
         trainer.fit(module())
     except (kind, PeerError) as error:
@@ -522,5 +548,5 @@ def test_refused_with_the_reason(ranks: Ranks, name: str) -> None:
     pool = ranks(4)
     for told in pool.run(try_refused, name):
         assert REFUSED[name][3] in " ".join(told.split()), told
-    if name == "gradients":  # while other ranks wait, whose connections are broken then
+    if name in ("gradients", "by turns"):  # while other ranks wait, whose connections are broken then
         pool.kill()
