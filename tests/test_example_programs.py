@@ -122,12 +122,22 @@ def test_the_benchmark_of_cuts_compares_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_simulated_steps_compares_both_schedules() -> None:
+def test_the_benchmark_of_replicas_compares_them_with_ddp() -> None:
+    command = [sys.executable, EXAMPLES / "benchmarks" / "replicas_time.py", "--sizes", "tiny", "--rounds", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["tiny"]]
+    assert [row[1] for row in rows] == ["ddp", "replicas"]
+    assert rows[0][-2] == "1.000"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_simulated_steps_compares_four_schedules() -> None:
     command = [sys.executable, EXAMPLES / "benchmarks" / "simulated_time.py", "--sizes", "small", "--rounds", "1"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["small"]]
-    assert [row[1] for row in rows] == ["gpipe", "1f1b"]
+    assert [row[1] for row in rows] == ["gpipe", "1f1b", "interleaved_1f1b", "zbv_zero_bubble"]
     for _, _, simulated, measured, *_ in rows:
         assert 0 < float(simulated) < 10 * float(measured)
 
