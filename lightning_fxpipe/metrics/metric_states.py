@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_fxpipe._compat.torch import FakeTensor, patched_attributes, tree_leaves, tree_map, version_of
 from lightning_fxpipe.distributed.replica_tensors import check_may_talk
@@ -111,11 +112,37 @@ def among_replicas(replicas: Replicas) -> Iterator[None]:
 
 def belong_to_replicas(metrics: Iterable[nn.Module], replicas: Replicas) -> None:
     """Metrics gather nothing from ranks of their own pipeline, now and after the run: their states are those of all of it."""
+    gather = _GatherFromReplicas(replicas)
     for metric in metrics:
         if isinstance(metric, Metric) and replicas.are_several:
-            metric.process_group = metric.process_group or replicas.group
+            metric.dist_sync_fn = metric.dist_sync_fn or gather
         elif isinstance(metric, Metric):
             metric.distributed_available_fn = _never
+
+
+class _GatherFromReplicas:
+    """What metrics gather their states with. They are copied and pickled, which a process group cannot be.
+
+    Args:
+        replicas: The replicas.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def __call__(self, result: Tensor, group: Any = None) -> list[Tensor]:
+        """The tensors of all replicas. Called by the ranks with the same stages."""
+        return gather_all_tensors(result, self._replicas.group if group is None else group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherFromReplicas:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _all_tensors, ()  # elsewhere there are other processes
+
+
+def _all_tensors() -> Any:
+    return gather_all_tensors
 
 
 def _never() -> bool:

@@ -36,7 +36,7 @@ def average_gradients(parameters: Iterable[Tensor], replicas: Replicas) -> None:
         replicas: The replicas.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad and not parameter.is_meta]
-    if not replicas.are_several or not trained:
+    if not trained:
         return
     # Which are there the host has to know: it is a message between CPUs, for which no device waits.
     flags = torch.tensor([parameter.grad is not None for parameter in trained], dtype=torch.uint8, device="cpu")
@@ -154,7 +154,7 @@ class Replicated:
             yield
         finally:
             self._is_in_backward = before
-        if averages:
+        if averages and self._replicas.are_several:
             average_gradients(self._parameters(), self._replicas)
 
     def _averaging(self, original: Callable[..., None]) -> Callable[..., None]:

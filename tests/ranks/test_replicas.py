@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,9 @@ class Logs(Net):
         self.log("val_loss", nn.functional.cross_entropy(logits, batch[1]), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
+        copied = pickle.loads(pickle.dumps(self.val_accuracy.clone()))  # as loggers and averaged models do
         self.log("val_accuracy", self.val_accuracy.compute())
+        self.log("copied", copied.compute())
         self.val_accuracy.reset()
         gathered = self.all_gather({"rank": torch.tensor(float(self.global_rank < 2))})
         self.log("gathered", gathered["rank"].sum() / gathered["rank"].numel())
