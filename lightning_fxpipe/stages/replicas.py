@@ -8,7 +8,7 @@ stages are done, while others still drain the pipeline.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -46,12 +46,11 @@ def average_gradients(parameters: Iterable[Tensor], replicas: Replicas) -> None:
         if is_there and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if is_there and parameter.grad is not None:
-            gradients.append(parameter.grad.detach())
+            gradients.append(parameter.grad)
     with torch.no_grad():
-        dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-        _reduce(dense, replicas)
+        _reduce([gradient for gradient in gradients if gradient.layout is torch.strided], replicas)
         for gradient in gradients:
-            if gradient.layout is not torch.strided:
+            if gradient.layout is not torch.strided:  # it gets other indices in its place
                 dist.all_reduce(gradient.div_(replicas.count), group=replicas.group)
 
 
@@ -95,16 +94,18 @@ def _parts(flat: Tensor, bucket: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one kind together, up to a size."""
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    num_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:
         if not tensor.numel():
             continue
         kind = tensor.dtype, tensor.device
-        bucket, num_bytes = open_buckets.get(kind, ([], 0))
-        open_buckets[kind] = [*bucket, tensor], num_bytes + tensor.numel() * tensor.element_size()
-        if open_buckets[kind][1] >= _BUCKET_BYTES:
-            yield open_buckets.pop(kind)[0]
-    yield from (bucket for bucket, _ in open_buckets.values())
+        buckets.setdefault(kind, []).append(tensor)
+        num_bytes[kind] += tensor.numel() * tensor.element_size()
+        if num_bytes[kind] >= _BUCKET_BYTES:
+            del num_bytes[kind]
+            yield buckets.pop(kind)
+    yield from buckets.values()
 
 
 class Replicated:

@@ -39,13 +39,34 @@ def made(rank: int, count: int) -> list[nn.Parameter]:
     """Parameters of two kinds; some have a gradient in all, some in one, some in no replica; one is not trained."""
     parameters = []
     for index in range(count):
-        dtype = torch.float64 if index % 5 == 0 else torch.float32
+        dtype = {0: torch.float64, 2: torch.bfloat16, 3: torch.float16}.get(index % 5, torch.float32)
         parameter = nn.Parameter(torch.zeros(index % 4 + 1, 3, dtype=dtype), requires_grad=index != 7)
         if index % 3 == 0 or (index % 3 == 1 and rank == 1):
             parameter.grad = torch.full_like(parameter, 1.0 + index + 10 * rank)
         parameters.append(parameter)
     parameters[0].grad = parameters[0].grad.mT.contiguous().mT if parameters[0].grad is not None else None
     return parameters
+
+
+def averaged_sparse() -> tuple[Tensor, Tensor]:
+    """Runs on every rank: the gradients of a sparse embedding by replicas and by DDP."""
+    replicas = of_one_stage()
+    found = []
+    for by_ddp in (False, True):
+        torch.manual_seed(2)
+        embedding: Any = nn.Embedding(6, 2, sparse=True)
+        called = nn.parallel.DistributedDataParallel(embedding) if by_ddp else embedding
+        called(torch.tensor([1, 1, 3 + replicas.index])).square().sum().backward()
+        if not by_ddp:
+            average_gradients(embedding.parameters(), replicas)
+        assert embedding.weight.grad.is_sparse
+        found.append(embedding.weight.grad.to_dense())
+    return found[0], found[1]
+
+
+def test_sparse_gradients_are_averaged_as_by_ddp(ranks: Ranks) -> None:
+    for found, expected in ranks(2).run(averaged_sparse):
+        assert_same(found, expected, "sparse")
 
 
 def averaged(bucket_bytes: int) -> list[Any]:
