@@ -55,7 +55,7 @@ def in_step(loader: Any, sparing: Sparing, as_replica: Callable[[], AbstractCont
         sparing: Knows the ranks that do not load.
         as_replica: In its block user code that loads is the same on every rank of a pipeline, which it may ask for.
     """
-    group = sparing.replicas.everyone
+    group = sparing.everyone
     if group is None or dist.get_world_size(group) == 1 or type(loader).__module__ == "builtins":
         return loader
     following = copy.copy(loader)  # the user's own stays as it is
@@ -110,7 +110,7 @@ class _InStep:
         self._as_replica = as_replica
         self._length = length
         self._kind = sparing.running_step()
-        self._group = sparing.replicas.everyone if self._kind is StepKind.TRAIN else sparing.group
+        self._group = sparing.everyone if self._kind is StepKind.TRAIN else sparing.group
         self._count = 0
 
         def begin_as_replica() -> Iterator[Any]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
-from lightning_fxpipe.distributed.topology import Replicas, Topology
+from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.user_code.step import StepKind
 
@@ -56,9 +56,9 @@ class Sparing:
         return self._topology.control_group
 
     @property
-    def replicas(self) -> Replicas:
-        """The pipelines that load other batches."""
-        return self._topology.replicas
+    def everyone(self) -> dist.ProcessGroup | None:
+        """The same for all ranks of all replicas, which load other batches."""
+        return self._topology.everyone
 
     def move_to(self, topology: Topology) -> None:
         """This rank has another place now; no batch has been spared yet."""

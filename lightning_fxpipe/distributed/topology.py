@@ -65,7 +65,7 @@ class Replicas:
         index: Which of them this rank is in.
         group: Group of the ranks that have this rank's stages, by replica; None where there is one replica.
         control_group: The same ranks, for small messages between CPUs.
-        everyone: All ranks of all replicas, for small messages between CPUs.
+        everyone: All ranks of all replicas, for small messages between CPUs; None where there is one replica.
     """
 
     count: int = 1
@@ -152,6 +152,11 @@ class Topology:
     def rank_of(self, stage: int) -> int:
         """Global rank that holds a stage."""
         return self.global_rank(self.placement.rank_of(stage))
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All ranks of all replicas, for small messages between CPUs."""
+        return self.replicas.everyone if self.replicas.are_several else self.control_group
 
     @property
     def first_rank(self) -> int:
@@ -280,7 +285,7 @@ def make_topology(device: torch.device, timeout: timedelta | None = None, placem
         placement=placement,
         device=device,
         timeout=timeout,
-        replicas=_replicas(pipelines, new_group, is_gloo=is_gloo) if len(pipelines) > 1 else Replicas(everyone=control),
+        replicas=_replicas(pipelines, new_group, is_gloo=is_gloo) if len(pipelines) > 1 else Replicas(),
     )
     closed_with(topology, made)
     return topology

@@ -148,7 +148,7 @@ class ReplicaStrategy(Base):
     @property
     def _everyone(self) -> dist.ProcessGroup | None:
         """For messages between CPUs, for which the host need not wait for its device."""
-        return self.replicas.everyone
+        return None if self._topology is None else self._topology.everyone
 
     @override
     def barrier(self, name: str | None = None) -> None:
