@@ -31,7 +31,7 @@ import torch.distributed.nn.functional as seen_with_gradients
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.distributed.replica_calls import ReplicaCalls
+from lightning_fxpipe.distributed.replica_calls import Done, ReplicaCalls
 from lightning_fxpipe.distributed.topology import Replicas, Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.user_code.frames import user_source
@@ -167,7 +167,7 @@ class Replica:
 
         def call(arguments: dict[str, Any]) -> Any:
             result = answer(**arguments)
-            return _Done() if arguments.get("async_op") else result
+            return Done() if arguments.get("async_op") else result
 
         return self._where_asked(original, call)
 
@@ -260,23 +260,6 @@ class Replica:
     ) -> None:
         mine = _only(scatter_object_input_list, "scatter_object_list") if scatter_object_input_list else None
         scatter_object_output_list[0] = self._shared_object(mine)
-
-
-class _Done:
-    """What a collective with ``async_op=True`` returns: it is over."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    is_success = is_completed
-
-    def get_future(self) -> torch.futures.Future[None]:
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
 
 
 def _own(value: Any) -> Any:

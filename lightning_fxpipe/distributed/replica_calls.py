@@ -38,6 +38,7 @@ _FROM_OR_TO_FIRST = ("broadcast_object_list", "gather", "scatter", "gather_objec
 _WITH_GRADIENTS = "torch.distributed.nn.functional"
 # The others take ranks of a group for global ones, there or in their backward pass (torch 2.13, on CPUs).
 _SUITED = ("all_gather", "all_reduce")
+# Those that a step may have between calls of its model.
 _IN_CALLS = ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "_all_gather_base")
 _REFUSED = ("new_subgroups", "new_subgroups_by_enumeration")
 
@@ -104,7 +105,7 @@ class ReplicaCalls:
             else:
                 taken = arguments["output_tensor"]
                 taken.detach().copy_(found.reshape(taken.shape))
-        return _Done() if arguments.get("async_op") else None
+        return Done() if arguments.get("async_op") else None
 
     def _of_group(self, original: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments, where ranks are those of replicas."""
@@ -143,16 +144,24 @@ class ReplicaCalls:
                     arguments[key][index] = given
         if name == "scatter_object_list":
             arguments["scatter_object_output_list"][0] = (arguments.get("scatter_object_input_list") or [None])[0]
-        return _Done() if arguments.get("async_op") or name in ("isend", "irecv") else None
+        return Done() if arguments.get("async_op") or name in ("isend", "irecv") else None
 
 
-class _Done:
-    """What a recorded collective with ``async_op=True`` returns."""
+class Done:
+    """What a collective with ``async_op=True`` returns: it is over."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
 
-    is_completed = is_success = wait
+    def is_completed(self) -> bool:
+        return True
+
+    is_success = is_completed
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -143,8 +143,8 @@ class Replicated:
         if self._buffers_differ:
             share_tensors(self._buffers(), self._replicas)
         self._buffers_differ = trains and averages and self._replicas.are_several
-        watches = trains and averages and self._replicas.are_several
-        with patched_attributes((Tensor, "backward", self._averaging(Tensor.backward))) if watches else nullcontext():
+        averaging = (Tensor, "backward", self._averaging(Tensor.backward))
+        with patched_attributes(averaging) if self._buffers_differ else nullcontext():
             yield
 
     @contextmanager

@@ -103,7 +103,7 @@ class Job:
         while not steps.exists() or len(steps.read_text()) < count:
             assert time.monotonic() < deadline, "\n".join(self.texts())
             assert all(process.poll() is None for process in self.processes), "\n".join(self.texts())
-            time.sleep(0.1)
+            time.sleep(0.1)  # the script writes a file, and sends no message
 
 
 def torchrun(host: int, processes: int = 1) -> list[str]:
@@ -151,7 +151,7 @@ def test_stages_on_two_hosts_train_and_one_host_goes_on(hosts: TwoHosts, tmp_pat
     job = Job(hosts, tmp_path / "two")
     options, trainer = {"num_microbatches": 2}, {"devices": 1, "num_nodes": 2}
     job.start(0, torchrun(0), 1, options, trainer, None)
-    time.sleep(5)
+    time.sleep(5)  # the first host waits for it
     job.start(1, torchrun(1), 1, options, trainer, None)
     assert job.ended() == [0, 0], "\n".join(job.texts())
     alone = {"devices": 1}
