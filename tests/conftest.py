@@ -29,6 +29,9 @@ _WITH_RANKS = (
     "tests/test_readme.py",
 )
 
+# Stages of one process whose microbatches go forward and backward by turns (support.check_order).
+_BY_TURNS = ("tests/schedules/test_split_backward.py", "tests/_compat/test_pipelining.py")
+
 
 # Each change runs another part of the slow tests, so that all have run in so many days, and not only at night; and a larger
 # part of those that have a case for each of many models, steps or options, of which any few show the mechanism.
@@ -81,7 +84,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Today's part of the slow tests is not called slow, and that of the families which is not today's is. With a torch that
-    runs one process only, tests that start ranks are skipped."""
+    runs one process only, tests that start ranks are skipped; with one that cannot, those of orders that go by turns."""
     if shard := config.getoption("--shard"):
         number, num_parts = map(int, shard.split("/"))
         others = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_parts != number - 1]
@@ -97,6 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.nodeid.startswith(_WITH_RANKS):
                 item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} runs one process"))
+            elif torch.__version__ < (2, 12) and item.nodeid.startswith(_BY_TURNS):
+                item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} runs stages of one device one way"))
 
 
 def _is_of_today(item: pytest.Item, num_parts: int) -> bool:

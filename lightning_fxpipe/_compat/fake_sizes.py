@@ -26,6 +26,12 @@ class Sizes(ShapeEnv):
         super().__init__()
         self.results: dict[tuple[Any, ...], Any] = {}
 
+    @property
+    def num_replacements_made(self) -> int:
+        """How often a symbol was found equal to another; before torch 2.13, how often anything about symbols was found."""
+        counter = "_replacements_version_counter" if hasattr(self, "_replacements_version_counter") else "_version_counter"
+        return int(getattr(self, counter))
+
     def create_symintnode(self, *args: Any, **kwargs: Any) -> Any:
         """As torch does."""
         size = super().create_symintnode(*args, **kwargs)
@@ -45,7 +51,7 @@ def _once(name: str, calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         if one._hint is None or other._hint is None:  # it depends on data
             return calculate(one, other)
         operands = (one._expr, one.pytype, one._optimized_summation, other._expr, other.pytype, other._optimized_summation)
-        key = (name, *operands, sizes._replacements_version_counter)
+        key = (name, *operands, sizes.num_replacements_made)
         result = sizes.results.get(key)
         if result is None:
             result = sizes.results[key] = calculate(one, other)

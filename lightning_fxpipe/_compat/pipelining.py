@@ -45,6 +45,10 @@ class FrugalStage(PipelineStage):
         self._is_done: set[int] = set()  # microbatches whose gradients of weights are there
         self._begun: list[dict[int, tuple[Any, ...]]] = []  # what has been received into in this step
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        # torch greets the ranks of the neighbours. Before 2.13 also the only rank, which gloo cannot send to.
+        return super()._get_init_p2p_neighbors_ops() if self.group_size > 1 else []
+
     def clear_runtime_states(self) -> None:
         """Between two steps."""
         super().clear_runtime_states()

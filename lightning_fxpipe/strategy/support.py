@@ -40,13 +40,31 @@ def check_torch(num_processes: int, version: str = torch.__version__) -> None:
 
     2.11 has no process groups in an order of one's own, and 2.12 fails at a tensor without gradient that a stage passes on.
     """
-    if num_processes > 1 and tuple(int(number) for number in version.split(".")[:2]) < (2, 13):
+    if num_processes > 1 and _is_before(version, (2, 13)):
         raise UnsupportedError(
             "This version of torch cannot run a pipeline of several stages.",
             observed=f"torch {version} and {num_processes} devices",
             expected="torch 2.13 or newer; before it, one device and plans only",
             todo="Run pip install 'torch>=2.13', or set Trainer(devices=1).",
         )
+
+
+def check_order(schedule: Schedule, stages_per_rank: int, version: str = torch.__version__) -> None:
+    """Raises :class:`UnsupportedError` where torch gives the gradients of stages on one device to each other wrongly.
+
+    2.11 does so where a microbatch goes back before all have come forward, or weights get their gradients later.
+    """
+    if stages_per_rank > 1 and schedule.alternates and _is_before(version, (2, 12)):
+        raise UnsupportedError(
+            "This version of torch runs several stages on a device only where all microbatches come forward first.",
+            observed=f"torch {version}, the schedule {schedule.name!r} and {stages_per_rank} stages on each device",
+            expected="torch 2.12 or newer, or the schedules 'gpipe' and 'looped_bfs'",
+            todo="Run pip install 'torch>=2.13', or set FxPipeStrategy(schedule=\"gpipe\").",
+        )
+
+
+def _is_before(version: str, least: tuple[int, int]) -> bool:
+    return tuple(int(number) for number in version.split(".")[:2]) < least
 
 
 def placement_for(

@@ -133,15 +133,15 @@ MUTANTS = [
     # strategy: what is refused
     Mutant(
         _SUPPORT,
-        "if num_processes > 1 and tuple(int(",
-        "if tuple(int(",
+        "if num_processes > 1 and _is_before(",
+        "if _is_before(",
         (f"{_TEST_SUPPORT}::test_an_older_torch_runs_one_process_and_no_more",),
         "one device on torch 2.12 is refused",
     ),
     Mutant(
         _SUPPORT,
-        "[:2]) < (2, 13):",
-        "[:2]) < (2, 12):",
+        "_is_before(version, (2, 13))",
+        "_is_before(version, (2, 12))",
         (f"{_TEST_SUPPORT}::test_an_older_torch_runs_one_process_and_no_more",),
         "torch 2.12 runs several stages, and fails at relays",
     ),

@@ -32,6 +32,13 @@ def test_microbatches_make_the_batch() -> None:
     torch.testing.assert_close(fit_and_record("mlp", **one_stage(4)), fit_and_record("mlp"), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "looped_bfs"])
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_several_stages_share_the_device(name: str, schedule: str) -> None:
+    place = {"strategy": FxPipeStrategy(schedule=schedule, num_stages=2, num_microbatches=4), "devices": 1}
+    torch.testing.assert_close(fit_and_record(name, **place), fit_and_record(name), rtol=1e-5, atol=1e-6)
+
+
 class Checkpointed(LitModel):
     """Its model runs under activation checkpointing."""
 

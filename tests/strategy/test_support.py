@@ -34,6 +34,7 @@ from lightning_fxpipe.strategy.support import (
     check_converted,
     check_has_batch,
     check_optimizers,
+    check_order,
     check_sampler,
     check_torch,
     check_trainer,
@@ -322,6 +323,18 @@ def test_an_older_torch_runs_one_process_and_no_more(version: str) -> None:
         match=r"(?s)This version of torch cannot run a.*torch 2\..* and 2 devices.*pip install 'torch>=2.13'.*devices=1",
     ):
         check_torch(2, version)
+
+
+def test_the_oldest_torch_runs_stages_of_one_device_one_way() -> None:
+    """Its stages give each other one gradient too many in orders that go by turns."""
+    for version in ("2.11.0+cu130", "2.12.1"):
+        check_order(SCHEDULES["gpipe"], 4, version)
+        check_order(SCHEDULES["1f1b"], 1, version)
+    check_order(SCHEDULES["1f1b"], 2, "2.12.1")
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)This version of torch runs several stages.*2\.11.*'1f1b' and 2 stages.*gpipe"
+    ):
+        check_order(SCHEDULES["1f1b"], 2, "2.11.0+cu130")
 
 
 def test_the_trainer_is_refused_with_the_torch_that_is_there() -> None:
