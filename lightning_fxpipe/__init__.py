@@ -18,6 +18,9 @@ from lightning_fxpipe.errors import PeerError as PeerError
 from lightning_fxpipe.errors import ScheduleError as ScheduleError
 from lightning_fxpipe.errors import TraceError as TraceError
 from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
+from lightning_fxpipe.planner.layouts import Layout as Layout
+from lightning_fxpipe.planner.layouts import LayoutComparison as LayoutComparison
+from lightning_fxpipe.planner.layouts import compare_layouts as compare_layouts
 from lightning_fxpipe.planner.plan import BoundaryTensor as BoundaryTensor
 from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
 from lightning_fxpipe.planner.plan import StageSpec as StageSpec
@@ -47,6 +50,8 @@ __all__ = [
     "Device",
     "FxPipeError",
     "FxPipeStrategy",
+    "Layout",
+    "LayoutComparison",
     "Link",
     "Overhead",
     "PartitionError",
@@ -60,6 +65,7 @@ __all__ = [
     "StageSpec",
     "TraceError",
     "UnsupportedError",
+    "compare_layouts",
     "make_plan",
     "read_recording",
     "simulate",

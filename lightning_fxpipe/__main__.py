@@ -1,5 +1,5 @@
 """The command line: ``python -m lightning_fxpipe plan ...`` prints a partition without training, ``simulate`` what a step would
-take with it, ``inspect`` and ``convert`` are about checkpoints.
+take with it, ``layouts`` how many stages and replicas are fastest; ``inspect`` and ``convert`` are about checkpoints.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from lightning_fxpipe.cli import checkpoints, plan, simulate
+from lightning_fxpipe.cli import checkpoints, layouts, plan, simulate
 from lightning_fxpipe.errors import FxPipeError
 
 
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_command(commands)
     simulate.add_command(commands)
+    layouts.add_command(commands)
     checkpoints.add_commands(commands)
     options = parser.parse_args(arguments)
     try:

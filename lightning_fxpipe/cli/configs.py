@@ -41,18 +41,17 @@ class Work:
     batch_dim: int
 
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which model and batch are meant."""
+def add_config_options(parser: argparse.ArgumentParser, *, has_stages: bool = True) -> None:
+    """Adds the options that say which model and batch are meant, and into how many stages the model is cut if that is given."""
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a LightningCLI config (YAML)")
     parser.add_argument("--model", metavar="CLASS", help="import path of the LightningModule, if the config has none")
     parser.add_argument("--data", metavar="CLASS", help="import path of the LightningDataModule, if the config has none")
-    parser.add_argument("--num-stages", type=_positive, metavar="N", help="number of stages (default: the config's devices)")
-    parser.add_argument(
-        "--num-microbatches",
-        type=_positive,
-        metavar="M",
-        help="microbatches of a batch (default: up to four for each stage, of two samples or more)",
-    )
+    several = "up to four for each stage, of two samples or more" if has_stages else "several numbers are looked at"
+    if has_stages:
+        parser.add_argument("--num-stages", type=positive, metavar="N", help="number of stages (default: the config's devices)")
+    else:
+        parser.set_defaults(num_stages=1)
+    parser.add_argument("--num-microbatches", type=positive, metavar="M", help=f"microbatches of a batch (default: {several})")
     parser.add_argument(
         "--batch-dim", type=int, default=0, metavar="D", help="dimension of tensors that is the batch (default: 0)"
     )
@@ -77,7 +76,8 @@ def read_work(options: argparse.Namespace) -> Work:
     return Work(model, batch, num_stages, count, options.batch_dim)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of things, of which there is one at least."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")

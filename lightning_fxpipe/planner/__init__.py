@@ -22,6 +22,7 @@
 - ``planning``: from a module and a batch to a plan.
 - ``units``: the calls of a step that all ranks run, and a plan for them.
 - ``simulated_plan``: a plan, and what a step would take with it.
+- ``layouts``: how many stages and replicas of them are fastest on a number of devices.
 - ``step_plan``: the entry: a step as one region (``planning``), or jointly (``units``).
 - ``follow_plan``: from a plan to the cuts of any other graph of the same module.
 """

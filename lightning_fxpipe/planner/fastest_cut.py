@@ -122,6 +122,7 @@ def merged(units: Sequence[StageCosts], output_bytes: float) -> StageCosts:
         weight_bytes=sum(unit.weight_bytes for unit in units),
         output_bytes=output_bytes,
         state_bytes=sum(unit.state_bytes for unit in units),
+        gradient_bytes=sum(unit.gradient_bytes for unit in units),
     )
 
 

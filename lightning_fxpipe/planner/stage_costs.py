@@ -106,6 +106,7 @@ def _stage(costs: Sequence[UnitCosts], output_bytes: int, device: Device, optimi
         weight_bytes=saved,
         output_bytes=output_bytes,
         state_bytes=sum(unit.parameter_bytes for unit in costs) + trained * (1 + optimizer_bytes_per_byte),
+        gradient_bytes=trained,
     )
 
 

@@ -20,6 +20,7 @@ class StageCosts:
         weight_bytes: Of that, what is kept from the backward of the inputs to that of the weights.
         output_bytes: What it sends to the next stage, and gets back as gradients.
         state_bytes: Its parameters, their gradients and what the optimizer keeps of them, which stay.
+        gradient_bytes: Of that, the gradients, which replicas average.
     """
 
     forward_seconds: float
@@ -29,6 +30,7 @@ class StageCosts:
     weight_bytes: float = 0.0
     output_bytes: float = 0.0
     state_bytes: float = 0.0
+    gradient_bytes: float = 0.0
 
     def seconds(self, kind: Kind) -> float:
         """Seconds of an action of a kind."""
@@ -72,6 +74,12 @@ class Link:
     latency_seconds: float = 0.0
     bytes_per_second: float = float("inf")
     overlaps: bool = True
+
+    def reduce_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """Until each of some ranks has the mean of what all have: in a ring, in which each part of it passes all ranks twice
+        (Patarasuk and Yuan, 2009)."""
+        num_hops = 2 * (num_ranks - 1)
+        return num_hops * (self.latency_seconds + num_bytes / num_ranks / self.bytes_per_second)
 
 
 @dataclass(frozen=True, kw_only=True)

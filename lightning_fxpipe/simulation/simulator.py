@@ -63,6 +63,23 @@ class Simulation:
         """Of a whole step."""
         return self.pipeline_seconds + self.overhead.step_seconds
 
+    def seconds_of_replicas(self, num_replicas: int, link: Link) -> float:
+        """Of a whole step of several such pipelines, in which each rank averages its gradients with those of the others as soon
+        as its own stages are done.
+
+        Args:
+            num_replicas: Pipelines.
+            link: What it takes to send something to a rank with the same stages.
+        """
+        ends = [
+            events[-1].end_seconds + link.reduce_seconds(self._gradient_bytes(rank), num_replicas)
+            for rank, events in enumerate(self.ranks)
+        ]
+        return max(ends) + self.overhead.step_seconds
+
+    def _gradient_bytes(self, rank: int) -> float:
+        return sum(self.costs[stage].gradient_bytes for stage in self.table.stages_of(rank))
+
     @property
     def busy_seconds(self) -> tuple[float, ...]:
         """How long each rank does something."""

@@ -126,14 +126,16 @@ class PlanOptions:
                 todo="Make the plan again with that number, or leave the option out.",
             )
         plan = plan or self.given
-        schedule, num_stages = self.schedule, self.num_stages
+        schedule, num_stages, stages_per_rank = self.schedule, self.num_stages, self.stages_per_rank
         if plan is not None:
             num_stages = plan.num_stages
             if self.schedule.name == "auto" and plan.chosen is not None:
                 schedule = SCHEDULES[plan.chosen.schedule]
+                if stages_per_rank == "auto":
+                    stages_per_rank = plan.chosen.stages_per_rank
         elif self.split_points and num_stages == "auto":
             num_stages = len(self.split_points) + 1
-        placement = placement_for(num_ranks, schedule, num_stages=num_stages, stages_per_rank=self.stages_per_rank)
+        placement = placement_for(num_ranks, schedule, num_stages=num_stages, stages_per_rank=stages_per_rank)
         check_order(schedule, placement.stages_per_rank)
         return placement
 

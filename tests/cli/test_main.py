@@ -162,6 +162,22 @@ def test_simulate_takes_a_device_from_a_file(project: Path, run: Run) -> None:
     assert faster != out
 
 
+def test_layouts_prints_stages_and_replicas_and_saves_the_plan_of_the_fastest(project: Path, run: Run) -> None:
+    config, path = write(config_of(), project), project / "plan.json"
+    device = {"flops_per_second": 1e3, "bytes_per_second": 1e12, "memory_bytes": 1e9, "link_bytes_per_second": 1e12}
+    options = ("layouts", "--config", config, "--num-devices", "4", "--device", write(device, project, "device.yaml"))
+    out = run(*options, "--output", str(path))
+    rows = [line.split()[:2] for line in out.splitlines() if line.split()[:1] in (["1"], ["2"], ["4"])]
+    assert [row for row in rows if row in (["1", "4"], ["2", "2"], ["4", "1"])] == [["1", "4"], ["2", "2"], ["4", "1"]]
+    plan = PartitionPlan.load(path)
+    assert plan.num_stages == 1
+    assert plan.chosen is not None
+    assert plan.chosen.num_microbatches == 1
+    slow = run(*options, "--replica-bytes-per-second", "1", "--output", str(path), "--schedules", "gpipe", "1f1b")
+    assert slow != out
+    assert PartitionPlan.load(path).num_stages == 4
+
+
 @pytest.mark.parametrize(
     ("device", "message"),
     [

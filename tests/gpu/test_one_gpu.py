@@ -62,6 +62,30 @@ def test_a_module_trains_as_with_the_plain_trainer(name: str, tmp_path: Path) ->
     assert_same(results[1], results[0], name)
 
 
+# torch 2.11 has several stages on a device go one way only (strategy.support.check_order).
+ONE_WAY = pytest.mark.skipif(torch.__version__ < (2, 12), reason=f"torch {torch.__version__} runs these stages one way")
+BY_TURNS = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "v_half", "v_min")
+IN_ONE_PROCESS = ["gpipe", "looped_bfs", *(pytest.param(name, marks=ONE_WAY) for name in BY_TURNS)]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("schedule", IN_ONE_PROCESS)
+def test_several_stages_share_the_gpu(schedule: Any, precision: str, tmp_path: Path) -> None:
+    seen = []
+    for pipelined in (False, True):
+        L.seed_everything(3, verbose=False)
+        module, recorder = Net(), Recorder()
+        strategy = FxPipeStrategy(num_stages=2, num_microbatches=2 if precision == "32-true" else 1, schedule=schedule)
+        place = {"strategy": strategy} if pipelined else {}
+        options: dict[str, Any] = {"precision": precision, "callbacks": [recorder], "max_epochs": 2}
+        trainer = make_trainer(accelerator="gpu", devices=1, default_root_dir=tmp_path, **options, **place)
+        trainer.fit(module, loader())
+        state = {fqn: value.float().cpu() for fqn, value in snapshot(module).items()}
+        gradients = [{fqn: value.float().cpu() for fqn, value in step.items()} for step in recorder.gradients]
+        seen.append((recorder.losses, gradients, state, trainer.global_step))
+    _assert_close(seen[1], seen[0], 1e-5 if precision == "32-true" else 2e-2, schedule)
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_on_the_cpu_is_planned_with_a_batch_on_the_gpu(name: str) -> None:
     module, (x, y) = MODULES[name](), next(iter(loader()))

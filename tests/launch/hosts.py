@@ -51,11 +51,14 @@ class TwoHosts:
         for process in self._processes:
             process.kill()
             process.wait()
-        for name in self._names:
-            pids = _ip("netns", "pids", name, check=False).stdout.split()
-            for pid in pids:  # Lightning traps SIGTERM
-                subprocess.run(["kill", "-9", pid], check=False)
+        for host, name in enumerate(self._names):
+            self.kill_all(host)
             _ip("netns", "del", name, check=False)
+
+    def kill_all(self, host: int) -> None:
+        """Ends all processes of a host at once, as when it loses its power."""
+        for pid in _ip("netns", "pids", self._names[host], check=False).stdout.split():
+            subprocess.run(["kill", "-9", pid], check=False)  # Lightning traps SIGTERM
 
     def start(self, host: int, command: Sequence[str], output: Path, **environment: Any) -> subprocess.Popen[str]:
         """Starts a program on a host, which writes to a file.
