@@ -96,7 +96,16 @@ class _MetadataUnpickler(pickle.Unpickler):
             from torch.serialization import _get_layout
 
             return _get_layout
+        if (module, name) == ("builtins", "getattr"):  # as which Python 3.11.0 to 3.11.3 write a member of an enumeration
+            return _memory_format
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """The one enumeration that there is in metadata: ``getattr`` of anything else is refused."""
+    if kind is not _METADATA_CLASSES["_MEM_FORMAT_ENCODING"] or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it asks {kind} for {name!r}")
+    return kind[name]
 
 
 # In torch 2.2 two of them were in another module, and one had no underscore.

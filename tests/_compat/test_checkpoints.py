@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
+import io
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
 
 from lightning_fxpipe._compat.checkpoints import (
+    _METADATA_CLASSES,
     NamesOnly,
     StoredItem,
     folder_reader,
@@ -47,6 +51,36 @@ def test_metadata_name_what_torch_writes_and_nothing_else(tmp_path: Path) -> Non
     for other in (os.getcwd, {"a": 1}):
         with pytest.raises(pickle.UnpicklingError):
             unpickled_metadata(pickle.dumps(other))
+
+
+class AsEarlyPython(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_metadata_of_an_early_python_are_read_and_its_getattr_takes_nothing_else(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save({"a": torch.zeros(2)}, checkpoint_id=tmp_path / "folder", no_dist=True)
+    metadata = unpickled_metadata((tmp_path / "folder" / ".metadata").read_bytes())
+    file = io.BytesIO()
+    AsEarlyPython(file).dump(metadata)
+    assert b"getattr" in file.getvalue()
+    assert unpickled_metadata(file.getvalue()) == metadata
+    kind = _METADATA_CLASSES["_MEM_FORMAT_ENCODING"]
+
+    class Asks:
+        def __init__(self, *of: Any) -> None:
+            self.of = of
+
+        def __reduce__(self) -> Any:
+            return getattr, self.of
+
+    for of in ((kind, "mro"), (torch.Size, "numel"), (torch.float32, "to_complex")):
+        with pytest.raises(pickle.UnpicklingError, match="it asks"):
+            unpickled_metadata(pickle.dumps(Asks(*of)))
 
 
 def test_names_only_knows_what_is_harmless_and_nothing_else(tmp_path: Path) -> None:
