@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+from torch import nn
+
 from lightning_fxpipe.errors import PartitionError, ScheduleError
-from lightning_fxpipe.microbatch.split import plan_passes
+from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.microbatch.split import default_num_microbatches, plan_passes
 from lightning_fxpipe.planner import measured_costs
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.cost import Chain
@@ -120,6 +123,21 @@ def microbatch_counts(num_samples: int, num_ranks: int, default: int) -> tuple[i
     """
     powers = [1 << exponent for exponent in range(12) if 1 << exponent <= min(num_samples, 8 * num_ranks)]
     return (*sorted({default, *(count for count in powers if num_samples % count == 0)}),)
+
+
+def possible_counts(module: nn.Module, num_samples: int, num_ranks: int, num_microbatches: int | None) -> tuple[int, ...]:
+    """How many microbatches there may be: what the user says, or the default alone where the module has BatchNorm, which
+    normalises over one.
+
+    Args:
+        module: The module.
+        num_samples: Of a batch.
+        num_ranks: Devices of a pipeline.
+        num_microbatches: What the user says, if anything.
+    """
+    default = num_microbatches or default_num_microbatches(num_samples, num_ranks)
+    is_open = num_microbatches is None and next(iter(batch_norms(module)), None) is None
+    return microbatch_counts(num_samples, num_ranks, default) if is_open else (default,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import nn
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
+from lightning_fxpipe.microbatch.split import count_samples
 from lightning_fxpipe.planner.alternatives import Alternative
-from lightning_fxpipe.planner.choice import microbatch_counts
+from lightning_fxpipe.planner.choice import possible_counts
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
@@ -118,7 +119,7 @@ def compare_layouts(
         replica_link: Between the ranks with the same stages; by default as within a pipeline, but they may lie on other
             machines.
         schedules: Those to look at.
-        num_microbatches: Of a replica's batch; by default several numbers are looked at.
+        num_microbatches: Of a replica's batch; by default several numbers are looked at, but for modules with BatchNorm.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
 
     Raises:
@@ -202,24 +203,20 @@ class _Comparing:
     def plan(self, layout: Layout) -> PartitionPlan:
         """The plan for one of them."""
         chosen = layout.chosen
-        schedule = next(name for name in self.schedules if name == chosen.schedule)
         plan = make_plan(
             self.module,
             self.batch,
             num_stages=layout.num_ranks * chosen.stages_per_rank,
             num_devices=layout.num_ranks,
             balance=layout.balance,
-            schedule=schedule,
+            schedule=cast(SimulatedSchedule, chosen.schedule),
             num_microbatches=chosen.num_microbatches,
             batch_dim=self.batch_dim,
         )
         return replace(plan, alternatives=(chosen,))
 
     def _counts(self, num_ranks: int) -> tuple[int, ...]:
-        if self.num_microbatches is not None:
-            return (self.num_microbatches,)
-        default = default_num_microbatches(self.num_samples, num_ranks)
-        return microbatch_counts(self.num_samples, num_ranks, default)
+        return possible_counts(self.module, self.num_samples, num_ranks, self.num_microbatches)
 
     def _schedules(self, num_ranks: int) -> tuple[SimulatedSchedule, ...]:
         """Where there is one device, nothing but the activations that are kept differs: several stages on it gain nothing."""

@@ -16,7 +16,7 @@ from lightning_fxpipe.planner.fastest_cut import on_device
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.stage_costs import Device, stage_costs
-from lightning_fxpipe.planner.step_plan import make_planned, make_rule
+from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run_jointly
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
@@ -103,6 +103,8 @@ def simulate_plan(
         ScheduleError: A file cannot be read, or is no table.
         FxPipeError: What ``make_plan`` raises.
     """
+    if reason := must_run_jointly(module):
+        raise _not_simulated(reason)
     tables = {str(one): ActionTable.load(one) for one in schedules if one not in get_args(SimulatedSchedule)}
     rule = make_rule(
         num_stages=num_stages,
@@ -116,12 +118,7 @@ def simulate_plan(
     planned = make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim)
     assignment = planned.assignment
     if assignment is None:
-        raise UnsupportedError(
-            "A step that every rank runs cannot be simulated.",
-            observed=planned.plan.joint_reason,
-            expected="a step whose calls of the model are one region",
-            todo="Simulate the module that the step calls: simulate_plan(module.net, its_input, ...).",
-        )
+        raise _not_simulated(planned.plan.joint_reason)
     assert planned.region is not None
     of_units = unit_costs(assignment.chain)
     states = state_weights(assignment.chain, planned.region, 1 + optimizer_bytes_per_byte)
@@ -156,6 +153,15 @@ def simulate_plan(
         device=device,
         simulations=simulations,
         refused=refused,
+    )
+
+
+def _not_simulated(reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        "A step that every rank runs cannot be simulated.",
+        observed=reason,
+        expected="a step whose calls of the model are one region",
+        todo="Simulate the module that the step calls, with its input: simulate_plan(module.net, its_input, ...).",
     )
 
 

@@ -9,9 +9,8 @@ import torch.distributed.distributed_c10d as dist
 from torch import nn
 
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.microbatch.batch_norms import batch_norms
-from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
-from lightning_fxpipe.planner.choice import Search, combinations, microbatch_counts
+from lightning_fxpipe.microbatch.split import count_samples
+from lightning_fxpipe.planner.choice import Search, combinations, possible_counts
 from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule
 from lightning_fxpipe.stages.memory import memory_for_rank
@@ -40,7 +39,7 @@ def search_space(
     """What there is to choose from.
 
     Args:
-        module: The LightningModule. BatchNorm normalises over a microbatch, so where there is one their number is not chosen.
+        module: The LightningModule.
         batch: The first batch.
         splits: Whether gradients of weights may come later than those of inputs.
         schedule, stages_per_rank, num_microbatches, batch_dim: As the user says.
@@ -49,14 +48,12 @@ def search_space(
         device_speeds: How fast each is; empty where all are equal.
     """
     num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
-    default = num_microbatches or default_num_microbatches(num_samples, num_ranks)
-    is_open = num_microbatches is None and next(iter(batch_norms(module)), None) is None
     return Search(
         num_ranks=num_ranks,
         num_samples=num_samples,
         combinations=combinations(
             [name for name in _WORTH_A_LOOK if splits or not SCHEDULES[name].splits] if schedule == "auto" else [schedule],
-            microbatch_counts(num_samples, num_ranks, default) if is_open else (default,),
+            possible_counts(module, num_samples, num_ranks, num_microbatches),
             None if stages_per_rank == "auto" else stages_per_rank,
             num_ranks,
         ),

@@ -32,6 +32,15 @@ def test_a_stage_lists_what_it_receives() -> None:
     assert "self.fwd_cache" in source or "release_fwd_send_outputs" in source
 
 
+@pytest.mark.usefixtures("_no_group_is_left")
+def test_the_only_rank_greets_nobody() -> None:
+    """torch has a stage greet the ranks of its neighbours under this name until 2.15, before 2.13 on the only rank, too."""
+    if torch.__version__ < (2, 15):
+        assert callable(PipelineStage._get_init_p2p_neighbors_ops)
+    for stage in table_schedule([["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]])._stages:
+        assert FrugalStage._get_init_p2p_neighbors_ops(stage) == []
+
+
 def table_schedule(rows: list[list[str]]) -> TableSchedule:
     """Of two stages on one rank."""
     one = torch.ones(1, 2)

@@ -130,6 +130,20 @@ MUTANTS = [
         ("ranks/test_values.py::test_every_kind_of_tensor_arrives_as_it_was",),
         "a tensor of three transposed dimensions arrives in another order",
     ),
+    Mutant(
+        "strategy/run_plan.py",
+        "                    stages_per_rank = plan.chosen.stages_per_rank\n",
+        "                    pass\n",
+        ("planner/test_layouts.py::test_the_strategy_makes_the_replicas_of_the_plan",),
+        "a plan of several stages on each device gets a device for each",
+    ),
+    Mutant(
+        "_compat/checkpoints.py",
+        'if kind is not _METADATA_CLASSES["_MEM_FORMAT_ENCODING"] or name not in kind.__members__:',
+        "if False:",
+        ("_compat/test_checkpoints.py::test_metadata_of_an_early_python_are_read_and_its_getattr_takes_nothing_else",),
+        "metadata ask any class for anything",
+    ),
     # strategy: what is refused
     Mutant(
         _SUPPORT,

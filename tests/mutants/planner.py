@@ -261,6 +261,13 @@ MUTANTS = [
     ),
     Mutant(
         "planner/choice.py",
+        "is_open = num_microbatches is None and next(iter(batch_norms(module)), None) is None",
+        "is_open = num_microbatches is None",
+        ("planner/test_layouts.py::test_microbatches_are_those_of_the_default_where_batch_norm_normalises_over_one",),
+        "BatchNorm gets microbatches of any size",
+    ),
+    Mutant(
+        "planner/choice.py",
         "return not self.alternative.fits, self.alternative.step_seconds",
         "return False, self.alternative.step_seconds",
         ("planner/test_choice.py::test_what_does_not_fit_is_not_chosen",),

@@ -11,12 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import FxPipeStrategy, Link, PartitionError, StageCosts, compare_layouts, simulate, simulate_plan
+from lightning_fxpipe import (
+    FxPipeStrategy,
+    Link,
+    PartitionError,
+    StageCosts,
+    UnsupportedError,
+    compare_layouts,
+    simulate,
+    simulate_plan,
+)
+from lightning_fxpipe.microbatch.split import default_num_microbatches
 from lightning_fxpipe.planner.layouts import Layout
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
 from lightning_fxpipe.planner.stage_costs import Device
-from tests.lit import make_trainer
+from tests.lit import LitModel, make_loader, make_trainer
 
 WIDTH = 64
 NUM_SAMPLES = 16
@@ -145,6 +155,20 @@ def test_a_number_of_stages_that_the_model_has_not_is_told(capsys: pytest.Captur
     assert [num_ranks for num_ranks, _ in found.refused] == [4]
     assert "Cannot form 4 stages" in found.refused[0][1]
     assert found.refused[0][1] in " ".join(str(found).split())
+
+
+def test_microbatches_are_those_of_the_default_where_batch_norm_normalises_over_one() -> None:
+    model = nn.Sequential(*layers(4), nn.BatchNorm1d(WIDTH), *layers(4))
+    default = {layout.num_ranks: layout.chosen.num_microbatches for layout in compared(2, model=model).layouts}
+    assert default == {1: default_num_microbatches(NUM_SAMPLES, 1), 2: default_num_microbatches(NUM_SAMPLES, 2)}
+    assert default != {layout.num_ranks: layout.chosen.num_microbatches for layout in compared(2).layouts}
+
+
+def test_a_step_that_every_rank_runs_is_refused_with_the_reason() -> None:
+    module = LitModel("mlp")
+    module.automatic_optimization = False
+    with pytest.raises(UnsupportedError, match=r"(?s)A step that every rank runs cannot be simulated.*manual optimization"):
+        compare_layouts(module, next(iter(make_loader("mlp"))), num_devices=2, device=SLOW)
 
 
 def test_where_no_schedule_is_made_for_it_there_is_an_error() -> None:
