@@ -92,6 +92,7 @@ def test_the_strategys_parameters_are_these() -> None:
         ("recompute", "none"),
         ("compile", False),
         ("plan", None),
+        ("data_parallel", "replicate"),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
         ("batch_dim", 0),

@@ -1,11 +1,12 @@
-"""Step time of one GPT with Lightning's DDP, and with as many replicas by ``FxPipeStrategy(num_stages=...)``.
+"""Step time and memory of one GPT with Lightning's DDP, and with as many replicas of ``FxPipeStrategy(num_stages=...)``.
 
     python examples/benchmarks/replicas_time.py                         # two devices: DDP, and two replicas of one stage
     python examples/benchmarks/replicas_time.py --devices 4 --stages 2  # two replicas of two stages, and DDP with four devices
 
 The candidates train the same model on the same batches, in alternation, each device a process of its own with one thread. With
 several stages DDP has more replicas, so that each device has as many samples. What a step's time is, says ``step_time.py``. The
-table gives the median and the range over the rounds, and ratios to DDP within each round.
+table gives the median and the range over the rounds, and ratios to DDP within each round. Memory is the largest resident set
+of the process that takes most, over what the imports take. "shard" is ``data_parallel="shard"``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = {
     "wide": step_time.Work(dim=768, num_heads=12, context=64, batch_size=8),
     "tiny": step_time.Work(dim=32, num_layers=4, num_heads=4, context=32),
 }
-CANDIDATES = ("ddp", "replicas")
+CANDIDATES = ("ddp", "replicate", "shard")
 
 
 def main() -> None:
@@ -46,26 +47,30 @@ def main() -> None:
     rows = []
     for size in options.sizes:
         times: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+        peaks: dict[str, float] = {}
         for index in range(options.rounds):
             for name in CANDIDATES:
-                times[name].append(launch(name, size, options.devices, options.stages))
+                step_ms, peaks[name] = launch(name, size, options.devices, options.stages)
+                times[name].append(step_ms)
                 print(
                     f"round {index + 1}/{options.rounds}  {size} {name}: {times[name][-1]:.1f} ms", file=sys.stderr, flush=True
                 )
         for name, found in times.items():
             ratios = [mine / base for mine, base in zip(found, times["ddp"], strict=True)]
-            rows.append((size, name, step_time.spread(found, "{:.1f}"), step_time.spread(ratios, "{:.3f}")))
-    headers = ("Size", "Candidate", "Step ms", "Ratio to DDP")
+            rows.append(
+                (size, name, step_time.spread(found, "{:.1f}"), step_time.spread(ratios, "{:.3f}"), f"{peaks[name]:.0f}")
+            )
+    headers = ("Size", "Candidate", "Step ms", "Ratio to DDP", "Peak MiB")
     title = f"{options.devices} devices: DDP, and replicas of {options.stages} stage{'s' * (options.stages > 1)}"
     print(render_table(title, headers, rows, right_aligned=headers[2:]))
 
 
-def launch(candidate: str, size: str, devices: int, stages: int) -> float:
-    """Milliseconds of a step, of the slowest process."""
+def launch(candidate: str, size: str, devices: int, stages: int) -> tuple[float, float]:
+    """Milliseconds of a step, of the slowest process, and MiB of the one that takes most."""
     with tempfile.TemporaryDirectory() as folder:
         step_time.run_ranks([__file__, "--worker", candidate, size, str(devices), str(stages)], folder, devices)
         reports = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(devices)]
-    return max(report["step_ms"] for report in reports)
+    return max(report["step_ms"] for report in reports), max(report["peak_mib"] for report in reports)
 
 
 def run_worker(candidate: str, size: str, devices: int, stages: int, output: Path) -> None:
@@ -98,7 +103,8 @@ def run_worker(candidate: str, size: str, devices: int, stages: int, output: Pat
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             clock.step_done(outputs["loss"] if outputs else None)
 
-    strategy: Any = "ddp" if candidate == "ddp" else FxPipeStrategy(num_stages=stages)
+    kind: Any = candidate
+    strategy: Any = "ddp" if candidate == "ddp" else FxPipeStrategy(num_stages=stages, data_parallel=kind)
     data = step_time.make_batches(replace(work, batch_size=work.batch_size * num_replicas // share)).flatten(0, 1)
     trainer = L.Trainer(
         accelerator="cpu",

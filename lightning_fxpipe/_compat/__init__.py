@@ -1,8 +1,9 @@
 """Private names of torch and Lightning, and nothing else; each has its reason, its versions and a canary test.
 
-- ``torch``: torch's, but for those of the next six.
+- ``torch``: torch's, but for those of the next seven.
 - ``fake_calls``, ``fake_sizes``: of operators on tensors without data, and of arithmetic on their sizes.
 - ``autograd``: of its autograd engine.
+- ``step_hooks``: of the hooks around steps of its optimizers.
 - ``modes``: its modes, and their stack.
 - ``pipelining``: of the stages of its pipelines.
 - ``checkpoints``: around the files of its checkpoints.

@@ -37,9 +37,6 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 
-# Hooks around the steps of all optimizers can be registered publicly, but not found. torch 2.11-2.15.
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
 # The public ``torch.utils.pytree`` forwards to this module; ``tree_flatten_with_path`` is only here. torch 2.11-2.15.
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -393,24 +390,6 @@ def checkpoints_replaced(replacement: Callable[[dict[str, Any]], AbstractContext
             yield
 
     return module, name, generator
-
-
-@contextmanager
-def wrapped_step_hooks(optimizer: torch.optim.Optimizer, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """During the block the hooks around an optimizer's step, its own and everybody's, are what ``wrap`` makes of them.
-
-    They can be registered publicly, but not found. torch 2.11-2.15.
-    """
-    own = [getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    shared: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    before = [(hooks, dict(hooks)) for hooks in (*own, *shared)]
-    for hooks, originals in before:
-        hooks.update({key: wrap(hook) for key, hook in originals.items()})
-    try:
-        yield
-    finally:
-        for hooks, originals in before:
-            hooks.update({key: hook for key, hook in originals.items() if key in hooks})
 
 
 def tensors_moved_along(root: nn.Module) -> list[Tensor]:

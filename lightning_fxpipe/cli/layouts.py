@@ -9,6 +9,7 @@ from typing import Any, get_args
 from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, positive, read_work
 from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
 from lightning_fxpipe.cli.saving import Wanted, save
+from lightning_fxpipe.distributed.topology import DataParallelName
 from lightning_fxpipe.planner.layouts import compare_layouts
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule
@@ -49,6 +50,12 @@ def add_command(commands: Any) -> None:
         help="what the optimizer keeps for each byte of a parameter (default: 2, as Adam)",
     )
     layouts.add_argument(
+        "--data-parallel",
+        default="replicate",
+        choices=get_args(DataParallelName),
+        help="whether each replica keeps all states of the optimizer or its share, as FxPipeStrategy(data_parallel=...)",
+    )
+    layouts.add_argument(
         "--schedules",
         nargs="+",
         default=SCHEDULES,
@@ -78,6 +85,7 @@ def _layouts(options: argparse.Namespace) -> int:
         schedules=list(dict.fromkeys(options.schedules)),
         num_microbatches=options.num_microbatches,
         optimizer_bytes_per_byte=options.optimizer_bytes,
+        data_parallel=options.data_parallel,
         batch_dim=work.batch_dim,
     )
     print(found)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,9 @@ import torch.distributed.distributed_c10d as dist
 
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.errors import UnsupportedError
+
+# What replicas do with an optimizer: each has all of its states, or its share.
+DataParallelName = Literal["replicate", "shard"]
 
 
 @dataclass(frozen=True, kw_only=True)

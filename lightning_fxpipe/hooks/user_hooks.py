@@ -35,7 +35,8 @@ from torch import Tensor
 from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
 from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
 from lightning_fxpipe._compat.roots import in_all_roots
-from lightning_fxpipe._compat.torch import patched_attributes, wrapped_step_hooks
+from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
+from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fxpipe._compat.torch import tree_leaves, wrapped_step_hooks
+from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
+from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.distributed.replica import replaced_everywhere
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.agreement import digest, gather_values
+from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.pytree.containers import leaves_with_path
 
 STATE, GROUPS = "state", "param_groups"
@@ -37,6 +39,7 @@ class StageOptimizer:
         dropped: What stands for parameters that the module has no more, by their identity: an optimizer that was made before
             the module was split has those.
         is_coupled: Whether it steps all parameters on every rank, so that this one has the states of others, too.
+        shards: How replicas share it out; None where each has all states.
 
     Raises:
         UnsupportedError: A parameter is none of the module's.
@@ -49,9 +52,11 @@ class StageOptimizer:
         dropped: Mapping[int, Tensor] | None = None,
         *,
         is_coupled: bool = False,
+        shards: Shards | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.is_coupled = is_coupled
+        self._shards = shards
         self._others: dict[Tensor, Any] | None = None  # states of other ranks' parameters, by placeholder, once they are known
         self._module = module
         self._whole: list[list[Tensor]] = []
@@ -65,6 +70,11 @@ class StageOptimizer:
         self._elsewhere: dict[str, Any] = {}  # states that other ranks may need
         self.begin_run(dropped or {})
 
+    @property
+    def is_shared_out(self) -> bool:
+        """Whether each replica has the states of its share only."""
+        return self._shards is not None
+
     def belongs_to(self, module: nn.Module, dropped: Mapping[int, Tensor]) -> bool:
         """Whether all of its parameters are those of a module, or were before some were dropped."""
         fqns = self._fqns()
@@ -75,6 +85,8 @@ class StageOptimizer:
         """Follows the module, which has been split; arguments and errors as the constructor's."""
         self._is_running = True
         self._others = None
+        if self._shards is not None:
+            self._shards.attach()
         self._elsewhere = self._take_dropped(dropped)
         self._elsewhere |= self.hide_others()
 
@@ -86,12 +98,13 @@ class StageOptimizer:
         keys = [key for key in self.optimizer.state if isinstance(key, Tensor) and id(key) in dropped]
         return {fqns[id(dropped[id(key)])]: self.optimizer.state.pop(key) for key in keys}
 
-    def spread_states(self, group: dist.ProcessGroup | None) -> None:
+    def spread_states(self, topology: Topology) -> None:
         """Gives each rank the states of its parameters that others have: those of an optimizer that has been in another run.
 
-        There the stages may have been others. Called by every rank of the pipeline.
+        There the stages may have been others, or the shares of replicas. Called by every rank.
         """
-        mine = self._mine()
+        group = topology.control_group if self._shards is None else topology.everyone
+        mine = self._stated()
         there = self._states_here()
         held = {**self._elsewhere, **there}
         self._elsewhere = {}
@@ -100,10 +113,15 @@ class StageOptimizer:
         if missing:
             found = _gather_states({fqn: state for fqn, state in held.items() if fqn in missing}, group)
             self.optimizer.state.update({mine[fqn]: state for fqn, state in found.items() if fqn in mine and fqn not in there})
+        for fqn, parameter in self._mine().items():
+            if fqn not in mine:
+                self.optimizer.state.pop(parameter, None)
         self._move_states()
 
     def show_others(self) -> None:
         """Puts the placeholders into the groups, which then list what they list on one device."""
+        if self._shards is not None:
+            self._shards.pause()
         self._follow_groups()
         for group, parameters, names in zip(self.optimizer.param_groups, self._whole, self._names, strict=True):
             group["params"] = list(parameters)
@@ -114,6 +132,8 @@ class StageOptimizer:
 
     def hide_others(self) -> dict[str, Any]:
         """Takes the placeholders out again, also from groups that have been added meanwhile; returns their states, by FQN."""
+        if self._shards is not None:
+            self._shards.pause()
         self._follow_groups()
         left = []
         for index, (group, names) in enumerate(zip(self.optimizer.param_groups, self._names, strict=True)):
@@ -126,6 +146,8 @@ class StageOptimizer:
             left.append(own.copy)
         self._left = left
         self._shows_others = False
+        if self._shards is not None:
+            self._shards.resume()
         states = self._take_others_states()
         if self._others is not None:
             self._others = states
@@ -185,7 +207,16 @@ class StageOptimizer:
         for group, whole, names in zip(packed[GROUPS], self.group_fqns, self._names, strict=True):
             groups.append({**group, "params": list(whole)} | ({} if names is None else {"param_names": list(names)}))
         state = {fqn_of.get(key, key): value for key, value in packed[STATE].items()}
+        if self._shards is not None:  # a look at another replica's state makes an empty one
+            state = {key: value for key, value in state.items() if not (isinstance(value, Mapping) and not value)}
         return {**packed, STATE: state, GROUPS: groups}
+
+    def collect_shards(self, state: dict[str, Any]) -> None:
+        """Adds to a :meth:`state_dict` of the first replica the states that others have. Called by every rank."""
+        if self._shards is not None:
+            fqns = {fqn for group in self.group_fqns for fqn in group}
+            mine = {fqn: value for fqn, value in state[STATE].items() if fqn in fqns}
+            state[STATE] = {**state[STATE], **self._shards.collect(mine)}
 
     def common_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What of a :meth:`state_dict` belongs to no parameter, and so must be the same on every rank."""
@@ -201,6 +232,8 @@ class StageOptimizer:
         if not self._is_running:
             return
         self._is_running = False
+        if self._shards is not None:
+            self._shards.detach()
         self._follow_groups()
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._whole = [[parameters[fqn] for fqn in fqns] for fqns in self.group_fqns]
@@ -209,12 +242,12 @@ class StageOptimizer:
         self._move_states(_CPU)
 
     def not_wanted(self, groups: Sequence[Mapping[str, Any]]) -> set[Hashable]:
-        """Which states of a saved optimizer are those of other ranks' parameters; by what the saved groups call them."""
-        wanted = self._wanted_states(groups)
-        return {key for group in groups for key in group["params"] if key not in wanted}
+        """Which states of a saved optimizer belong to other ranks; by what the saved groups call their parameters."""
+        wanted, stated = self._wanted(groups), self._stated()
+        return {key for group in groups for key in group["params"] if wanted.get(key) not in stated}
 
-    def _wanted_states(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
-        """Which states of a saved optimizer are this rank's.
+    def _wanted(self, groups: Sequence[Mapping[str, Any]]) -> dict[Hashable, str]:
+        """Which parameters of a saved optimizer are this rank's.
 
         Args:
             groups: The saved groups, of the whole model.
@@ -244,13 +277,13 @@ class StageOptimizer:
             copies: Whether the optimizer gets copies of the tensors, which may be those of a file that is mapped into memory.
         """
         self._check_layout(saved)
-        wanted = self._wanted_states(saved[GROUPS])
+        wanted = self._wanted(saved[GROUPS])
         known = {key for group in saved[GROUPS] for key in group["params"]}
-        mine = self._mine()
+        mine, stated = self._mine(), self._stated()
         numbers = {fqn: number for number, fqn in enumerate(mine)}
         state = {key: value for key, value in saved[STATE].items() if key not in known}
         for key, value in saved[STATE].items():
-            if key in wanted:
+            if wanted.get(key) in stated:
                 state[numbers[wanted[key]]] = tree_map(partial(_laid_out, mine[wanted[key]], copies), value)
         groups = []
         for group in saved[GROUPS]:
@@ -295,6 +328,11 @@ class StageOptimizer:
         fqns = self._fqns()
         return {fqns[id(parameter)]: parameter for group in self.optimizer.param_groups for parameter in group["params"]}
 
+    def _stated(self) -> dict[str, nn.Parameter]:
+        """Of these the parameters whose states are here: all, unless replicas share them out."""
+        mine, shards = self._mine(), self._shards
+        return mine if shards is None else {fqn: parameter for fqn, parameter in mine.items() if shards.owns(parameter)}
+
     def _states_here(self) -> dict[str, Any]:
         """The states of these parameters, as far as there are any."""
         return {fqn: self.optimizer.state[p] for fqn, p in self._mine().items() if p in self.optimizer.state}
@@ -316,7 +354,7 @@ class StageOptimizer:
 
 
 def kept_through(
-    optimizers: Sequence[StageOptimizer], module: nn.Module, dropped: Mapping[int, Tensor], group: dist.ProcessGroup | None
+    optimizers: Sequence[StageOptimizer], module: nn.Module, dropped: Mapping[int, Tensor], topology: Topology
 ) -> list[StageOptimizer]:
     """The optimizers of an earlier run in one that does not train: checkpoints have their states. Called by every rank.
 
@@ -325,7 +363,7 @@ def kept_through(
     kept = [optimizer for optimizer in optimizers if optimizer.belongs_to(module, dropped)]
     for optimizer in kept:
         optimizer.begin_run(dropped)
-        optimizer.spread_states(group)
+        optimizer.spread_states(topology)
     return kept
 
 

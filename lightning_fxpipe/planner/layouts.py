@@ -12,6 +12,7 @@ from typing import cast
 
 from torch import nn
 
+from lightning_fxpipe.distributed.topology import DataParallelName
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.microbatch.split import count_samples
 from lightning_fxpipe.planner.alternatives import Alternative
@@ -108,6 +109,7 @@ def compare_layouts(
     schedules: Sequence[SimulatedSchedule] = SCHEDULES,
     num_microbatches: int | None = None,
     optimizer_bytes_per_byte: float = 2.0,
+    data_parallel: DataParallelName = "replicate",
     batch_dim: int = 0,
 ) -> LayoutComparison:
     """Simulates a step for each number of stages and replicas that devices can be shared out among.
@@ -121,6 +123,7 @@ def compare_layouts(
         schedules: Those to look at.
         num_microbatches: Of a replica's batch; by default several numbers are looked at, but for modules with BatchNorm.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
+        data_parallel: As of ``FxPipeStrategy``; with ``"shard"`` each replica keeps its share of that.
 
     Raises:
         PartitionError: The model cannot be cut into any such number of stages.
@@ -135,6 +138,7 @@ def compare_layouts(
         tuple(schedules),
         num_microbatches,
         optimizer_bytes_per_byte,
+        data_parallel == "shard",
         batch_dim,
     )
     layouts: list[Layout] = []
@@ -172,6 +176,7 @@ class _Comparing:
     schedules: tuple[SimulatedSchedule, ...]
     num_microbatches: int | None
     optimizer_bytes_per_byte: float
+    shares_out: bool
     batch_dim: int
 
     @property
@@ -215,6 +220,9 @@ class _Comparing:
         )
         return replace(plan, alternatives=(chosen,))
 
+    def _num_replicas(self, num_ranks: int) -> int:
+        return self.num_devices // num_ranks
+
     def _counts(self, num_ranks: int) -> tuple[int, ...]:
         return possible_counts(self.module, self.num_samples, num_ranks, self.num_microbatches)
 
@@ -231,7 +239,7 @@ class _Comparing:
             device=self.device,
             num_microbatches=num_microbatches,
             schedules=self._schedules(num_ranks),
-            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte,
+            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte / (self._num_replicas(num_ranks) if self.shares_out else 1),
             batch_dim=self.batch_dim,
             balance=balance,
         )
@@ -241,8 +249,8 @@ class _Comparing:
     def _layout_of(
         self, schedule: str, simulation: Simulation, num_ranks: int, num_microbatches: int, balance: BalanceName
     ) -> Layout:
-        num_replicas = self.num_devices // num_ranks
-        seconds = simulation.seconds_of_replicas(num_replicas, self.replica_link)
+        num_replicas = self._num_replicas(num_ranks)
+        seconds = simulation.seconds_of_replicas(num_replicas, self.replica_link, shares_out=self.shares_out)
         peak_bytes = max(simulation.peak_bytes)
         return Layout(
             num_ranks=num_ranks,

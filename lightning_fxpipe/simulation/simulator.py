@@ -63,16 +63,19 @@ class Simulation:
         """Of a whole step."""
         return self.pipeline_seconds + self.overhead.step_seconds
 
-    def seconds_of_replicas(self, num_replicas: int, link: Link) -> float:
+    def seconds_of_replicas(self, num_replicas: int, link: Link, *, shares_out: bool = False) -> float:
         """Of a whole step of several such pipelines, in which each rank averages its gradients with those of the others as soon
         as its own stages are done.
 
         Args:
             num_replicas: Pipelines.
             link: What it takes to send something to a rank with the same stages.
+            shares_out: Whether each steps its share of the parameters, and then gives them to the others: once more half of
+                what the gradients travel.
         """
+        times = 1.5 if shares_out else 1.0
         ends = [
-            events[-1].end_seconds + link.reduce_seconds(self._gradient_bytes(rank), num_replicas)
+            events[-1].end_seconds + times * link.reduce_seconds(self._gradient_bytes(rank), num_replicas)
             for rank, events in enumerate(self.ranks)
         ]
         return max(ends) + self.overhead.step_seconds

@@ -75,15 +75,15 @@ def _reduce(gradients: Sequence[Tensor], replicas: Replicas) -> None:
         take_back()
 
 
-def share_tensors(tensors: Iterable[Tensor], replicas: Replicas) -> None:
-    """Makes tensors those of the first replica. Called by the ranks with the same stages, in all replicas."""
+def share_tensors(tensors: Iterable[Tensor], replicas: Replicas, *, source: int = 0) -> None:
+    """Makes tensors those of one replica, the first by default. Called by the ranks with the same stages, in all replicas."""
     if not replicas.are_several:
         return
     with torch.no_grad():
         for bucket in _buckets([tensor.detach() for tensor in tensors if not tensor.is_meta]):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.broadcast(flat, group=replicas.group, group_src=0)
-            if not replicas.is_first:
+            dist.broadcast(flat, group=replicas.group, group_src=source)
+            if replicas.index != source:
                 for tensor, part in zip(bucket, _parts(flat, bucket), strict=True):
                     tensor.copy_(part.view_as(tensor))
 

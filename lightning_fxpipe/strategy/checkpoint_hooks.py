@@ -190,10 +190,14 @@ class CheckpointHooks:
         """
         session, topology = self._now.session, self._now.topology
         module = session.module
-        if has_failed() and not have_all_stopped_at(module.trainer.global_step, topology.control_group):
+        shares_out = any(mine.is_shared_out for mine in self._now.optimizers)
+        ranks = topology.everyone if shares_out else topology.control_group
+        if has_failed() and not have_all_stopped_at(module.trainer.global_step, ranks):
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
+        for mine, state in zip(self._now.optimizers, checkpoint.get("optimizer_states", []), strict=False):
+            mine.collect_shards(state)
         if not topology.replicas.is_first:
             return  # it has the same
         self._remove_linked()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from lightning_fxpipe.distributed.topology import DataParallelName
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, imported_weight
 from lightning_fxpipe.planner.cut_rule import BalanceName
@@ -58,7 +59,9 @@ else:
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
-def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any) -> None:
+def check_options(
+    options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any, data_parallel: Any
+) -> None:
     """Raises ValueError for values that no parser has checked; warns of what the user says about the loss where nobody asks."""
     counts = {
         "num_stages": options.num_stages,
@@ -104,6 +107,8 @@ def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any
         )
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
+    if data_parallel not in get_args(DataParallelName):
+        raise ValueError(f"FxPipeStrategy(data_parallel={data_parallel!r}): expected 'replicate' or 'shard'")
     if loss != LossOptions() and schedule.name == "gpipe":
         warnings.warn(
             'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the whole batch, '

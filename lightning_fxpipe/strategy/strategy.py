@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fxpipe._compat.lightning import has_no_optimizer, init_process_group
+from lightning_fxpipe._compat.lightning import init_process_group
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
 from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, num_failed_runs
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.topology import shared_topology
+from lightning_fxpipe.distributed.topology import DataParallelName, shared_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
 from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
@@ -55,13 +55,13 @@ from lightning_fxpipe.strategy.step_call import step_of_call
 from lightning_fxpipe.strategy.stop_request import stopping_together
 from lightning_fxpipe.strategy.support import (
     check_converted,
-    check_optimizers,
     check_sampler,
     check_torch,
     check_trainer,
     report_plan,
     report_unsaved,
     seeded_alike,
+    stage_optimizers,
 )
 from lightning_fxpipe.user_code.step import Step, StepKind
 
@@ -104,6 +104,8 @@ class PipelineStrategy(ReplicaStrategy):
             first run. Not with schedules that split backward passes.
         plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
             then decides which stage holds what.
+        data_parallel: What replicas do with an optimizer: with ``"replicate"`` each keeps all of its states, with ``"shard"``
+            those of its share of the parameters, which it steps for the others.
         loss_reduction: For ``"1f1b"``: what the loss is over samples, ``"mean"``, ``"sum"``, or ``"auto"`` to find out.
         loss_weight: For ``"1f1b"``: a function, or its import path, that gives the weight of a batch in a mean over something
             else than samples, such as its number of tokens that are not padding.
@@ -138,6 +140,7 @@ class PipelineStrategy(ReplicaStrategy):
         recompute: RecomputeName | list[str] = "none",
         compile: bool = False,
         plan: PlanFile | PartitionPlan | None = None,
+        data_parallel: DataParallelName = "replicate",
         loss_reduction: LossReductionName = "auto",
         loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
         batch_dim: int = 0,
@@ -168,8 +171,9 @@ class PipelineStrategy(ReplicaStrategy):
             compile=compile,
         )
         self._loss = LossOptions.of(loss_reduction, loss_weight)
-        check_options(options, self._loss, num_microbatches, start_method)
+        check_options(options, self._loss, num_microbatches, start_method, data_parallel)
         self._plans = RunPlans(options)
+        self._data_parallel = data_parallel
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._start_method: StartMethod = start_method
@@ -306,8 +310,8 @@ class PipelineStrategy(ReplicaStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         else:
-            group = self.topology.control_group
-            self._stage_optimizers = kept_through(self._stage_optimizers, self.module, self.session.dropped, group)
+            kept = kept_through(self._stage_optimizers, self.module, self.session.dropped, self.topology)
+            self._stage_optimizers = kept
         self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._stage_optimizers))
         # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
         local_rank = self.local_rank if self.topology.num_ranks > 1 else None
@@ -370,16 +374,10 @@ class PipelineStrategy(ReplicaStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        trained = [] if has_no_optimizer(self.optimizers) else self.optimizers
-        coupled = check_optimizers(trained, self.topology.num_ranks) if trained or not self.optimizers else []
-        self._stage_optimizers = [
-            StageOptimizer(self.module, one, self.session.dropped, is_coupled=any(one is other for other in coupled))
-            for one in trained
-        ]
-        for optimizer in self._stage_optimizers:
-            optimizer.spread_states(self.topology.control_group)
-            if trainer.checkpoint_callbacks:
-                optimizer.check_savable()
+        shards, is_saved = self._data_parallel == "shard", bool(trainer.checkpoint_callbacks)
+        self._stage_optimizers = stage_optimizers(
+            self.module, self.optimizers, self.topology, dropped=self.session.dropped, shards=shards, is_saved=is_saved
+        )
         self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,17 +18,19 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, Stochasti
 from lightning.pytorch.plugins import BitsandbytesPrecision, Precision, TransformerEnginePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fxpipe._compat.lightning import syncs_batch_norm, takes_loader, validates_by_time
+from lightning_fxpipe._compat.lightning import has_no_optimizer, syncs_batch_norm, takes_loader, validates_by_time
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
-from lightning_fxpipe.distributed.topology import Placement, Replicas
+from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import held_metrics
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
 from lightning_fxpipe.optim.coupling import couples_parameters
+from lightning_fxpipe.optim.optimizers import StageOptimizer
+from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.optim.twins import CannotTryError
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.reporting.messages import inform, warn
@@ -247,6 +249,56 @@ def check_optimizers(optimizers: Sequence[Optimizer], num_stages: int) -> list[O
             "that treats each parameter by itself, such as AdamW, needs a stage's share only."
         )
     return coupled
+
+
+def stage_optimizers(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    topology: Topology,
+    *,
+    dropped: Mapping[int, Tensor],
+    shards: bool,
+    is_saved: bool,
+) -> list[StageOptimizer]:
+    """The optimizers over this rank's parameters. Called by every rank.
+
+    Args:
+        module: The module, in stages.
+        optimizers: The Trainer's, in a run that trains.
+        topology: This rank's place.
+        dropped: As for :class:`StageOptimizer`.
+        shards: Whether replicas share them out.
+        is_saved: Whether checkpoints are written.
+
+    Raises:
+        UnsupportedError: One cannot train a stage, or cannot be saved.
+    """
+    if optimizers and has_no_optimizer(optimizers):
+        return []
+    shards = shards and topology.replicas.are_several
+    coupled = {id(optimizer) for optimizer in check_optimizers(optimizers, topology.num_ranks)}
+    whole = coupled
+    if shards:
+        whole = {id(one) for one in optimizers if id(one) in coupled or (topology.num_ranks == 1 and _is_coupled(one))}
+        for name in dict.fromkeys(type(one).__name__ for one in optimizers if id(one) in whole):
+            warn(
+                f'data_parallel="shard" does nothing for {name}, which needs all parameters together: replicas have all states.'
+            )
+    found = [
+        StageOptimizer(
+            module,
+            one,
+            dropped,
+            is_coupled=id(one) in coupled,
+            shards=Shards(one, topology.replicas) if shards and id(one) not in whole else None,
+        )
+        for one in optimizers
+    ]
+    for optimizer in found:
+        optimizer.spread_states(topology)
+        if is_saved:
+            optimizer.check_savable()
+    return found
 
 
 def _is_coupled(optimizer: Optimizer) -> bool:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.fx.experimental import symbolic_shapes
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -599,37 +598,6 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     _compat.return_memory()
     assert len(blocks) == 1
     assert before - resident() > 50e6
-
-
-def test_hooks_around_an_optimizers_step_are_wrapped_for_a_while() -> None:
-    parameter = nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    called: list[str] = []
-    handles = [
-        optimizer.register_step_pre_hook(lambda *_: called.append("own before")),
-        optimizer.register_step_post_hook(lambda *_: called.append("own after")),
-        register_optimizer_step_pre_hook(lambda *_: called.append("before")),
-        register_optimizer_step_post_hook(lambda *_: called.append("after")),
-    ]
-
-    def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any) -> Any:
-            called.append("wrapped")
-            return hook(*args)
-
-        return wrapped
-
-    try:
-        with _compat.wrapped_step_hooks(optimizer, wrap):
-            optimizer.step()
-        within, called[:] = list(called), []
-        optimizer.step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert sorted(called) == ["after", "before", "own after", "own before"]
-    assert within == [word for name in called for word in ("wrapped", name)]
 
 
 # ------------------------------------------------------------------ what operators write

@@ -6,7 +6,37 @@ _OPTIMIZERS, _PRECISION, _COUPLING = "optim/optimizers.py", "optim/precision.py"
 _TEST_COUPLING, _TEST_STATES = "optim/test_coupling.py", "ranks/test_optimizer_states.py"
 _TEST_OPTIMIZERS = "optim/test_optimizers.py"
 
+_SHARDS, _TEST_SHARDS = "optim/shards.py", "ranks/test_shards.py"
+
 MUTANTS = [
+    Mutant(
+        _SHARDS,
+        "        self._share_values()\n",
+        "        pass\n",
+        (f"{_TEST_SHARDS}::test_equals_replicas_that_share_nothing_out",),
+        "what a replica has stepped stays its own",
+    ),
+    Mutant(
+        _SHARDS,
+        "            self.pause()\n            self._is_stepping = False\n            loss = closure()\n",
+        "            loss = closure()\n",
+        (f"{_TEST_SHARDS}::test_equals_replicas_that_share_nothing_out",),
+        "a step's closure sees the parameters of its replica only, and sets no other gradients to zero",
+    ),
+    Mutant(
+        _SHARDS,
+        "            for parameter in sorted(new, key=lambda p: (p.requires_grad, p.nbytes), reverse=True):\n",
+        "            for parameter in new:\n",
+        (f"{_TEST_SHARDS}::test_the_largest_are_shared_out_first",),
+        "one replica gets all that is large",
+    ),
+    Mutant(
+        _OPTIMIZERS,
+        "            if wanted.get(key) in stated:\n",
+        "            if key in wanted:\n",
+        (f"{_TEST_SHARDS}::test_a_replica_reads_the_states_of_its_share",),
+        "each replica has all states after it has read a checkpoint",
+    ),
     Mutant(
         _OPTIMIZERS,
         "        if len(groups) != len(self.group_fqns):\n",

@@ -89,6 +89,7 @@ WRONG = [
     ("loss_weight", f"{__name__}.absent", "has no absent"),
     ("timeout_seconds", "-3", "v>0"),
     ("start_method", "thread", "'spawn'"),
+    ("data_parallel", "fsdp", "'shard'"),
     ("gather_after_run", "perhaps", "perhaps"),
     ("number_of_stages", "2", "not accepted"),
 ]

@@ -1,0 +1,367 @@
+"""Replicas that share out their optimizers, against Lightning's DDP: all that replicas show, and who has which states."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe.distributed.topology import Replicas
+from lightning_fxpipe.optim.shards import Shards
+from tests.lit import LitModel, make_loader, make_trainer
+from tests.ranks.pool import RankPool
+from tests.ranks.runs import Net, assert_same
+from tests.ranks.test_replica_checkpoints import Look, merged
+from tests.ranks.test_replica_checkpoints import check as check_equal
+from tests.ranks.test_replicas import CASES, Case, Manual, check, run
+
+Ranks = Callable[[int], RankPool]
+
+# ------------------------------------------------------------------ optimizers that look at more than one step of torch's
+
+
+class OverAdam(torch.optim.Adam):
+    """Calls its base's step, around which torch has hooks as well, and goes on to change what it has."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.999)
+        return loss
+
+
+class Clamps(Net):
+    """Hooks of the optimizer: one clamps weights, one notes them, as soon as they are stepped."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OverAdam(self.parameters(), lr=0.02)
+        optimizer.register_step_post_hook(self.clamp)
+        optimizer.register_step_post_hook(self.follow)
+        return optimizer
+
+    def clamp(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.5, 0.5)
+
+    def follow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        norms = [p.detach().norm() for group in optimizer.param_groups for p in group["params"]]
+        self.told = [*getattr(self, "told", []), [round(float(norm), 4) for norm in norms]]
+
+
+class Lookahead(Optimizer):
+    """Steps another optimizer, and goes back half of the way every second time."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.param_groups = inner.param_groups
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    slow = self.state[parameter].setdefault("slow", parameter.detach().clone())
+                    if self.count % 2 == 0:
+                        slow.lerp_(parameter, 0.5)
+                        parameter.copy_(slow)
+        return loss
+
+
+class LooksAhead(Net):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(torch.optim.AdamW(self.parameters(), lr=0.02))
+
+
+class Groups(Net):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.backbone.parameters(), "lr": 0.05}, {"params": self.head.parameters(), "weight_decay": 0.1}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class RawSteps(Manual):
+    """Steps torch's optimizers, not Lightning's."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+class ThawLate(BaseFinetuning):
+    """Adds parameters to the optimizer in the second epoch."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.backbone)  # type: ignore[arg-type]
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.01)  # type: ignore[arg-type]
+
+
+class Adam(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=0.02)
+
+
+class Quasi(Net):
+    """Its optimizer calls the step several times, and needs all parameters together."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+OWN = {
+    "clamps": Case(module=Clamps),
+    "looks ahead": Case(module=LooksAhead),
+    "groups": Case(module=Groups, options={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
+    "raw steps": Case(module=RawSteps, ddp={"find_unused_parameters": True}),
+}
+ALL = {**CASES, **OWN}
+# DDP does not average what is thawed after it has begun; and what LBFGS does hangs on rounding.
+BESIDE_WHOLE = {"thaws late": Case(module=Adam, callbacks=lambda: [ThawLate()]), "quasi": Case(module=Quasi)}
+
+
+def with_shards(case: Case) -> Case:
+    changed = copy.copy(case)
+    object.__setattr__(changed, "strategy", {**case.strategy, "data_parallel": "shard"})
+    return changed
+
+
+def run_all(names: Sequence[str], devices: int, num_stages: int | None) -> list[Any]:
+    """Runs on every rank."""
+    return [run(ALL[name] if num_stages is None else with_shards(ALL[name]), devices, num_stages) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("stages", "names"),
+    [
+        (2, ["accumulated and clipped", "manual", "fp16", *OWN]),
+        pytest.param(
+            2, [name for name in CASES if name not in ("accumulated and clipped", "manual", "fp16")], marks=pytest.mark.slow
+        ),
+        pytest.param(1, [*ALL], marks=pytest.mark.slow),
+    ],
+)
+def test_equals_ddp(ranks: Ranks, stages: int, names: list[str]) -> None:
+    expected = ranks(2).run(run_all, names, 2, None, timeout_seconds=300)
+    results = ranks(2 * stages).run(run_all, names, 2 * stages, stages, timeout_seconds=600)
+    for index, name in enumerate(names):
+        for replica in range(2):
+            mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
+            check(f"{name}, replica {replica}", expected[replica][index], mine)
+
+
+def run_both(num_stages: int) -> list[tuple[Any, Any]]:
+    """Runs on every rank."""
+    cases = BESIDE_WHOLE.values()
+    return [(run(case, 2 * num_stages, num_stages), run(with_shards(case), 2 * num_stages, num_stages)) for case in cases]
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_equals_replicas_that_share_nothing_out(ranks: Ranks, stages: int) -> None:
+    for result in ranks(2 * stages).run(run_both, stages):
+        for name, (whole, shared) in zip(BESIDE_WHOLE, result, strict=True):
+            assert_same(shared, whole, name)
+
+
+# ------------------------------------------------------------------ who has what
+
+
+class States(L.Callback):
+    """Notes the bytes of the states that the optimizer has, and those that it would have by itself."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        here = [p for group in optimizer.param_groups for p in group["params"] if not p.is_meta]
+        self.mine = {name: p.numel() for name, p in pl_module.named_parameters() if optimizer.state.get(p)}
+        self.all = {name: p.numel() for name, p in pl_module.named_parameters() if any(p is one for one in here)}
+        self.steps = {float(optimizer.state[p]["step"]) for p in here if optimizer.state.get(p)}
+
+
+def who_has_what() -> Any:
+    """Runs on every rank."""
+    states = States()
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, data_parallel="shard")
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=4, callbacks=[states])
+    trainer.fit(LitModel("gpt"), make_loader("gpt"))
+    return states.mine, states.all, states.steps
+
+
+def test_each_replica_has_the_states_of_its_share(ranks: Ranks) -> None:
+    results = ranks(4).run(who_has_what)
+    for stage in range(2):
+        (one, parameters, steps), (other, same_parameters, same_steps) = results[stage], results[2 + stage]
+        assert parameters == same_parameters == {**one, **other}
+        assert not one.keys() & other.keys()
+        assert steps == same_steps
+        assert len(steps) == 1
+        # As even as whole parameters allow.
+        assert abs(sum(one.values()) - sum(other.values())) <= max(parameters.values())
+
+
+def test_the_largest_are_shared_out_first() -> None:
+    """What does not train, and so has no state, counts after all that does."""
+    sizes = (1, 1, 1, 4, 3, 8, 6)
+    parameters = [nn.Parameter(torch.zeros(size), requires_grad=size != 8) for size in sizes]
+    groups = [{"params": parameters[:3]}, {"params": parameters[3:]}]
+    shards = [Shards(torch.optim.Adam(groups), Replicas(count=2, index=index)) for index in range(2)]
+    owned = [[size for size, p in zip(sizes, parameters, strict=True) if one.owns(p)] for one in shards]
+    trained = [sum(size for size in each if size != 8) for each in owned]
+    assert sorted(owned[0] + owned[1]) == sorted(sizes)
+    assert trained == [8, 8]
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def strategy_of(stages: int | None, shards: bool, as_folder: bool = True) -> Any:
+    if stages is None:
+        return "ddp"
+    kind: Any = "shard" if shards else "replicate"
+    options = {"num_microbatches": 2, "save_distributed_checkpoint": as_folder, "data_parallel": kind}
+    return FxPipeStrategy(num_stages=stages, **options) if stages else "auto"
+
+
+def save(path: str, devices: int, stages: int | None, shards: bool, as_folder: bool = True) -> dict[str, Tensor]:
+    """Runs on every rank."""
+    L.seed_everything(3, verbose=False)
+    look = Look()
+    trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, shards, as_folder), devices=devices)
+    look.on_train_start = lambda *_: None  # type: ignore[method-assign]
+    trainer.fit(LitModel("gpt"), make_loader("gpt"))
+    trainer.save_checkpoint(path)
+    return look.ended
+
+
+def save_in_background(folder: str) -> dict[str, Tensor]:
+    """Runs on every rank."""
+    L.seed_everything(3, verbose=False)
+    look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True)
+    look.on_train_start = lambda *_: None  # type: ignore[method-assign]
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True, data_parallel="shard")
+    options = {"max_epochs": 1, "strategy": strategy, "devices": 4, "enable_checkpointing": True}
+    make_trainer(callbacks=[look, keep], **options).fit(LitModel("gpt"), make_loader("gpt"))
+    return look.ended
+
+
+def resume(path: str, devices: int, stages: int | None, shards: bool) -> dict[str, Tensor]:
+    """Runs on every rank."""
+    L.seed_everything(4, verbose=False)
+    look = Look()
+    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(stages, shards), devices=devices)
+    trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
+    assert trainer.global_step > 0
+    return look.begun
+
+
+@pytest.mark.parametrize("as_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_any_number_of_stages_and_replicas_goes_on_from_shards(ranks: Ranks, tmp_path: Path, as_folder: bool) -> None:
+    path = str(tmp_path / "shards.ckpt")
+    expected = merged(ranks(4).run(save, path, 4, 2, True, as_folder))
+    for devices, stages, shards in ((4, 2, False), (4, 1, True), (2, 2, True), (2, 1, True)):
+        check_equal(merged(ranks(devices).run(resume, path, devices, stages, shards)), expected)
+    check_equal(resume(path, 1, 1, False), expected)
+
+
+def resume_and_count(path: str) -> tuple[set[str], set[str]]:
+    """Runs on every rank: names of the parameters, and of those with states, once they are read."""
+    states = States()
+    states.on_train_start = states.on_train_end  # type: ignore[method-assign]
+    states.on_train_end = lambda *_: None  # type: ignore[method-assign]
+    trainer = make_trainer(max_epochs=2, callbacks=[states], strategy=strategy_of(1, True), devices=2)
+    trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
+    return set(states.all), set(states.mine)
+
+
+def test_a_replica_reads_the_states_of_its_share(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "whole.ckpt")
+    ranks(2).run(save, path, 2, 1, False)
+    (names, one), (same_names, other) = ranks(2).run(resume_and_count, path)
+    assert names == same_names == one | other
+    assert not one & other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "stages", "shards"), [(4, 2, False), (2, 2, False), (4, 1, True)])
+def test_shards_go_on_from_any_number_of_stages_and_replicas(
+    ranks: Ranks, tmp_path: Path, devices: int, stages: int, shards: bool
+) -> None:
+    path = str(tmp_path / "other.ckpt")
+    expected = merged(ranks(devices).run(save, path, devices, stages, shards))
+    check_equal(merged(ranks(4).run(resume, path, 4, 2, True)), expected)
+
+
+@pytest.mark.slow
+def test_single_files_of_shards_go_to_ddp_and_come_from_there(ranks: Ranks, tmp_path: Path) -> None:
+    path, of_ddp = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddp.ckpt")
+    expected = merged(ranks(4).run(save, path, 4, 2, True, False))
+    check_equal(merged(ranks(2).run(resume, path, 2, None, False)), expected)
+    expected = merged(ranks(2).run(save, of_ddp, 2, None, False))
+    check_equal(merged(ranks(4).run(resume, of_ddp, 4, 2, True)), expected)
+
+
+@pytest.mark.slow
+def test_shards_are_saved_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
+    expected = merged(ranks(4).run(save_in_background, str(tmp_path)))
+    check_equal(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2, False)), expected)
+
+
+class KeepsOptimizer(Net):
+    """Its second run goes on with the optimizer of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Any = None
+
+    def configure_optimizers(self) -> Any:
+        if self.kept is None:
+            self.kept = torch.optim.Adam(self.parameters(), lr=0.02)
+        return self.kept
+
+
+def run_again(path: str) -> tuple[list[dict[str, Tensor]], list[int]]:
+    """Runs on every rank: two runs with one optimizer, of two stages each and then of one, and a checkpoint after a third that
+    trains nothing."""
+    found, numbers = [], []
+    module = KeepsOptimizer()
+    for stages in (2, 1):
+        look = Look()
+        look.on_train_start = lambda *_: None  # type: ignore[method-assign]
+        trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, True), devices=4)
+        trainer.fit(module)
+        trainer.validate(module, verbose=False)
+        trainer.save_checkpoint(f"{path}/{stages}.ckpt")
+        found.append({key: value for key, value in look.ended.items() if key.count("/")})
+        numbers.append(len(module.kept.state))
+    return found, numbers
+
+
+def read(path: str) -> dict[str, Tensor]:
+    """The optimizer's states in a checkpoint, as one device goes on with them."""
+    look = Look()
+    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(1, False), devices=1)
+    trainer.fit(KeepsOptimizer(), ckpt_path=path)
+    return {key: value for key, value in look.begun.items() if key.count("/")}
+
+
+@pytest.mark.slow
+def test_an_optimizer_goes_on_in_another_run_with_other_shares(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(4).run(run_again, str(tmp_path))
+    for index, stages in enumerate((2, 1)):
+        expected = merged([found[index] for found, _ in results])
+        check_equal(read(str(tmp_path / f"{stages}.ckpt")), expected)
+        assert len({float(value) for key, value in expected.items() if key.endswith("step")}) == 1
