@@ -44,7 +44,7 @@ WITHOUT_TORCH = {
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {
     *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),
-    *("_compat.lightning", "_compat.loggers", "_compat.pipelining", "_compat.step_hooks"),
+    *("_compat.lightning", "_compat.loggers", "_compat.pipelining", "_compat.step_hooks", "_compat.device_mesh"),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.

@@ -22,12 +22,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed.distributed_c10d as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.errors import UnsupportedError
 
 # What replicas do with an optimizer: each has all of its states, or its share.
 DataParallelName = Literal["replicate", "shard"]
+
+# The axes of the mesh that user code gets: as of Lightning's ModelParallelStrategy, with stages in place of parts of tensors.
+MESH_AXES = ("data_parallel", "pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +187,19 @@ class Topology:
     def holds_any(self, stages: Iterable[int]) -> bool:
         """Whether this rank has one of some stages."""
         return any(stage in self.stages for stage in stages)
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks, by replica and by place in the pipeline, in the order of the stages."""
+        places, replicas = range(self.num_ranks), range(self.replicas.count)
+        shift = self.num_ranks * self.replicas.index
+        mesh = [[self.global_rank(place) - shift + self.num_ranks * replica for place in places] for replica in replicas]
+        group = self.replicas.group
+        if group is None:  # a group of this rank alone
+            group = dist.new_group([dist.get_rank()], self.timeout, use_local_synchronization=True)
+            closed_with(self, [group])
+        assert self.group is not None
+        return DeviceMesh.from_group([group, self.group], self.device.type, torch.tensor(mesh), mesh_dim_names=MESH_AXES)
 
     def group_of(self, ranks: Iterable[int], *, controls: bool = False) -> dist.ProcessGroup:
         """A group of some of the pipeline's ranks, made once. Called by every rank of every replica, with those of the same

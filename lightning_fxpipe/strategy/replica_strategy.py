@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_fxpipe._compat.device_mesh import set_device_mesh
 from lightning_fxpipe._compat.lightning import set_rank_zero_only
 from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed
@@ -46,6 +49,20 @@ class ReplicaStrategy(Base):
         if self._topology is None:
             raise RuntimeError("The process groups are made in the strategy's setup_environment; they are not there before.")
         return self._topology
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks, by ``"data_parallel"`` (replicas) and ``"pipeline"`` (places, in the order of the stages)."""
+        return self.topology.device_mesh
+
+    def offer_mesh(self, module: Any) -> Callable[[], None]:
+        """Makes the mesh a LightningModule's ``self.device_mesh``, as Lightning's ModelParallelStrategy does.
+
+        Returns:
+            What takes it away again.
+        """
+        set_device_mesh(module, self.device_mesh)
+        return partial(set_device_mesh, module, None)
 
     @property
     def replica(self) -> Replica:

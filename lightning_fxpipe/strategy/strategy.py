@@ -252,6 +252,7 @@ class PipelineStrategy(ReplicaStrategy):
         begin_run(start, self.cluster_environment.main_address)
         self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
+        self._patches.callback(self.offer_mesh(self.module))
         if self.topology.num_ranks > 1 or self.replicas.are_several:
             self._patches.enter_context(self.replica.answering())
             self._patches.enter_context(early_hooks(self.module.trainer, self.module, self.replica))
@@ -346,6 +347,7 @@ class PipelineStrategy(ReplicaStrategy):
                 check_compile(self._plans.options, plan, self.module)
                 report_plan(plan, self.module, self._num_microbatches, self.replicas)
             self._take_place(plan)
+            self.offer_mesh(self.module)
             self._session = Session(
                 self.module,
                 plan,

@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat.lightning import has_no_optimizer, syncs_batch_norm, takes_loader, validates_by_time
@@ -352,6 +353,13 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
         yield (
             f"metrics with a model of their own ({', '.join(list(held)[:4])}), whose parameters would belong to no stage",
             "give the metric a function that calls a model which the LightningModule does not hold, or compute it afterwards",
+        )
+    spread = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if spread:
+        yield (
+            f"parameters that are spread over devices already ({', '.join(spread[:4])})",
+            "leave fully_shard and parallelize_module out: stages have parts of the model, and with "
+            'data_parallel="shard" replicas share out the optimizer',
         )
 
 
