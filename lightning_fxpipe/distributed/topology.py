@@ -190,13 +190,14 @@ class Topology:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks, by replica and by place in the pipeline, in the order of the stages."""
+        """The ranks, by replica and by place in the pipeline, in the order of the stages. First asked for by every rank."""
         places, replicas = range(self.num_ranks), range(self.replicas.count)
         shift = self.num_ranks * self.replicas.index
         mesh = [[self.global_rank(place) - shift + self.num_ranks * replica for place in places] for replica in replicas]
         group = self.replicas.group
-        if group is None:  # a group of this rank alone
-            group = dist.new_group([dist.get_rank()], self.timeout, use_local_synchronization=True)
+        if group is None:  # there is one replica: a group of this rank alone, which all ranks make, or names would clash
+            alone = [dist.new_group([rank], self.timeout) for rank in range(dist.get_world_size())]
+            group = alone[dist.get_rank()]
             closed_with(self, [group])
         assert self.group is not None
         return DeviceMesh.from_group([group, self.group], self.device.type, torch.tensor(mesh), mesh_dim_names=MESH_AXES)

@@ -18,13 +18,6 @@ MUTANTS = [
     ),
     Mutant(
         _SHARDS,
-        "            self.pause()\n            self._is_stepping = False\n            loss = closure()\n",
-        "            loss = closure()\n",
-        (f"{_TEST_SHARDS}::test_equals_replicas_that_share_nothing_out",),
-        "a step's closure sees the parameters of its replica only, and sets no other gradients to zero",
-    ),
-    Mutant(
-        _SHARDS,
         "            for parameter in sorted(new, key=lambda p: (p.requires_grad, p.nbytes), reverse=True):\n",
         "            for parameter in new:\n",
         (f"{_TEST_SHARDS}::test_the_largest_are_shared_out_first",),
