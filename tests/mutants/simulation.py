@@ -11,8 +11,8 @@ _KEPT = "planner/test_unit_costs.py"
 MUTANTS = [
     Mutant(
         "simulation/simulator.py",
-        "events[-1].end_seconds + link.reduce_seconds",
-        "self.pipeline_seconds + link.reduce_seconds",
+        "events[-1].end_seconds + times * link.reduce_seconds",
+        "self.pipeline_seconds + times * link.reduce_seconds",
         ("planner/test_layouts.py::test_a_rank_averages_as_soon_as_its_own_stages_are_done",),
         "replicas average when all stages are done",
     ),

@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         _REPLICAS,
-        "            if not replicas.is_first:\n",
+        "            if replicas.index != source:\n",
         "            if False:\n",
         (f"{_TEST_TENSORS}::test_tensors_are_those_of_the_first_replica",),
         "replicas begin with weights of their own",
