@@ -43,12 +43,12 @@ def wrapped_step_hooks(optimizer: Optimizer, wrap: Callable[[Any], Any]) -> Iter
             hooks.update({key: hook for key, hook in originals.items() if key in hooks})
 
 
-def innermost_step_hooks(optimizer: Optimizer, before: Hook, after: Hook) -> tuple[RemovableHandle, RemovableHandle]:
-    """Registers hooks on an optimizer: ``before`` runs after those that are there, and ``after`` before all others.
+def innermost_step_hooks(optimizer: Optimizer, before: Hook, after: Hook, last: Hook) -> tuple[RemovableHandle, ...]:
+    """Registers hooks on an optimizer: ``before`` and ``last`` run after those that are there, and ``after`` before all others.
 
     There is no public way to have a hook run before others.
     """
-    handles = optimizer.register_step_pre_hook(_Ours(before)), optimizer.register_step_post_hook(_Ours(after))
+    first_after = optimizer.register_step_post_hook(_Ours(after))
     hooks: Any = optimizer._optimizer_step_post_hooks
-    hooks.move_to_end(handles[1].id, last=False)
-    return handles
+    hooks.move_to_end(first_after.id, last=False)
+    return optimizer.register_step_pre_hook(_Ours(before)), first_after, optimizer.register_step_post_hook(_Ours(last))

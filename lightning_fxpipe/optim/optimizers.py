@@ -188,6 +188,11 @@ class StageOptimizer:
         device = next((p.device for p in self._mine().values()), _CPU)
         self._others = {placeholders[fqn]: _moved(state, device) for fqn, state in found.items() if fqn in placeholders}
 
+    def end_step(self) -> None:
+        """After a step, also one that has failed: its groups have this rank's parameters, whoever steps them."""
+        if self._shards is not None:
+            self._shards.end_step()
+
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer's own has, with this rank's states by FQN, and the groups of the whole model.
 

@@ -41,20 +41,21 @@ class Shards:
         self._owners: dict[Tensor, int] = {}
         self._owned_bytes = [0] * replicas.count
         self._hooks: tuple[RemovableHandle, ...] = ()
+        self._depth = 0  # of steps: that of a class may call its base's, and torch has hooks around both
         self._is_stepping = False
         self._hidden: list[tuple[dict[str, Any], list[Tensor]]] = []  # groups, and their parameters
 
     def attach(self) -> None:
         """From here on the optimizer steps what this replica owns."""
         self.detach()
-        self._hooks = innermost_step_hooks(self._optimizer, self._before_step, self._after_step)
+        self._hooks = innermost_step_hooks(self._optimizer, self._before_step, self._after_step, self._after_hooks)
 
     def detach(self) -> None:
         """The optimizer is the user's alone again; whoever owns what is forgotten."""
-        self.pause()
+        self.end_step()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._is_stepping = (), False
+        self._hooks = ()
         self._owners.clear()
         self._owned_bytes = [0] * self._replicas.count
 
@@ -78,6 +79,7 @@ class Shards:
     # ------------------------------------------------------------------ a step
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._depth += 1
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._begin()
@@ -98,10 +100,21 @@ class Shards:
         self.resume()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Where a class's step calls its base's, torch has hooks around both: what follows the inner one, all replicas do."""
+        """Hooks that follow are the user's, and see all parameters as they are now."""
         self.pause()
         self._is_stepping = False
+        self._depth -= 1
         self._share_values()
+
+    def _after_hooks(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The step of a base class is over: that of the class goes on, with the states of this replica's share."""
+        if self._depth:
+            self._begin()
+
+    def end_step(self) -> None:
+        """After a step, also one that has failed."""
+        self.pause()
+        self._depth, self._is_stepping = 0, False
 
     def pause(self) -> None:
         """User code runs in the middle of a step: the groups have all parameters again."""

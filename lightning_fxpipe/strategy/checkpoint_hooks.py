@@ -140,17 +140,19 @@ class CheckpointHooks:
     def _begin_saving(self) -> None:
         """From here on checkpoints are saved by a new saver, whose background has a process group for itself."""
         self._group: dist.ProcessGroup | None = None
-        self._saver = Saver(self._make_group)
+        self._has_group = False
+        self._saver = Saver(lambda: self._group)
 
-    def _make_group(self) -> dist.ProcessGroup | None:
-        if dist.get_world_size() > 1:
+    def _make_group(self) -> None:
+        """Makes the group of the ranks that write in the background, those of the first replica. Called by every rank.
+
+        Not by these alone: torch then names a group by how many others a process has, which need not be as many on all.
+        """
+        if not self._has_group and dist.get_world_size() > 1:
             with noted_connections():
-                # Only the ranks of the first replica come here.
-                ranks = dist.get_process_group_ranks(self._now.topology.group)
-                self._group = dist.new_group(
-                    ranks, self._timeout, backend="gloo", use_local_synchronization=self._now.topology.replicas.are_several
-                )
-        return self._group
+                found = dist.new_group([*range(self._now.topology.num_ranks)], self._timeout, backend="gloo")
+            self._group = found if isinstance(found, dist.ProcessGroup) else None
+        self._has_group = True
 
     @property
     def _now(self) -> _Run:
@@ -196,12 +198,16 @@ class CheckpointHooks:
             # Hooks that run on an exception ask for it; the others are on their way out, each at another place of the step.
             report_unsaved(path, module.trainer.global_rank)
             return
+        location = Location.of(path, storage_options)
+        is_running = module.trainer.state.status == TrainerStatus.RUNNING
+        in_background = self._in_background and location.path is not None and is_running and not has_failed()
+        if in_background:
+            self._make_group()
         for mine, state in zip(self._now.optimizers, checkpoint.get("optimizer_states", []), strict=False):
             mine.collect_shards(state)
         if not topology.replicas.is_first:
             return  # it has the same
         self._remove_linked()
-        location = Location.of(path, storage_options)
         check_seen_by_all(location, topology.num_ranks)
         with session.hooks.suspend():
             names = list(module.state_dict())
@@ -215,7 +221,6 @@ class CheckpointHooks:
                 save = save_folder_at if self._as_folder else save_file_at
                 save(location, checkpoint, names, topology)
                 return
-            in_background = self._in_background and not has_failed() and module.trainer.state.status == TrainerStatus.RUNNING
             if self._as_folder:
                 parts = taken_parts(checkpoint, names)
                 write = folder_writer(parts, checkpoint, copied=in_background)

@@ -265,9 +265,13 @@ class Session:
                 optimizer.know_others(self._topology.control_group)
                 with self.hooks.running(self.module.trainer, is_joint=True):
                     yield
-            else:
+                return
+            try:
                 with self.hooks.around_optimizers(self.module.trainer):
                     yield
+            finally:
+                if optimizer is not None:
+                    optimizer.end_step()
 
     def backward(self, run: Callable[[], None], *, retains: bool, averages: bool) -> None:
         """The backward pass of the batch that has run. Called by every rank.

@@ -58,14 +58,14 @@ def test_the_innermost_hooks_are_next_to_the_step_and_are_not_wrapped() -> None:
     optimizer = Noting([parameter], lr=0.1)
     optimizer.register_step_pre_hook(note("before"))
     optimizer.register_step_post_hook(note("after"))
-    handles = innermost_step_hooks(optimizer, note("just before"), note("just after"))
+    handles = innermost_step_hooks(optimizer, note("just before"), note("just after"), note("last"))
     optimizer.register_step_post_hook(note("after, too"))
     with wrapped_step_hooks(optimizer, lambda hook: note("wrapped")):
         optimizer.step()
-    assert called == ["wrapped", "just before", "step", "just after", "wrapped", "wrapped"]
+    assert called == ["wrapped", "just before", "step", "just after", "wrapped", "last", "wrapped"]
     called.clear()
     optimizer.step()
-    assert called == ["before", "just before", "step", "just after", "after", "after, too"]
+    assert called == ["before", "just before", "step", "just after", "after", "last", "after, too"]
     for handle in handles:
         handle.remove()
     called.clear()

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -43,41 +44,42 @@ def everything(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Tenso
     return found
 
 
-def strategy_of(stages: int | None, as_folder: bool = True) -> Any:
-    """``stages`` of each pipeline; 0 is one device, None is DDP."""
+def strategy_of(stages: int | None, as_folder: bool = True, kind: Any = "replicate") -> Any:
+    """``stages`` of each pipeline; 0 is one device, None is DDP. What replicas do with an optimizer is the last."""
     if stages is None:
         return "ddp"
-    return FxPipeStrategy(num_stages=stages, num_microbatches=2, save_distributed_checkpoint=as_folder) if stages else "auto"
+    options: dict[str, Any] = {"num_microbatches": 2, "save_distributed_checkpoint": as_folder, "data_parallel": kind}
+    return FxPipeStrategy(num_stages=stages, **options) if stages else "auto"
 
 
-def save(path: str, devices: int, stages: int | None, as_folder: bool) -> dict[str, Tensor]:
+def save(path: str, devices: int, stages: int | None, as_folder: bool, kind: str = "replicate") -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(3, verbose=False)
     look = Look()
-    trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, as_folder), devices=devices)
+    trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, as_folder, kind), devices=devices)
     look.on_train_start = lambda *_: None  # type: ignore[method-assign]
     trainer.fit(LitModel("gpt"), make_loader("gpt"))
     trainer.save_checkpoint(path)
     return look.ended
 
 
-def save_in_background(folder: str) -> dict[str, Tensor]:
+def save_in_background(folder: str, kind: Any = "replicate") -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(3, verbose=False)
     look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True)
     look.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True)
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True, data_parallel=kind)
     options = {"max_epochs": 1, "strategy": strategy, "devices": 4, "enable_checkpointing": True}
     trainer = make_trainer(callbacks=[look, keep], **options)
     trainer.fit(LitModel("gpt"), make_loader("gpt"))
     return look.ended
 
 
-def resume(path: str, devices: int, stages: int | None) -> dict[str, Tensor]:
+def resume(path: str, devices: int, stages: int | None, kind: str = "replicate") -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(4, verbose=False)
     look = Look()
-    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(stages), devices=devices)
+    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(stages, kind=kind), devices=devices)
     trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
     assert trainer.global_step > 0
     return look.begun
@@ -112,6 +114,23 @@ def test_any_number_of_stages_and_replicas_goes_on(ranks: Ranks, tmp_path: Path)
 def test_checkpoints_written_in_the_background_are_as_good(ranks: Ranks, tmp_path: Path) -> None:
     """Only the ranks of the first replica make the group that they write with."""
     expected = merged(ranks(4).run(save_in_background, str(tmp_path)))
+    check(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2)), expected)
+
+
+def save_beside_other_groups(folder: str) -> dict[str, Tensor]:
+    """Runs on every rank, of which each has another number of process groups."""
+    save_in_background(folder)  # from here on there is a default process group
+    groups = [dist.new_group([dist.get_rank()], use_local_synchronization=True) for _ in range(dist.get_rank())]
+    try:
+        return save_in_background(folder)
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def test_the_ranks_that_write_in_the_background_find_each_other_whatever_groups_they_have(ranks: Ranks, tmp_path: Path) -> None:
+    """torch names a group that only its members make by how many others a process has."""
+    expected = merged(ranks(4).run(save_beside_other_groups, str(tmp_path), timeout_seconds=60))
     check(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2)), expected)
 
 

@@ -413,6 +413,15 @@ def check(name: str, reference: dict[str, Any], mine: Sequence[dict[str, Any]]) 
         assert_same(mine[0]["predictions"], reference["predictions"], f"{name}: predictions")
 
 
+def check_all(names: Sequence[str], expected: Sequence[list[Any]], results: Sequence[list[Any]]) -> None:
+    """As :func:`check`, of runs by their names, for two replicas."""
+    stages = len(results) // 2
+    for index, name in enumerate(names):
+        for replica in range(2):
+            mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
+            check(f"{name}, replica {replica}", expected[replica][index], mine)
+
+
 # Schedules besides 1F1B, each with its stages on each device.
 SCHEDULES = {
     **dict.fromkeys(("gpipe", "1f1b", "zb_h1", "zb_h2", "zero_bubble"), 1),
@@ -461,10 +470,10 @@ def test_equals_ddp(ranks: Ranks, stages: int) -> None:
     names = [*CASES]
     expected = ranks(2).run(run_all, names, 2, None, timeout_seconds=300)
     results = ranks(2 * stages).run(run_all, names, 2 * stages, stages, timeout_seconds=600)
-    for index, name in enumerate(names):
+    check_all(names, expected, results)
+    for index in range(len(names)):
         for replica in range(2):
             mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
-            check(f"{name}, replica {replica}", expected[replica][index], mine)
             assert mine[0]["writes"] == expected[replica][index]["writes"]
             assert not any(result["writes"] for result in mine[1:])  # once for each pipeline
 

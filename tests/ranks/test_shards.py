@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,9 +21,9 @@ from lightning_fxpipe.optim.shards import Shards
 from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, assert_same
-from tests.ranks.test_replica_checkpoints import Look, merged
+from tests.ranks.test_replica_checkpoints import Look, merged, resume, save, save_in_background, strategy_of
 from tests.ranks.test_replica_checkpoints import check as check_equal
-from tests.ranks.test_replicas import CASES, Case, Manual, check, run
+from tests.ranks.test_replicas import CASES, Case, Manual, check_all, run
 
 Ranks = Callable[[int], RankPool]
 
@@ -30,13 +31,13 @@ Ranks = Callable[[int], RankPool]
 
 
 class OverAdam(torch.optim.Adam):
-    """Calls its base's step, around which torch has hooks as well, and goes on to change what it has."""
+    """Calls its base's step, around which torch has hooks as well, and goes on by the states that it has."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.data.mul_(0.999)
+                parameter.data.sub_(self.state[parameter]["exp_avg"], alpha=0.001)
         return loss
 
 
@@ -58,6 +59,18 @@ class Clamps(Net):
     def follow(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         norms = [p.detach().norm() for group in optimizer.param_groups for p in group["params"]]
         self.told = [*getattr(self, "told", []), [round(float(norm), 4) for norm in norms]]
+
+
+class Counts(Net):
+    """A hook before the step sees the parameters of all replicas in the groups."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+        optimizer.register_step_pre_hook(self.count)
+        return optimizer
+
+    def count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.told = [*getattr(self, "told", []), [len(group["params"]) for group in optimizer.param_groups]]
 
 
 class Lookahead(Optimizer):
@@ -126,6 +139,7 @@ class Quasi(Net):
 
 OWN = {
     "clamps": Case(module=Clamps),
+    "counts": Case(module=Counts),
     "looks ahead": Case(module=LooksAhead),
     "groups": Case(module=Groups, options={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}),
     "raw steps": Case(module=RawSteps, ddp={"find_unused_parameters": True}),
@@ -159,10 +173,42 @@ def run_all(names: Sequence[str], devices: int, num_stages: int | None) -> list[
 def test_equals_ddp(ranks: Ranks, stages: int, names: list[str]) -> None:
     expected = ranks(2).run(run_all, names, 2, None, timeout_seconds=300)
     results = ranks(2 * stages).run(run_all, names, 2 * stages, stages, timeout_seconds=600)
-    for index, name in enumerate(names):
-        for replica in range(2):
-            mine = [result[index] for result in results[replica * stages : (replica + 1) * stages]]
-            check(f"{name}, replica {replica}", expected[replica][index], mine)
+    check_all(names, expected, results)
+
+
+class Fails(Net):
+    """Its optimizer fails once, and the step goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        self.optimizer = FailsOnce(self.parameters(), lr=0.02)
+        return self.optimizer
+
+    def on_train_start(self) -> None:
+        self.optimizer.fails_at = 2  # not where it is tried before the run
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        with suppress(ArithmeticError):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+class FailsOnce(torch.optim.SGD):
+    num_steps = fails_at = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        if self.fails_at == self.num_steps:
+            raise ArithmeticError
+        return super().step(closure)
+
+
+BESIDE_WHOLE["fails"] = Case(module=Fails)
 
 
 def run_both(num_stages: int) -> list[tuple[Any, Any]]:
@@ -228,53 +274,13 @@ def test_the_largest_are_shared_out_first() -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
-def strategy_of(stages: int | None, shards: bool, as_folder: bool = True) -> Any:
-    if stages is None:
-        return "ddp"
-    kind: Any = "shard" if shards else "replicate"
-    options = {"num_microbatches": 2, "save_distributed_checkpoint": as_folder, "data_parallel": kind}
-    return FxPipeStrategy(num_stages=stages, **options) if stages else "auto"
-
-
-def save(path: str, devices: int, stages: int | None, shards: bool, as_folder: bool = True) -> dict[str, Tensor]:
-    """Runs on every rank."""
-    L.seed_everything(3, verbose=False)
-    look = Look()
-    trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, shards, as_folder), devices=devices)
-    look.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    trainer.fit(LitModel("gpt"), make_loader("gpt"))
-    trainer.save_checkpoint(path)
-    return look.ended
-
-
-def save_in_background(folder: str) -> dict[str, Tensor]:
-    """Runs on every rank."""
-    L.seed_everything(3, verbose=False)
-    look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True)
-    look.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True, data_parallel="shard")
-    options = {"max_epochs": 1, "strategy": strategy, "devices": 4, "enable_checkpointing": True}
-    make_trainer(callbacks=[look, keep], **options).fit(LitModel("gpt"), make_loader("gpt"))
-    return look.ended
-
-
-def resume(path: str, devices: int, stages: int | None, shards: bool) -> dict[str, Tensor]:
-    """Runs on every rank."""
-    L.seed_everything(4, verbose=False)
-    look = Look()
-    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(stages, shards), devices=devices)
-    trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
-    assert trainer.global_step > 0
-    return look.begun
-
-
 @pytest.mark.parametrize("as_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_number_of_stages_and_replicas_goes_on_from_shards(ranks: Ranks, tmp_path: Path, as_folder: bool) -> None:
     path = str(tmp_path / "shards.ckpt")
-    expected = merged(ranks(4).run(save, path, 4, 2, True, as_folder))
-    for devices, stages, shards in ((4, 2, False), (4, 1, True), (2, 2, True), (2, 1, True)):
-        check_equal(merged(ranks(devices).run(resume, path, devices, stages, shards)), expected)
-    check_equal(resume(path, 1, 1, False), expected)
+    expected = merged(ranks(4).run(save, path, 4, 2, as_folder, "shard"))
+    for devices, stages, kind in ((4, 2, "replicate"), (4, 1, "shard"), (2, 2, "shard"), (2, 1, "shard")):
+        check_equal(merged(ranks(devices).run(resume, path, devices, stages, kind)), expected)
+    check_equal(resume(path, 1, 1), expected)
 
 
 def resume_and_count(path: str) -> tuple[set[str], set[str]]:
@@ -282,42 +288,42 @@ def resume_and_count(path: str) -> tuple[set[str], set[str]]:
     states = States()
     states.on_train_start = states.on_train_end  # type: ignore[method-assign]
     states.on_train_end = lambda *_: None  # type: ignore[method-assign]
-    trainer = make_trainer(max_epochs=2, callbacks=[states], strategy=strategy_of(1, True), devices=2)
+    trainer = make_trainer(max_epochs=2, callbacks=[states], strategy=strategy_of(1, kind="shard"), devices=2)
     trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
     return set(states.all), set(states.mine)
 
 
 def test_a_replica_reads_the_states_of_its_share(ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "whole.ckpt")
-    ranks(2).run(save, path, 2, 1, False)
+    ranks(2).run(save, path, 2, 1, True)
     (names, one), (same_names, other) = ranks(2).run(resume_and_count, path)
     assert names == same_names == one | other
     assert not one & other
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "stages", "shards"), [(4, 2, False), (2, 2, False), (4, 1, True)])
+@pytest.mark.parametrize(("devices", "stages", "kind"), [(4, 2, "replicate"), (2, 2, "replicate"), (4, 1, "shard")])
 def test_shards_go_on_from_any_number_of_stages_and_replicas(
-    ranks: Ranks, tmp_path: Path, devices: int, stages: int, shards: bool
+    ranks: Ranks, tmp_path: Path, devices: int, stages: int, kind: str
 ) -> None:
     path = str(tmp_path / "other.ckpt")
-    expected = merged(ranks(devices).run(save, path, devices, stages, shards))
-    check_equal(merged(ranks(4).run(resume, path, 4, 2, True)), expected)
+    expected = merged(ranks(devices).run(save, path, devices, stages, True, kind))
+    check_equal(merged(ranks(4).run(resume, path, 4, 2, "shard")), expected)
 
 
 @pytest.mark.slow
 def test_single_files_of_shards_go_to_ddp_and_come_from_there(ranks: Ranks, tmp_path: Path) -> None:
     path, of_ddp = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddp.ckpt")
-    expected = merged(ranks(4).run(save, path, 4, 2, True, False))
-    check_equal(merged(ranks(2).run(resume, path, 2, None, False)), expected)
-    expected = merged(ranks(2).run(save, of_ddp, 2, None, False))
-    check_equal(merged(ranks(4).run(resume, of_ddp, 4, 2, True)), expected)
+    expected = merged(ranks(4).run(save, path, 4, 2, False, "shard"))
+    check_equal(merged(ranks(2).run(resume, path, 2, None)), expected)
+    expected = merged(ranks(2).run(save, of_ddp, 2, None, True))
+    check_equal(merged(ranks(4).run(resume, of_ddp, 4, 2, "shard")), expected)
 
 
 @pytest.mark.slow
 def test_shards_are_saved_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
-    expected = merged(ranks(4).run(save_in_background, str(tmp_path)))
-    check_equal(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2, False)), expected)
+    expected = merged(ranks(4).run(save_in_background, str(tmp_path), "shard"))
+    check_equal(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2)), expected)
 
 
 class KeepsOptimizer(Net):
@@ -341,7 +347,7 @@ def run_again(path: str) -> tuple[list[dict[str, Tensor]], list[int]]:
     for stages in (2, 1):
         look = Look()
         look.on_train_start = lambda *_: None  # type: ignore[method-assign]
-        trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, True), devices=4)
+        trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, kind="shard"), devices=4)
         trainer.fit(module)
         trainer.validate(module, verbose=False)
         trainer.save_checkpoint(f"{path}/{stages}.ckpt")
@@ -353,7 +359,7 @@ def run_again(path: str) -> tuple[list[dict[str, Tensor]], list[int]]:
 def read(path: str) -> dict[str, Tensor]:
     """The optimizer's states in a checkpoint, as one device goes on with them."""
     look = Look()
-    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(1, False), devices=1)
+    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(1), devices=1)
     trainer.fit(KeepsOptimizer(), ckpt_path=path)
     return {key: value for key, value in look.begun.items() if key.count("/")}
 
