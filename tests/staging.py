@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import tree_flatten, tree_leaves
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
@@ -88,7 +88,7 @@ def make_rank(assignment: Assignment, index: int, args: Sequence[Tensor]) -> Ran
             spoil(root, fqn)
     here = replace(chain, traced=replace(chain.traced, root=root))
     return Rank(
-        stage=build_stage(Assignment(chain=here, cuts=assignment.cuts), index),
+        stage=build_stage(replace(assignment, chain=here), index),
         root=root,
         held=held,
         # Nothing is drawn ahead: what the graph draws, it draws where it stands.
@@ -112,12 +112,13 @@ def run_staged(assignment: Assignment, args: Sequence[Tensor], seed: int = 0) ->
     assert sizes is not None
     training = torch.is_grad_enabled()  # a schedule for evaluation sends no gradients
     ranks = [make_rank(assignment, index, args) for index in range(assignment.num_stages)]
+    stages = [rank.stage for rank in ranks]
     received: list[list[Tensor]] = []
     sent: list[list[Tensor]] = []
     torch.manual_seed(seed)  # the stages draw one after another, as the whole module does
     for rank in ranks:
         stage = rank.stage
-        arriving = [t.detach().clone().requires_grad_(t.requires_grad and training) for t in sent[-1]] if sent else []
+        arriving = [t.detach().clone().requires_grad_(t.requires_grad and training) for t in come_to(stage, stages, sent)]
         specs = boundary_specs(stage.boundary_in, sizes)
         # A gradient may be expected in vain (of a tensor that is written into only later), but none may be lost.
         assert all(spec.requires_grad for spec, t in zip(specs, arriving, strict=True) if t.requires_grad)
@@ -134,14 +135,25 @@ def run_staged(assignment: Assignment, args: Sequence[Tensor], seed: int = 0) ->
     result = traced.result(sent[-1])
     sent[-1] = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]  # one may be there twice
     gradients: list[Tensor | None] = [gradient_for(output) for output in sent[-1]]
-    for arriving, outputs in zip(reversed(received), reversed(sent), strict=True):
-        backward_from(outputs, gradients)
-        gradients = [tensor.grad for tensor in arriving]
+    for stage, outputs in zip(reversed(stages), reversed(sent), strict=True):
+        backward_from(outputs, gradients if stage is stages[-1] else come_back_to(stage, stages, received))
     return Outcome(
         result=result,
         gradients=summed_gradients(ranks),
         buffers=held_buffers(ranks),
     )
+
+
+def come_to(stage: Stage, stages: Sequence[Stage], sent: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Of what earlier stages have sent, what comes to this one."""
+    sources = dict.fromkeys(stage.boundary_in, stage.index - 1) | {skip.node: skip.source for skip in stage.skips_in}
+    return [sent[source][stages[source].boundary_out.index(node)] for node, source in sources.items()]
+
+
+def come_back_to(stage: Stage, stages: Sequence[Stage], received: Sequence[Sequence[Tensor]]) -> list[Tensor | None]:
+    """Of the gradients of what later stages have received, those of what this one has sent."""
+    targets = dict.fromkeys(stage.boundary_out, stage.index + 1) | {skip.node: skip.destination for skip in stage.skips_out}
+    return [received[target][stages[target].boundary_in.index(node)].grad for node, target in targets.items()]
 
 
 def summed_gradients(ranks: Sequence[Rank]) -> dict[str, Tensor]:
@@ -185,7 +197,12 @@ def assert_equal(staged: Outcome, whole: Outcome) -> None:
 
 
 def assert_stages_equal_whole(assignment: Assignment, *args: Tensor) -> None:
-    assert_equal(run_staged(assignment, args), run_whole(assignment.chain.traced.root, args))
+    """From stage to stage, and past stages."""
+    whole = run_whole(assignment.chain.traced.root, args)
+    assert_equal(run_staged(assignment, args), whole)
+    past = assignment.with_skips()
+    if past.skips:
+        assert_equal(run_staged(past, args), whole)
 
 
 class Layers(nn.Module):

@@ -8,11 +8,11 @@ that uses it. Where torch does so itself, there is nothing to do here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.distributed_c10d as dist
@@ -22,26 +22,43 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from lightning_fxpipe._compat.torch import patched_attributes
 
 
+class Skips(Protocol):
+    """What goes past stages, for a stage (``schedules.skips``)."""
+
+    def extended(self, index: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What is differentiated for a microbatch."""
+
+    def send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Takes the gradients of the inputs that were added."""
+
+
 class FrugalStage(PipelineStage):
     """As ``PipelineStage``, but
 
     - what its module receives is the module's own; nothing is received into it again;
     - stages of one rank may give each other what they have in passes without backward, too;
-    - where the backward pass of a microbatch must not be split, all of it runs where its first half should.
+    - where the backward pass of a microbatch must not be split, all of it runs where its first half should;
+    - it may have inputs and outputs that torch does not know of.
 
     Args:
         *args: As of ``PipelineStage``.
         splits: Says of a microbatch whether the gradients of weights may come later than those of inputs. torch finds what
             computes them by walking from the inputs, so that without one that trains they would be lost.
+        skips: Inputs and outputs besides.
         **kwargs: As of ``PipelineStage``.
     """
 
     # The methods have public names. So have `args_recv_info`, `grad_recv_info`, their `buffer`, `bwd_cache` and `fwd_cache`,
-    # but nothing says what they are. torch 2.13-2.15, which has no more `fwd_cache`.
+    # and what `backward_maybe_with_nosync` takes, but nothing says what they are. torch 2.13-2.15, which has no more
+    # `fwd_cache`.
 
-    def __init__(self, *args: Any, splits: Callable[[int], bool] = lambda index: True, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, splits: Callable[[int], bool] = lambda index: True, skips: Skips | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.splits = splits
+        self.skips = skips
+        self._going_back = 0  # the microbatch
         self._is_done: set[int] = set()  # microbatches whose gradients of weights are there
         self._begun: list[dict[int, tuple[Any, ...]]] = []  # what has been received into in this step
 
@@ -107,6 +124,7 @@ class FrugalStage(PipelineStage):
         if not full_backward and self.has_backward and not self.splits(bwd_chunk_id):
             full_backward = True
             self._is_done.add(bwd_chunk_id)
+        self._going_back = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.has_backward:
             # Half a backward pass leaves gradients as the operations give them, and transports take contiguous ones only.
@@ -119,7 +137,18 @@ class FrugalStage(PipelineStage):
         if bwd_chunk_id in self._is_done:
             self._is_done.remove(bwd_chunk_id)
         else:
+            self._going_back = bwd_chunk_id
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """With what torch does not know of, where gradients of inputs are computed: all at once, or in the first half."""
+        if self.skips is None or backward_type == "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        num_known, index = len(bwd_kwargs["input_values"]), self._going_back
+        arguments = self.skips.extended(index, bwd_kwargs)
+        gradients, groups = super().backward_maybe_with_nosync(backward_type, arguments, last_backward)
+        self.skips.send_back(index, gradients[num_known:])
+        return gradients[:num_known], groups
 
     def _make_buffers(self, infos: dict[int, tuple[Any, ...]], index: int) -> None:
         self._drop_at_first(infos)

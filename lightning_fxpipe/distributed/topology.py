@@ -161,6 +161,12 @@ class Topology:
         return self.global_rank(self.placement.rank_of(stage))
 
     @property
+    def can_skip(self) -> bool:
+        """Whether stages may send past others. gloo tells messages apart by tags; NCCL does what two ranks exchange one after
+        the other, so that a message to a far stage could hold up the one that this stage waits for."""
+        return self.num_ranks == 1 or self.control_group is self.group
+
+    @property
     def everyone(self) -> dist.ProcessGroup | None:
         """All ranks of all replicas, for small messages between CPUs."""
         return self.replicas.everyone if self.replicas.are_several else self.control_group

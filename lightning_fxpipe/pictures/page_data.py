@@ -52,7 +52,7 @@ def _stage(stage: StageSpec, num_parameters: int, costs: StageCosts | None) -> M
         "last": stage.last_module or "(root)",
         "numParameters": num_parameters,
         "outputBytes": stage.output_bytes,
-        "relayedBytes": stage.relayed_bytes,
+        "skippingBytes": stage.skipping_bytes,
         "numOutputs": len(stage.outputs),
         **known,
     }

@@ -18,6 +18,8 @@
 - ``choice``: the schedule, the stages and the microbatches that are fastest.
 - ``recompute``: which values each stage computes for itself.
 - ``recompute_rule``: which modules' activations are computed again in the backward pass.
+- ``skips``: tensors that go past stages which do not use them.
+- ``assignment``: a chain cut into stages.
 - ``reorder``: other orders of calls that compute the same.
 - ``planning``: from a module and a batch to a plan.
 - ``units``: the calls of a step that all ranks run, and a plan for them.

@@ -15,9 +15,9 @@ import torch
 from torch import fx, nn
 
 from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain, CutSite, Unit, build_chain, canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.reorder import reorder
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.tracing.recordable import Recordable

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryTensor:
-    """A tensor that crosses from one stage to the next.
+    """A tensor that one stage sends to another.
 
     Attributes:
         name: Name of the graph node that produced it.
@@ -36,6 +36,8 @@ class BoundaryTensor:
         producer_stage: Stage that computed it.
         consumer_stages: Stages that use it.
         num_bytes: Bytes of one microbatch.
+        receiver_stage: Stage that it is sent to, past those that do not use it; None, in plans that do not say so, for the
+            next one.
     """
 
     name: str
@@ -46,10 +48,7 @@ class BoundaryTensor:
     producer_stage: int
     consumer_stages: tuple[int, ...]
     num_bytes: int
-
-    def is_relay_at(self, stage: int) -> bool:
-        """Whether ``stage`` only passes the tensor on: it neither computed it nor uses it."""
-        return stage != self.producer_stage and stage not in self.consumer_stages
+    receiver_stage: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +78,7 @@ class StageSpec:
         last_module: Path of the module that its last node came from.
         fqns: Parameters and buffers that the stage uses; a shared parameter is listed by every stage that holds a copy.
         num_parameters: Parameters counted for this stage; a shared one counts in the first stage that uses it.
-        outputs: Tensors that it sends to the next stage.
+        outputs: Tensors that it sends to later stages.
     """
 
     index: int
@@ -95,14 +94,14 @@ class StageSpec:
         return sum(tensor.num_bytes for tensor in self.outputs)
 
     @property
-    def relayed_bytes(self) -> int:
-        """Those of the bytes that the next stage does not use and only passes on to later ones."""
-        return sum(tensor.num_bytes for tensor in self.outputs if tensor.is_relay_at(self.index + 1))
+    def skipping_bytes(self) -> int:
+        """Those of the bytes that go past the next stage, to one that uses them."""
+        return sum(tensor.num_bytes for tensor in self.outputs if tensor.receiver_stage not in (None, self.index + 1))
 
     @property
     def adjacent_bytes(self) -> int:
-        """Those of the bytes that the next stage uses."""
-        return self.output_bytes - self.relayed_bytes
+        """Those of the bytes that the next stage gets."""
+        return self.output_bytes - self.skipping_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +279,8 @@ def _complaints(plan: PartitionPlan) -> Iterator[str]:
             value = getattr(part, field_.name)
             kind, is_several = _KINDS.get(str(field_.type), (None, False))
             for entry in value if is_several else (value,):
+                if entry is None and str(field_.type).endswith("| None"):
+                    continue
                 if kind is not None and (type(entry) is not kind or (isinstance(entry, int) and entry < 0)):
                     yield f"{field_.name}: {value}"
     for name, shape in plan.parameter_shapes.items():
@@ -289,7 +290,7 @@ def _complaints(plan: PartitionPlan) -> Iterator[str]:
         yield f"stages: {[stage.index for stage in plan.stages]}"
     if len(plan.stage_work) not in (0, plan.num_stages) or not all(each.is_possible for each in plan.stage_work):
         yield f"stage_work: {plan.stage_work}"
-    uses = [(tensor.name, (tensor.producer_stage, *tensor.consumer_stages)) for tensor in outputs]
+    uses = [(tensor.name, (tensor.producer_stage, *tensor.consumer_stages, tensor.receiver_stage or 0)) for tensor in outputs]
     for name, stages in (*uses, *((tensor.name, tensor.stages) for tensor in plan.recomputed)):
         if any(stage >= plan.num_stages for stage in stages):
             yield f"stages of {name}: {stages}"
@@ -299,6 +300,7 @@ def _complaints(plan: PartitionPlan) -> Iterator[str]:
 _KINDS: dict[str, tuple[type | None, bool]] = {
     "str": (str, False),
     "int": (int, False),
+    "int | None": (int, False),
     "bool": (bool, False),
     "float": (float, False),
     "tuple[int, ...]": (int, True),
@@ -371,9 +373,14 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         f"{human_count(plan.num_parameters)} parameters in {_num(plan.num_stages, 'stage')}; bytes are for one "
         f"microbatch of {_num(plan.microbatch_size, 'sample')}"
     )
-    relayed = [f"{human_bytes(stage.relayed_bytes)} of stage {stage.index}" for stage in plan.stages if stage.relayed_bytes]
-    if relayed:
-        yield f"Sent on unused by the stage after: {_shorten(relayed)}"
+    skips = [
+        f"{human_bytes(out.num_bytes)} from stage {stage.index} to {out.receiver_stage}"
+        for stage in plan.stages
+        for out in stage.outputs
+        if out.receiver_stage not in (None, stage.index + 1)
+    ]
+    if skips:
+        yield f"Sent past stages that do not use it: {_shorten(skips)}"
     whole = f"; whole in each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
         yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"

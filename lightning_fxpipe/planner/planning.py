@@ -4,7 +4,6 @@ follows from it (``planner.follow_plan``).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +13,9 @@ from torch import fx, nn
 
 from lightning_fxpipe._compat.torch import size_hint
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError
+from lightning_fxpipe.planner.assignment import Assignment, used_nodes
 from lightning_fxpipe.planner.choice import Choice
-from lightning_fxpipe.planner.cost import Chain, Unit, build_chain, canonical_fqns
+from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.granularity import open_until_balanced
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
@@ -25,55 +25,6 @@ from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.tracing.recordable import Recordable
 from lightning_fxpipe.tracing.signals import CannotCut
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
-
-
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
-    """A chain cut into stages.
-
-    Attributes:
-        chain: The chain.
-        cuts: Position of the last unit of each stage but the last; equal neighbours mean a stage that computes nothing.
-    """
-
-    chain: Chain
-    cuts: tuple[int, ...]
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages there are."""
-        return len(self.cuts) + 1
-
-    def stage_of(self, position: int) -> int:
-        """Stage of the unit at ``position``."""
-        return bisect_left(self.cuts, position)
-
-    def units(self, stage: int) -> list[Unit]:
-        """The units that run in this stage alone."""
-        start = self.cuts[stage - 1] + 1 if stage else 0
-        end = self.cuts[stage] + 1 if stage < len(self.cuts) else None
-        return [unit for unit in self.chain.units[start:end] if not unit.is_recomputed]
-
-    def nodes(self, stage: int) -> list[fx.Node]:
-        """The stage's calls in graph order, those of the recomputed values that it needs included."""
-        own = {node for unit in self.units(stage) for node in unit.nodes}
-        received = self.boundary(stage - 1) if stage else ()
-        again = self.chain.recomputation.calls_for(self.uses(stage), own.union(received))
-        return [node for node in self.chain.traced.graph.nodes if node in own or node in again]
-
-    def uses(self, stage: int) -> set[fx.Node]:
-        """Operands of the stage's own units; in the last stage the region's results, too."""
-        operands = {operand for unit in self.units(stage) for node in unit.nodes for operand in node.all_input_nodes}
-        return operands.union(self.chain.traced.output_node.all_input_nodes if stage == self.num_stages - 1 else ())
-
-    def fqns(self, stage: int) -> frozenset[str]:
-        """Canonical FQNs of the parameters and buffers that the stage must have."""
-        used = frozenset(fqn for unit in self.units(stage) for fqn in unit.tensor_fqns)
-        return used | self.chain.output_fqns if stage == self.num_stages - 1 else used
-
-    def boundary(self, stage: int) -> tuple[fx.Node, ...]:
-        """What ``stage`` sends to the next one."""
-        return self.chain.site(self.cuts[stage]).crossing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -182,10 +133,11 @@ def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
 
 def describe_plan(assignment: Assignment, call: Recordable) -> PartitionPlan:
     """The plan of an assignment, in module paths and FQNs."""
+    assignment = assignment.with_skips()
     chain = assignment.chain
     root = chain.traced.root
     order = {fqn: index for index, fqn in enumerate(canonical_fqns(root))}
-    stage_of, used = _stages_of_nodes(assignment), _used_nodes(assignment)
+    stage_of, used = _stages_of_nodes(assignment), used_nodes(assignment)
     last = assignment.num_stages - 1
     stages = []
     for stage in range(assignment.num_stages):
@@ -220,7 +172,8 @@ def _boundary_tensors(
     assignment: Assignment, stage: int, stage_of: Mapping[fx.Node, int], used: Sequence[set[fx.Node]]
 ) -> tuple[BoundaryTensor, ...]:
     tensors = []
-    for node in assignment.boundary(stage):
+    past = {skip.node: skip.destination for skip in assignment.skips if skip.source == stage}
+    for node in assignment.sent(stage):
         value = node.meta["val"]
         consumers = [of for of, nodes in enumerate(used) if node in nodes and of > stage_of[node]]
         tensors.append(
@@ -232,6 +185,7 @@ def _boundary_tensors(
                 requires_grad=value.requires_grad,
                 producer_stage=stage_of[node],
                 consumer_stages=tuple(consumers),
+                receiver_stage=past.get(node, stage + 1),
                 num_bytes=tensor_bytes(value),
             )
         )
@@ -259,12 +213,3 @@ def _recomputed_tensors(assignment: Assignment) -> tuple[RecomputedTensor, ...]:
 def _stages_of_nodes(assignment: Assignment) -> dict[fx.Node, int]:
     units = enumerate(assignment.chain.units)
     return {node: assignment.stage_of(position) for position, unit in units for node in unit.nodes}
-
-
-def _used_nodes(assignment: Assignment) -> list[set[fx.Node]]:
-    """What each stage takes operands and results from, for recomputed values too."""
-    unread = assignment.chain.recomputation.unread
-    return [
-        assignment.uses(stage).union(*({*node.all_input_nodes} - unread.get(node, set()) for node in assignment.nodes(stage)))
-        for stage in range(assignment.num_stages)
-    ]

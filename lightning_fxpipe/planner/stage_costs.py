@@ -7,12 +7,14 @@ et al., 2009).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.unit_costs import Operator, UnitCosts
+from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.simulation.costs import Link, StageCosts
 
 # Of what a forward keeps, what is kept until the gradients of weights: about half (arXiv 2401.10241, table 1).
@@ -78,24 +80,36 @@ def stage_costs(
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
 
     Returns:
-        For each stage its costs; what is kept until the gradients of weights is taken to be all that is kept.
+        For each stage its costs; what is kept until the gradients of weights is taken to be all that is kept. What crosses
+        several cuts goes past stages that do not use it.
     """
+    assignment = Assignment(chain=chain, cuts=tuple(cuts)).with_skips()
+    sent = [{skip.destination: 0.0 for skip in assignment.skips if skip.source == stage} for stage in range(len(cuts) + 1)]
+    for skip in assignment.skips:
+        sent[skip.source][skip.destination] += tensor_bytes(skip.node.meta["val"])
     bounds = [0, *(cut + 1 for cut in cuts), len(costs)]
-    outputs = [*(chain.site(cut).num_bytes for cut in cuts), 0]
+    stages = _stages_in(costs, bounds, device, optimizer_bytes_per_byte)
+    outputs = [*(sum(tensor_bytes(node.meta["val"]) for node in assignment.boundary(stage)) for stage in range(len(cuts))), 0]
     return [
-        _stage(costs[start:end], output, device, optimizer_bytes_per_byte)
-        for start, end, output in zip(bounds, bounds[1:], outputs, strict=False)
+        replace(stage, output_bytes=output, skips=tuple(past.items()))
+        for stage, output, past in zip(stages, outputs, sent, strict=True)
     ]
 
 
 def units_as_stages(
     chain: Chain, costs: Sequence[UnitCosts], device: Device, *, optimizer_bytes_per_byte: float = 2.0
 ) -> list[StageCosts]:
-    """The same with a stage for each unit, as ``fastest_cut`` takes them."""
-    return stage_costs(chain, costs, range(len(costs) - 1), device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
+    """The same with a stage for each unit, as ``fastest_cut`` takes them: without what they send."""
+    return _stages_in(costs, range(len(costs) + 1), device, optimizer_bytes_per_byte)
 
 
-def _stage(costs: Sequence[UnitCosts], output_bytes: int, device: Device, optimizer_bytes_per_byte: float) -> StageCosts:
+def _stages_in(
+    costs: Sequence[UnitCosts], bounds: Sequence[int], device: Device, optimizer_bytes_per_byte: float
+) -> list[StageCosts]:
+    return [_stage(costs[start:end], device, optimizer_bytes_per_byte) for start, end in zip(bounds, bounds[1:], strict=False)]
+
+
+def _stage(costs: Sequence[UnitCosts], device: Device, optimizer_bytes_per_byte: float) -> StageCosts:
     saved = sum(unit.saved_bytes for unit in costs)
     trained = sum(unit.gradient_bytes for unit in costs)
     return StageCosts(
@@ -104,7 +118,6 @@ def _stage(costs: Sequence[UnitCosts], output_bytes: int, device: Device, optimi
         weight_backward_seconds=sum(device.seconds(unit.weight_backward) for unit in costs),
         activation_bytes=saved,
         weight_bytes=saved,
-        output_bytes=output_bytes,
         state_bytes=sum(unit.parameter_bytes for unit in costs) + trained * (1 + optimizer_bytes_per_byte),
         gradient_bytes=trained,
     )

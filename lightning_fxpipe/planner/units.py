@@ -183,7 +183,10 @@ def _merge(plans: Sequence[tuple[int, PartitionPlan]], num_stages: int) -> Parti
 
 def _shift(tensor: Any, shift: int) -> Any:
     consumers = tuple(stage + shift for stage in tensor.consumer_stages)
-    return dataclasses.replace(tensor, producer_stage=tensor.producer_stage + shift, consumer_stages=consumers)
+    receiver = tensor.receiver_stage if tensor.receiver_stage is None else tensor.receiver_stage + shift
+    return dataclasses.replace(
+        tensor, producer_stage=tensor.producer_stage + shift, consumer_stages=consumers, receiver_stage=receiver
+    )
 
 
 class _Calls(TorchFunctionMode):

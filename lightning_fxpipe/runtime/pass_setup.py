@@ -26,18 +26,19 @@ from lightning_fxpipe.independence.division import (
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms, batch_norms
 from lightning_fxpipe.microbatch.draws import generator_state
 from lightning_fxpipe.microbatch.split import Pass, plan_passes, without_single_samples
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import node_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan_with_tail
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.lru import LruCache
-from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup, gradient_specs
+from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
+from lightning_fxpipe.runtime.stage_places import StagePlaces
 from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace, check_same_cuts
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
 from lightning_fxpipe.schedules.pipelining import Pipeline
-from lightning_fxpipe.schedules.places import Noting, Place
+from lightning_fxpipe.schedules.places import Noting
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -225,6 +226,8 @@ class PassSetups:
 
     def _stages(self, assignment: Assignment, division: Division | None) -> _Stages:
         topology = self._topology
+        if topology.can_skip:
+            assignment = assignment.with_skips(topology.last_stage)
         check_same_cuts(assignment, topology)
         return _Stages(
             stages={
@@ -296,16 +299,17 @@ class PassSetups:
         pipeline = partial(Pipeline, num_places=last + 1, num_microbatches=part.count, device=topology.device)
         noting = partial(Noting, recorder=self._recorder, first=part.first)
         one_way = partial(pipeline, order=forward_order(topology.placement, part.count))
-        onward = [_onward(index, crossings[index], last, carried) for index in crossings]
+        places = [StagePlaces(stage, crossings[index], topology.placement) for index, stage in stages.stages.items()]
+        onward = [each.onward(carried) for each in places]
         forward = one_way(onward, group=topology.group, noting=noting(kind=FORWARD))
         backward = alternating = None
         if training:
-            back = [_backward(index, crossings[index], last) for index in reversed(crossings)]
+            back = [each.backward() for each in reversed(places)]
             backward = one_way(back, group=topology.backward_group, noting=noting(kind=BACKWARD))
         if training and division is not None and self._schedule.alternates:
             # Made when it is needed.
             noted = partial(pipeline, noting=noting(kind=None))
-            alternating = cache(partial(self._alternating, noted, stages, crossings, part.count))
+            alternating = cache(partial(self._alternating, noted, stages, places, part.count))
         return Leg(
             part=part,
             start=0 if division is None else division.rows(part.first * full_size),
@@ -319,37 +323,17 @@ class PassSetups:
         )
 
     def _alternating(
-        self, pipeline: Callable[..., Pipeline], stages: _Stages, crossings: Mapping[int, Crossing], count: int
+        self, pipeline: Callable[..., Pipeline], stages: _Stages, of_stages: Sequence[StagePlaces], count: int
     ) -> Pipeline:
         """Microbatches forward and backward by turns."""
         topology, schedule = self._topology, self._schedule
-        places = [_onward(index, crossing, topology.last_stage) for index, crossing in crossings.items()]
+        places = [each.onward() for each in of_stages]
         if schedule.splits:
             places = [
                 dataclasses.replace(place, parameters=tuple(stages.stages[place.stage].module.parameters())) for place in places
             ]
         order = training_order(schedule, topology.placement, count, self._plan.stage_work)
         return pipeline(places, order=order, group=topology.group, has_backward=True)
-
-
-def _onward(index: int, crossing: Crossing, last: int, carried: tuple[TensorSpec, ...] = ()) -> Place:
-    """A stage on the way forward; ``carried`` crosses each boundary besides."""
-    return Place(
-        stage=index,
-        index=index,
-        received=crossing.received + (carried if index else ()),
-        sent=None if index == last else crossing.sent + carried,
-    )
-
-
-def _backward(index: int, crossing: Crossing, last: int) -> Place:
-    """A stage on the way back."""
-    return Place(
-        stage=index,
-        index=last - index,
-        received=() if index == last else gradient_specs(crossing.sent),
-        sent=gradient_specs(crossing.received) if index else None,
-    )
 
 
 def _random_state_specs(device: torch.device) -> tuple[TensorSpec, ...]:

@@ -15,9 +15,10 @@ from lightning_fxpipe.distributed.agreement import check_agreement, gather_value
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment, Planned
+from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.replay import DryRunEnds, Replay

@@ -9,6 +9,7 @@ How the public classes are used (seen in torch 2.13 and 2.15; ``tests/ranks/test
   microbatches go forward and backward by turns: there the last stage's forward returns the weighted loss; ``loss_fn`` hands it
   through, ``scale_grads=False``.
 * A pass that goes one way, with one stage on each rank, needs no schedule (``schedules.one_way``).
+* What goes past stages goes past the schedule, too (``schedules.skips``).
 * Between two steps nothing of a batch is kept, nor memory for the next one (``_compat.pipelining``).
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lightning_fxpipe._compat.autograd import with_own_node
@@ -31,6 +32,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.by_name import Order
 from lightning_fxpipe.schedules.one_way import OneWay
 from lightning_fxpipe.schedules.places import Noting, Place, RunMicrobatch
+from lightning_fxpipe.schedules.skips import SkipGradients, SkipMessages, around
 from lightning_fxpipe.schedules.split_backward import HookWatch, may_split
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.stages.build import TensorSpec
@@ -44,18 +46,21 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 class _MicrobatchAdapter(nn.Module):
     """What torch calls for each microbatch: gives the received tensors and the microbatch's index to ``run``."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, skips: SkipGradients | None) -> None:
         super().__init__()
         self.run: RunMicrobatch | None = None
         self.place = place
+        self.skips = skips
         self._watch = HookWatch()
         self._splits: dict[int, bool] = {}  # by microbatch
 
     def forward(self, *received: Tensor, mb: Tensor) -> Tensor | tuple[Tensor, ...]:
         assert self.run is not None
         place, index = self.place, int(mb)
+        if self.skips is not None:
+            received = (*self.skips.receive(index), *received)
         if place.parameters is None:
-            return self.run(place.stage, index, received)
+            return self._without_skips(index, self.run(place.stage, index, received))
         with self._watch.watching():
             outputs = self.run(place.stage, index, received)
         if isinstance(outputs, Tensor):
@@ -63,7 +68,16 @@ class _MicrobatchAdapter(nn.Module):
         # torch detaches them in place after the first half of their backward pass, and the second may need what was sent.
         outputs = tuple(with_own_node(output) if output.requires_grad else output for output in outputs)
         self._splits[index] = not self._watch.has_seen_any and may_split(received, outputs, place.parameters)
-        return outputs[0] if place.sent is None else outputs
+        return outputs[0] if place.sent is None else self._without_skips(index, outputs)
+
+    def _without_skips(self, index: int, outputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """What the next place gets; the rest is sent."""
+        num_out = len(self.place.skips_out)
+        if self.skips is None or not num_out:
+            return outputs
+        assert isinstance(outputs, tuple)
+        self.skips.send(index, outputs[:num_out])
+        return outputs[num_out:]
 
     def parameters(self, recurse: bool = True) -> Any:
         """Those of the stage, which is no submodule: torch asks for them where it splits backward passes."""
@@ -103,6 +117,12 @@ class Pipeline:
     ) -> None:
         self._failed = False
         self._passing: _ByTorch | OneWay
+        self._places = {place.stage: place for place in places}
+        # 1F1B has no more microbatches on the way than places; other orders may.
+        num_kept = num_places if order is Schedule1F1B else None
+        messages = partial(SkipMessages, num_microbatches=num_microbatches, device=device, group=group)
+        has_skips = any(place.skips_in or place.skips_out for place in places)
+        self._skips = [messages(), *([messages(num_kept=num_kept)] if has_backward else [])] if has_skips else []
         if order is ScheduleGPipe and not has_backward:
             (place,) = places
             self._passing = OneWay(place, num_microbatches=num_microbatches, device=device, group=group, noting=noting)
@@ -114,6 +134,7 @@ class Pipeline:
                 order=order,
                 device=device,
                 group=group,
+                skips=self._skips if has_backward else (),
                 has_backward=has_backward,
                 noting=noting,
             )
@@ -134,12 +155,19 @@ class Pipeline:
                 todo="Make a new Trainer and module, and resume from a checkpoint.",
             )
         self._failed = True
+        if len(self._skips) == 1:
+            run = around(run, self._places, self._skips[0])
+        for place in self._places.values():
+            for messages in self._skips[:1]:
+                messages.ask(place.skips_in, 0)
         self._passing.step(run)
+        for messages in self._skips:
+            messages.finish()
         self._failed = False
 
 
 class _ByTorch:
-    """A pass that torch's schedules run; arguments as those of :class:`Pipeline`."""
+    """A pass that torch's schedules run; arguments as those of :class:`Pipeline`, and messages of skips, onward and back."""
 
     def __init__(
         self,
@@ -150,12 +178,13 @@ class _ByTorch:
         order: Order,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        skips: Sequence[SkipMessages],
         has_backward: bool,
         noting: Noting | None,
     ) -> None:
         self._noting = noting
         scalar = torch.empty((), device="meta", requires_grad=has_backward)
-        self._adapters = [_MicrobatchAdapter(place) for place in places]
+        self._adapters = [_MicrobatchAdapter(place, SkipGradients(place, *skips) if skips else None) for place in places]
         self._stages = [
             FrugalStage(
                 adapter,
@@ -166,6 +195,7 @@ class _ByTorch:
                 output_args=(scalar,) if place.sent is None else _examples(place.sent, has_backward),
                 group=group,
                 splits=adapter.splits,
+                skips=adapter.skips,
             )
             for place, adapter in zip(places, self._adapters, strict=True)
         ]

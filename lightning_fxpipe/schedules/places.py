@@ -41,6 +41,21 @@ class Noting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SkipEnd:
+    """An end of a skip: a place that a tensor comes to, or leaves from, past those in between.
+
+    Attributes:
+        number: Of the skip in the pass; the same at both ends.
+        rank: Rank in the group at the other end; None for this one.
+        spec: Of the tensor.
+    """
+
+    number: int
+    rank: int | None
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """One of a rank's stages in a pass.
 
@@ -50,6 +65,8 @@ class Place:
         received: Specs of the tensors received from the place before; empty for the first.
         sent: Specs of the tensors sent to the next place; None for the last.
         parameters: Those whose gradients the stage computes, where they may come later than those of its inputs; else None.
+        skips_in: What comes past the place before, besides; the stage gets it first.
+        skips_out: What goes past the next place, besides; the stage gives it first.
     """
 
     stage: int
@@ -57,3 +74,5 @@ class Place:
     received: tuple[TensorSpec, ...]
     sent: tuple[TensorSpec, ...] | None
     parameters: tuple[nn.Parameter, ...] | None = None
+    skips_in: tuple[SkipEnd, ...] = ()
+    skips_out: tuple[SkipEnd, ...] = ()

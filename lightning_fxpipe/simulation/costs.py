@@ -19,6 +19,7 @@ class StageCosts:
         activation_bytes: What its forward keeps until its backward.
         weight_bytes: Of that, what is kept from the backward of the inputs to that of the weights.
         output_bytes: What it sends to the next stage, and gets back as gradients.
+        skips: What it sends past the next stage, and gets back: pairs of the stage that it goes to, and bytes.
         state_bytes: Its parameters, their gradients and what the optimizer keeps of them, which stay.
         gradient_bytes: Of that, the gradients, which replicas average.
     """
@@ -29,6 +30,7 @@ class StageCosts:
     activation_bytes: float = 0.0
     weight_bytes: float = 0.0
     output_bytes: float = 0.0
+    skips: tuple[tuple[int, float], ...] = ()
     state_bytes: float = 0.0
     gradient_bytes: float = 0.0
 

@@ -175,9 +175,20 @@ class _Run:
     link: Link
     overhead: Overhead
     events: list[list[Event]] = field(default_factory=list)
-    ready: dict[Action, float] = field(default_factory=dict)  # when what an action has made can be used
+    ready: dict[Action, float] = field(default_factory=dict)  # when what an action has made can be used on its rank
+    arrivals: dict[tuple[Action, int], float] = field(default_factory=dict)  # when it can be used by a stage of another rank
     link_free: dict[tuple[int, int], float] = field(default_factory=dict)
-    waiting: dict[Action, int] = field(default_factory=dict)  # ranks, by what they wait for
+    waiting: dict[Action, list[int]] = field(default_factory=dict)  # ranks, by what they wait for
+
+    def __post_init__(self) -> None:
+        # By stage, where what crosses its boundaries goes to and comes from, with its bytes.
+        self.after: list[list[tuple[int, float]]] = [[] for _ in self.costs]
+        self.before: list[list[tuple[int, float]]] = [[] for _ in self.costs]
+        for stage, cost in enumerate(self.costs):
+            following = [(stage + 1, cost.output_bytes)] if stage + 1 < len(self.costs) else []
+            for to, num_bytes in (*following, *cost.skips):
+                self.after[stage].append((to, num_bytes))
+                self.before[to].append((stage, num_bytes))
 
     def go(self) -> None:
         """Runs all actions."""
@@ -186,65 +197,64 @@ class _Run:
         while runnable:
             rank = runnable.popleft()
             for action in self.table.ranks[rank][len(self.events[rank]) :]:
-                needed = needed_by(action, self.table)
-                if needed is not None and needed not in self.ready:
-                    self.waiting[needed] = rank
+                needed = self._needed_by(action)
+                missing = next((each for each, _ in needed if each not in self.ready), None)
+                if missing is not None:
+                    self.waiting.setdefault(missing, []).append(rank)
                     break
                 self._do(action, rank, needed)
-                if action in self.waiting:
-                    runnable.append(self.waiting.pop(action))
+                runnable.extend(self.waiting.pop(action, ()))
         if self.waiting:
-            waits = [f"rank {rank} for {action}" for action, rank in sorted(self.waiting.items(), key=lambda item: item[1])]
+            waits = sorted((rank, str(action)) for action, ranks in self.waiting.items() for rank in ranks)
             raise ScheduleError(
                 "The ranks of a schedule wait for each other for ever.",
-                observed=", ".join(waits),
+                observed=", ".join(f"rank {rank} for {action}" for rank, action in waits),
                 expected="an order in which one of them can go on",
                 todo="Put what they wait for earlier into the orders of the other ranks.",
             )
 
-    def _do(self, action: Action, rank: int, needed: Action | None) -> None:
+    def _needed_by(self, action: Action) -> list[tuple[Action, float]]:
+        """What an action waits for, besides the one before it on its rank, and the bytes that it gets from there."""
+        if action.kind is WEIGHT_BACKWARD:
+            return []  # its rank has done the other part before, see ActionTable
+        if action.kind is FORWARD:
+            return [(Action(stage, FORWARD, action.microbatch), num_bytes) for stage, num_bytes in self.before[action.stage]]
+        return [(self._backward(stage, action.microbatch), num_bytes) for stage, num_bytes in self.after[action.stage]]
+
+    def _backward(self, stage: int, microbatch: int) -> Action:
+        whole = Action(stage, BACKWARD, microbatch)
+        return whole if whole in self.table.actions else Action(stage, INPUT_BACKWARD, microbatch)
+
+    def _do(self, action: Action, rank: int, needed: Sequence[tuple[Action, float]]) -> None:
         before = self.events[rank][-1] if self.events[rank] else None
         free = 0.0 if before is None else before.end_seconds
-        arrival = 0.0 if needed is None else self._arrival(needed, rank, free)
-        start = max(free, arrival)
-        decided_by = needed if before is None or arrival > free else before.action
+        start, decided_by = free, None if before is None else before.action
+        for each, num_bytes in needed:
+            arrival = self._arrival(each, action.stage, num_bytes, start)
+            if before is None and decided_by is None or arrival > start:
+                start, decided_by = max(start, arrival), each
         end = start + self.costs[action.stage].seconds(action.kind) + self.overhead.action_seconds
         self.events[rank].append(Event(action, rank, start, end, decided_by))
         self.ready[action] = end
-        receiver = self._receiver(action)
-        if receiver is not None and receiver != rank and self.link.overlaps:
-            begin = max(end, self.link_free.get((rank, receiver), 0.0))
-            self.link_free[rank, receiver] = begin + self._transfer_seconds(action)
-            self.ready[action] = self.link_free[rank, receiver] + self.link.latency_seconds
+        if action.kind is not WEIGHT_BACKWARD and self.link.overlaps:
+            for to, num_bytes in self.after[action.stage] if action.kind is FORWARD else self.before[action.stage]:
+                self._send(action, rank, to, num_bytes)
 
-    def _arrival(self, needed: Action, rank: int, free: float) -> float:
-        if self.link.overlaps or self.table.rank_of_stage[needed.stage] == rank:
+    def _send(self, action: Action, rank: int, to: int, num_bytes: float) -> None:
+        receiver = self.table.rank_of_stage[to]
+        if receiver == rank:
+            return
+        begin = max(self.ready[action], self.link_free.get((rank, receiver), 0.0))
+        self.link_free[rank, receiver] = begin + num_bytes / self.link.bytes_per_second
+        self.arrivals[action, to] = self.link_free[rank, receiver] + self.link.latency_seconds
+
+    def _arrival(self, needed: Action, stage: int, num_bytes: float, free: float) -> float:
+        """When a stage, whose rank can receive from ``free`` on, has what an action has made for it."""
+        if self.table.rank_of_stage[needed.stage] == self.table.rank_of_stage[stage]:
             return self.ready[needed]
-        return max(self.ready[needed], free) + self._transfer_seconds(needed) + self.link.latency_seconds
-
-    def _receiver(self, action: Action) -> int | None:
-        to = action.stage + 1 if action.kind is FORWARD else action.stage - 1
-        if action.kind is WEIGHT_BACKWARD or not 0 <= to < self.table.num_stages:
-            return None
-        return self.table.rank_of_stage[to]
-
-    def _transfer_seconds(self, action: Action) -> float:
-        """Gradients are as large as what they are of, which the stage before has sent."""
-        sender = action.stage if action.kind is FORWARD else action.stage - 1
-        return self.costs[sender].output_bytes / self.link.bytes_per_second
-
-
-def needed_by(action: Action, table: ActionTable) -> Action | None:
-    """What an action of a table waits for, besides the one before it on its rank; None for nothing."""
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is FORWARD:
-        return Action(stage - 1, FORWARD, microbatch) if stage else None
-    if action.kind is WEIGHT_BACKWARD:
-        return None  # its rank has done the other part before, see ActionTable
-    if stage == table.num_stages - 1:
-        return None
-    whole = Action(stage + 1, BACKWARD, microbatch)
-    return whole if whole in table.actions else Action(stage + 1, INPUT_BACKWARD, microbatch)
+        if self.link.overlaps:
+            return self.arrivals[needed, stage]
+        return max(self.ready[needed], free) + num_bytes / self.link.bytes_per_second + self.link.latency_seconds
 
 
 def _most_open(events: Sequence[Event]) -> int:

@@ -2,9 +2,9 @@
 
 A stage is a ``torch.fx.GraphModule`` that refers to the very parameters, buffers and submodules of the user's model under
 their own names: nothing is copied, and ``stage.named_parameters()`` gives the original FQNs. Its inputs are the tensors
-received from the previous stage, then those of the region's own inputs that it uses; its outputs are the tensors that the next
-stage receives, values that it only passes on (relays) included. What each stage computes for itself, such as an attention mask,
-is among the nodes of every stage that uses it.
+received from earlier stages, then those of the region's own inputs that it uses; its outputs are the tensors that later stages
+receive, values that it only passes on (relays) included, where they do not go past it (``planner.skips``). What each stage
+computes for itself, such as an attention mask, is among the nodes of every stage that uses it.
 
 ``torch.fx.passes.split_module`` is not used: it would send sizes as integers, place a parameter used twice in one partition
 only, and keep views of received memory that the next step overwrites.
@@ -25,7 +25,8 @@ from torch.fx.node import map_aggregate
 
 from lightning_fxpipe._compat.modes import is_watched
 from lightning_fxpipe._compat.torch import patched_attributes, storage_key, symbolic_expression
-from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.planner.assignment import Assignment
+from lightning_fxpipe.planner.skips import Skip
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
 from lightning_fxpipe.tracing.activation_checkpointing import marks_of_modules, run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
@@ -52,8 +53,11 @@ class Stage:
         index: Position in the pipeline.
         module: ``module(*boundary, *[inputs[i] for i in region_inputs])`` returns a tuple.
         region_inputs: Which of the region's input tensors, and of the draws after them, the module takes.
-        boundary_in: Nodes received from the previous stage.
-        boundary_out: Nodes sent to the next stage; empty for the last, whose outputs are the region's own.
+        boundary_in: Nodes received: by ``skips_in``, then from the previous stage.
+        boundary_out: Nodes sent: by ``skips_out``, then to the next stage; empty for the last, whose outputs are the region's
+            own.
+        skips_in: What comes past other stages, the first of ``boundary_in``.
+        skips_out: What goes past other stages, the first of ``boundary_out``.
     """
 
     index: int
@@ -61,6 +65,8 @@ class Stage:
     region_inputs: tuple[int, ...]
     boundary_in: tuple[fx.Node, ...]
     boundary_out: tuple[fx.Node, ...]
+    skips_in: tuple[Skip, ...] = ()
+    skips_out: tuple[Skip, ...] = ()
 
 
 def build_stage(assignment: Assignment, index: int, recomputed: Collection[str] = (), *, compiles: bool = False) -> Stage:
@@ -121,8 +127,9 @@ class _StageBuilder:
         self._is_last = index == assignment.num_stages - 1
         self._nodes = assignment.nodes(index)
         self._marks = marks_of_modules(self._nodes, frozenset(recomputed))
-        self._boundary_in = assignment.boundary(index - 1) if index else ()
-        self._boundary_out = () if self._is_last else assignment.boundary(index)
+        self._boundary_in = assignment.received(index)
+        self._boundary_out = () if self._is_last else assignment.sent(index)
+        self._skips = assignment.skips
         present = {*self._nodes, *self._boundary_in}
         unread = assignment.chain.recomputation.unread
         self._blank = {node for user in self._nodes for node in unread.get(user, ()) if node not in present}
@@ -155,6 +162,8 @@ class _StageBuilder:
             region_inputs=region_inputs,
             boundary_in=self._boundary_in,
             boundary_out=self._boundary_out,
+            skips_in=tuple(skip for skip in self._skips if skip.destination == self._index),
+            skips_out=tuple(skip for skip in self._skips if skip.source == self._index),
         )
 
     # ------------------------------------------------------------------ inputs

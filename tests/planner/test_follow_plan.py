@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.follow_plan import divided_modules, follow_plan, trace_for_plan
-from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region
+from lightning_fxpipe.planner.planning import describe_plan, plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.models import make_model, make_samples

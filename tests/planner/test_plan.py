@@ -40,7 +40,7 @@ PLAN = PartitionPlan(
             last_module="model.body.0",
             fqns=("tied.weight", "body.0.weight"),
             num_parameters=500,
-            outputs=(boundary("skip", consumer_stages=(2,)), boundary("hidden", num_bytes=1024)),
+            outputs=(boundary("skip", consumer_stages=(2,), receiver_stage=2), boundary("hidden", num_bytes=1024)),
         ),
         StageSpec(
             index=1,
@@ -48,7 +48,7 @@ PLAN = PartitionPlan(
             last_module="model.body.1",
             fqns=("body.1.weight", "body.1.mean"),
             num_parameters=300,
-            outputs=(boundary("skip", consumer_stages=(2,)), boundary("next", producer_stage=1, consumer_stages=(2,))),
+            outputs=(boundary("next", producer_stage=1, consumer_stages=(2,), receiver_stage=2),),
         ),
         StageSpec(
             index=2,
@@ -69,17 +69,12 @@ PLAN = PartitionPlan(
 )
 
 
-def test_relay_is_a_tensor_that_a_stage_neither_makes_nor_uses() -> None:
-    skip = PLAN.stages[0].outputs[0]
-    assert [skip.is_relay_at(stage) for stage in range(3)] == [False, True, False]
-
-
 def test_totals_are_sums_over_the_stages() -> None:
     assert PLAN.num_stages == 3
     assert PLAN.num_parameters == 1000
-    assert [stage.output_bytes for stage in PLAN.stages] == [1536, 1024, 0]
-    assert [stage.adjacent_bytes for stage in PLAN.stages] == [1024, 1024, 0]
-    assert [stage.relayed_bytes for stage in PLAN.stages] == [512, 0, 0]  # the skip, past stage 1
+    assert [stage.output_bytes for stage in PLAN.stages] == [1536, 512, 0]
+    assert [stage.adjacent_bytes for stage in PLAN.stages] == [1024, 512, 0]
+    assert [stage.skipping_bytes for stage in PLAN.stages] == [512, 0, 0]  # past stage 1
 
 
 @pytest.mark.parametrize(
@@ -301,7 +296,7 @@ def test_table_has_a_row_for_every_stage_with_its_share() -> None:
     assert rows == [
         ["0", "model.embed", "500", "50.0 %", "1.5 KiB"],
         ["model.body.0"],
-        ["1", "model.body.1", "300", "30.0 %", "1.0 KiB"],
+        ["1", "model.body.1", "300", "30.0 %", "512 B"],
         ["2", "(root)", "600", "60.0 %", "-"],  # its copy of what stage 0 holds, too, included
         ["model.head"],
     ]
@@ -312,7 +307,7 @@ def test_caption_says_what_the_stages_do_not() -> None:
     assert text.startswith("Pipeline of model ")
     assert "1 K parameters in 3 stages; bytes are for one microbatch of 8 samples" in text
     assert "In several stages, counted in each: tied.weight (400) in 0 and 2" in text
-    assert "Sent on unused by the stage after: 512 B of stage 0" in text
+    assert "Sent past stages that do not use it: 512 B from stage 0 to 2" in text
     assert "Computed by each stage that uses it, not sent: values of model.mask" in text
     assert "Cut inside of: model.body" in text
     assert "Kept whole: model.gate (it looks at values)" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import BatchError, PartitionError, TraceError
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain, build_chain, canonical_fqns
 from lightning_fxpipe.planner.granularity import GOOD_ENOUGH
 from lightning_fxpipe.planner.partition import Demands, Weights, lightest_maximum, solve
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment, plan_region
+from lightning_fxpipe.planner.planning import plan_region
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.reporting.table import human_bytes
@@ -200,7 +202,7 @@ def test_boundaries_of_a_hand_computable_model() -> None:
         ("d", "d", ("d.weight", "d.bias")),
     ]
     sent = [{tensor.name: tensor for tensor in stage.outputs} for stage in plan.stages]
-    assert [list(outputs) for outputs in sent] == [["a"], ["a", "getitem", "b"], ["getitem", "add"], []]
+    assert [list(outputs) for outputs in sent] == [["a"], ["getitem", "a", "b"], ["add"], []]
     assert sent[0]["a"] == BoundaryTensor(
         name="a",
         module="a",
@@ -210,8 +212,9 @@ def test_boundaries_of_a_hand_computable_model() -> None:
         producer_stage=0,
         consumer_stages=(1, 2),
         num_bytes=BATCH * 6 * 4,
+        receiver_stage=1,
     )
-    assert sent[1]["a"] == sent[0]["a"]
+    assert sent[1]["a"] == replace(sent[0]["a"], receiver_stage=2)
     assert sent[1]["getitem"] == BoundaryTensor(
         name="getitem",
         module="",
@@ -221,19 +224,20 @@ def test_boundaries_of_a_hand_computable_model() -> None:
         producer_stage=1,
         consumer_stages=(3,),  # it is part of the result
         num_bytes=BATCH * 8,
+        receiver_stage=3,  # past stage 2
     )
-    assert [stage.output_bytes for stage in plan.stages] == [96, 96 + 32 + 96, 32 + 96, 0]
-    assert [stage.relayed_bytes for stage in plan.stages] == [0, 32, 0, 0]
+    assert [stage.output_bytes for stage in plan.stages] == [96, 96 + 32 + 96, 96, 0]
+    assert [stage.skipping_bytes for stage in plan.stages] == [0, 32, 0, 0]
 
 
-def test_tensor_that_a_stage_only_passes_on_is_shown_as_a_relay() -> None:
+def test_tensor_that_the_next_stage_does_not_use_is_shown_as_a_skip() -> None:
     plan = plan_of("unet", 3)
-    relays = [tensor for tensor in plan.stages[1].outputs if tensor.is_relay_at(1)]
-    assert {tensor.producer_stage for tensor in relays} == {0}
-    assert {tensor.consumer_stages for tensor in relays} == {(2,)}
-    assert all(tensor in plan.stages[0].outputs for tensor in relays)
-    assert plan.stages[0].relayed_bytes == sum(tensor.num_bytes for tensor in relays)
-    assert f"Sent on unused by the stage after: {human_bytes(plan.stages[0].relayed_bytes)} of stage 0" in str(plan)
+    skips = [tensor for tensor in plan.stages[0].outputs if tensor.receiver_stage != 1]
+    assert skips
+    assert {(tensor.producer_stage, tensor.consumer_stages, tensor.receiver_stage) for tensor in skips} == {(0, (2,), 2)}
+    assert not {tensor.name for tensor in skips} & {tensor.name for tensor in plan.stages[1].outputs}
+    assert plan.stages[0].skipping_bytes == sum(tensor.num_bytes for tensor in skips)
+    assert f"Sent past stages that do not use it: {human_bytes(skips[0].num_bytes)} from stage 0 to 2" in str(plan)
 
 
 def test_shapes_are_those_of_one_microbatch() -> None:

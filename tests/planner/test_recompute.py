@@ -14,9 +14,9 @@ from torch.overrides import wrap_torch_function
 
 from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode
 from lightning_fxpipe.errors import PartitionError
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.follow_plan import follow_plan
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.recompute import TRAFFIC_PER_MESSAGE
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.stages.build import build_stages
@@ -55,22 +55,22 @@ def test_only_the_hidden_state_crosses_the_cuts_of_a_decoder() -> None:
     assert [[tensor.requires_grad for tensor in stage.outputs] for stage in plan.stages] == [[True], [True], [True], []]
     hidden = BATCH * 12 * 16 * 4
     assert [stage.adjacent_bytes for stage in plan.stages] == [hidden] * 3 + [0]
-    assert [stage.relayed_bytes for stage in plan.stages] == [0] * 4
+    assert [stage.skipping_bytes for stage in plan.stages] == [0] * 4
     assert {tensor.module for tensor in plan.recomputed} == {"", "rotary"}
     assert len(plan.recomputed) == 3  # cosines, sines and the mask
     assert "Computed by each stage that uses it, not sent: values of rotary, (root)" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize(("table", "is_cheap"), [(torch.sign, True), (torch.argsort, False)], ids=["cheap", "not cheap"])
-def test_cheap_value_that_only_the_last_stage_uses_is_not_relayed(table: Callable[[Tensor], Tensor], is_cheap: bool) -> None:
+def test_cheap_value_that_only_the_last_stage_uses_is_not_sent(table: Callable[[Tensor], Tensor], is_cheap: bool) -> None:
     def run(m: Layers, x: Tensor) -> Tensor:
         k = table(x)
         return m.d(m.c(m.b(m.a(x)))) + k
 
     plan = make_plan(Layers(run), batch(), num_stages=4)
     num_bytes = 0 if is_cheap else BATCH * WIDTH * 8
-    assert [stage.relayed_bytes for stage in plan.stages] == [num_bytes, num_bytes, 0, 0]
-    assert [stage.adjacent_bytes for stage in plan.stages] == [96, 96, 96 + num_bytes, 0]
+    assert [stage.skipping_bytes for stage in plan.stages] == [num_bytes, 0, 0, 0]
+    assert [stage.adjacent_bytes for stage in plan.stages] == [96, 96, 96, 0]
     assert [tensor.stages for tensor in plan.recomputed] == ([(3,)] if is_cheap else [])
 
 

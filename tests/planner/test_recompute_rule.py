@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cut_rule import CutRule
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.recompute_rule import Load, RecomputeRule, blocks_of
 from lightning_fxpipe.planner.step_plan import make_planned
 from lightning_fxpipe.planner.unit_costs import unit_costs

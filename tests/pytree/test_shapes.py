@@ -20,8 +20,8 @@ from lightning_fxpipe._compat.torch import FakeWorld
 from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import build_chain
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.runtime import batch_run as runtime

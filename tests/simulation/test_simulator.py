@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -104,6 +105,60 @@ def test_transfers_in_one_direction_follow_each_other() -> None:
     assert (starts["1F0"], starts["1F1"]) == (1 + 3.5, 1 + 3 + 3 + 0.5)
     # Back, as many bytes, on another way: 1B0 ends at 9.5, 1B1 at 10.5.
     assert (starts["0B0"], starts["0B1"]) == (9.5 + 3.5, 9.5 + 3 + 3 + 0.5)
+
+
+def test_skip_is_sent_once_past_the_stages_between() -> None:
+    """Stage 0 computes for a second, and sends 4 bytes past stage 1, which gets 2; stage 2 begins when both are there."""
+    cost = StageCosts(forward_seconds=1, input_backward_seconds=1, output_bytes=2)
+    skipping = replace(cost, skips=((2, 4.0),))
+    found = run_table(gpipe(3, 1), [skipping, cost, cost], link=Link(latency_seconds=0.5, bytes_per_second=1))
+    starts = {str(event.action): event.start_seconds for events in found.ranks for event in events}
+    assert (starts["1F0"], starts["2F0"]) == (1 + 2.5, 3.5 + 1 + 2.5)  # the skip is there at 5.5
+    # 2B0 ends at 9: the gradients for stages 1 and 0 are there at 11.5 and 13.5, and 1B0's at 15.
+    assert (starts["1B0"], starts["0B0"]) == (11.5, 15)
+    found = run_table(gpipe(3, 1), [replace(cost, skips=((2, 9.0),)), cost, cost], link=Link(bytes_per_second=1))
+    starts = {str(event.action): event.start_seconds for events in found.ranks for event in events}
+    assert (starts["2F0"], starts["0B0"]) == (1 + 9, 12 + 9)
+    assert {str(event.action): str(event.decided_by) for events in found.ranks for event in events}["0B0"] == "2B0"
+
+
+def test_skips_are_received_one_after_the_other_where_that_does_not_overlap() -> None:
+    cost = StageCosts(forward_seconds=1, input_backward_seconds=1, output_bytes=2)
+    link = Link(latency_seconds=0.5, bytes_per_second=1, overlaps=False)
+    found = run_table(gpipe(3, 1), [replace(cost, skips=((2, 4.0),)), cost, cost], link=link)
+    starts = {str(event.action): event.start_seconds for events in found.ranks for event in events}
+    assert starts["2F0"] == 1 + 4.5 + 2.5  # while stage 1 receives and computes, the skip comes
+    # Within a rank nothing is sent.
+    table = looped_breadth_first(1, 1, stages_per_rank=3)
+    assert run_table(table, [replace(cost, skips=((2, 4.0),)), cost, cost], link=link).pipeline_seconds == 6
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(TABLES), st.data(), st.booleans())
+def test_past_stages_takes_no_longer_than_from_stage_to_stage(table: ActionTable, data: st.DataObject, overlaps: bool) -> None:
+    """With as fast a link between all ranks: that is why skips are always sent so. (Where receiving does not overlap, what goes
+    from stage to stage counts as one message here, so that it has the latency once.)"""
+    seconds, last = st.floats(0, 5), table.num_stages - 1
+    costs = [
+        StageCosts(
+            forward_seconds=data.draw(seconds),
+            input_backward_seconds=data.draw(seconds),
+            weight_backward_seconds=data.draw(seconds),
+            output_bytes=data.draw(st.floats(0, 9)),
+        )
+        for _ in range(table.num_stages)
+    ]
+    source = data.draw(st.integers(0, last - 2))
+    destination, num_bytes = data.draw(st.integers(source + 2, last)), data.draw(st.floats(0, 9))
+    latency = data.draw(st.floats(0, 2)) if overlaps else 0.0
+    link = Link(latency_seconds=latency, bytes_per_second=data.draw(st.floats(0.5, 9)), overlaps=overlaps)
+    relayed = [
+        replace(cost, output_bytes=cost.output_bytes + num_bytes * (source <= stage < destination))
+        for stage, cost in enumerate(costs)
+    ]
+    direct = [replace(cost, skips=((destination, num_bytes),) * (stage == source)) for stage, cost in enumerate(costs)]
+    before, now = (run_table(table, each, link=link).pipeline_seconds for each in (relayed, direct))
+    assert now <= before * (1 + 1e-9)
 
 
 def test_where_receiving_does_not_overlap_a_transfer_begins_when_the_receiver_is_free() -> None:

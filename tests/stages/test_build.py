@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.stages.build import boundary_specs, build_stages
 from lightning_fxpipe.tracing.trace import trace_region

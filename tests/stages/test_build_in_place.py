@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.planner.assignment import Assignment
 from tests.staging import (
     WIDTH,
     Counter,

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.planner.assignment import Assignment
 from tests.staging import (
     Counter,
     assert_stages_equal_whole,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import build_chain
-from lightning_fxpipe.planner.planning import Assignment
 from lightning_fxpipe.stages.build import build_stage
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.stages.test_build import assert_stages_equal_whole, call_of

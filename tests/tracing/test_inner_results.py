@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import TraceError, UnsupportedError
-from lightning_fxpipe.planner.planning import Assignment
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.tracing import trace
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.inner_results import taking

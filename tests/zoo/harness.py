@@ -17,17 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe.planner import planning
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import build_chain, canonical_fqns
 from lightning_fxpipe.planner.follow_plan import follow_plan
 from lightning_fxpipe.planner.partition import solve
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Assignment, describe_plan, plan_region
+from lightning_fxpipe.planner.planning import describe_plan, plan_region
 from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
-from tests.staging import backward_from, spoil
+from tests.staging import backward_from, come_back_to, come_to, spoil
 from tests.zoo.entry import Batch, Entry
 
 SIZES = (4, 2, 6)  # the one that is traced, a smaller and a larger
@@ -156,7 +157,8 @@ class Staged:
         sent: list[list[Tensor]] = []
         torch.manual_seed(seed)  # the stages draw one after another, as the whole module does
         for stage, own in zip(self.stages, inputs, strict=True):
-            arriving = [t.detach().clone().requires_grad_(t.requires_grad and training) for t in sent[-1]] if sent else []
+            come = come_to(stage, self.stages, sent)
+            arriving = [t.detach().clone().requires_grad_(t.requires_grad and training) for t in come]
             specs = boundary_specs(stage.boundary_in, sizes)
             assert all(spec.requires_grad for spec, t in zip(specs, arriving, strict=True) if t.requires_grad)
             assert [(tuple(t.shape), t.dtype) for t in arriving] == [(spec.shape, spec.dtype) for spec in specs]
@@ -180,10 +182,8 @@ class Staged:
 
     def _backward(self, loss: Tensor, received: list[list[Tensor]], sent: list[list[Tensor]]) -> None:
         loss.backward()
-        gradients = [tensor.grad for tensor in received[-1]]
-        for arriving, outputs in zip(reversed(received[:-1]), reversed(sent[:-1]), strict=True):
-            backward_from(outputs, gradients)
-            gradients = [tensor.grad for tensor in arriving]
+        for stage, outputs in zip(reversed(self.stages[:-1]), reversed(sent[:-1]), strict=True):
+            backward_from(outputs, come_back_to(stage, self.stages, received))
 
     def _stages(self, assignment: Assignment) -> list[Stage]:
         return [build_stage(_on(assignment, root), index) for index, root in enumerate(self.roots)]
@@ -230,7 +230,7 @@ def _spoil_once(root: nn.Module, fqn: str, first_name: str, placeholders: dict[s
 
 def _on(assignment: Assignment, root: nn.Module) -> Assignment:
     chain = assignment.chain
-    return Assignment(chain=replace(chain, traced=replace(chain.traced, root=root)), cuts=assignment.cuts)
+    return replace(assignment, chain=replace(chain, traced=replace(chain.traced, root=root)))
 
 
 def _inputs(traced: TracedRegion, batch: Mapping[str, Any]) -> list[Tensor]:
@@ -266,7 +266,7 @@ def check(traces: Traces, num_stages: int, *, training: bool) -> None:
     """Compares stages and whole at all sizes, one after another, so that buffers go on changing."""
     entry = traces.entry
     with torch.set_grad_enabled(training):
-        staged = Staged(traces.assignment(num_stages, training=training))
+        staged = Staged(traces.assignment(num_stages, training=training).with_skips())
         whole = Whole(traces.root)
         for size in SIZES:
             staged.use(traces.assignment(num_stages, training=training, size=size))

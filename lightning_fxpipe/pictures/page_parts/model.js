@@ -4,10 +4,10 @@ function showStages(plan) {
   const stages = plan.stages;
   const most = Math.max(1, ...stages.map((stage) => stage.numParameters));
   const hasCosts = stages.some((stage) => "stateBytes" in stage);
-  const hasRelays = stages.some((stage) => stage.relayedBytes);
+  const hasSkips = stages.some((stage) => stage.skippingBytes);
   const columns = [
     ["Stage", "number"], ["First and last module"], ["Parameters", "number"], ["", "measure"],
-    ...(hasCosts ? [["States", "number"], ["Keeps", "number"]] : []), ["Sends", "number"], ...(hasRelays ? [["Relays", "number"]] : []),
+    ...(hasCosts ? [["States", "number"], ["Keeps", "number"]] : []), ["Sends", "number"], ...(hasSkips ? [["Past the next", "number"]] : []),
   ];
   const total = Math.max(1, plan.numParameters);
   const rows = stages.map((stage, index) => row(
@@ -17,13 +17,13 @@ function showStages(plan) {
     barCell(stage.numParameters / most, placeColour(index, stages.length)),
     ...(hasCosts ? [cell(humanBytes(stage.stateBytes), "number"), cell(humanBytes(stage.activationBytes), "number")] : []),
     cell(stage.numOutputs ? humanBytes(stage.outputBytes) : "\u2013", "number"),
-    ...(hasRelays ? [cell(stage.relayedBytes ? humanBytes(stage.relayedBytes) : "\u2013", "number")] : []),
+    ...(hasSkips ? [cell(stage.skippingBytes ? humanBytes(stage.skippingBytes) : "\u2013", "number")] : []),
   ));
   byId("stage-table").replaceChildren(
     element("thead", {}, row(...columns.map(([text, className]) => heading(text, className)))), element("tbody", {}, ...rows));
   const hints = hasCosts ? ["States: parameters, gradients and what the optimizer keeps.", "Keeps: from a microbatch's forward to its backward."] : [];
-  hints.push(`Sends: to the next stage, for a microbatch of ${counted(plan.microbatchSize, "sample")}.`);
-  if (hasRelays) hints.push("Relays: what of it the next stage does not use, and only passes on.");
+  hints.push(`Sends: to later stages, for a microbatch of ${counted(plan.microbatchSize, "sample")}.`);
+  if (hasSkips) hints.push("Past the next: what of it goes to a later stage directly, since the next does not use it.");
   byId("stage-hint").textContent = hints.join(" ");
 }
 

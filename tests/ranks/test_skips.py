@@ -1,0 +1,195 @@
+"""Tensors that go past stages: gradients of every step by name, and outputs, against one device; and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.schedules.places import SkipEnd
+from lightning_fxpipe.schedules.skips import SkipMessages
+from tests.models import UNet
+from tests.ranks.pool import RankPool
+
+WIDTH, NUM_STEPS, BATCH = 8, 3, 12
+Run = Callable[["Skipping", Tensor], Tensor]
+
+
+class Skipping(LightningModule):
+    """Layers in a row, and what ``run`` takes past them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.run = run
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = (self(batch[0]) - batch[1]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("validation", (self(batch[0]) - batch[1]).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.3)
+
+    def between(self, first: int, end: int, h: Tensor) -> Tensor:
+        for layer in self.layers[first:end]:
+            h = layer(h)
+        return h
+
+
+def like_a_u(m: Skipping, x: Tensor) -> Tensor:
+    """From the first stage to the last, and from the second to the third."""
+    a = m.between(0, 1, x)
+    b = m.between(2, 3, m.between(1, 2, a))
+    return m.between(5, 8, m.between(4, 5, m.between(3, 4, b)) + b) + a
+
+
+def used_by_several(m: Skipping, x: Tensor) -> Tensor:
+    """As an encoder's result is: in the second stage, not in the third, and in the last."""
+    code = m.between(0, 2, x)
+    h = m.between(3, 4, m.between(2, 3, code) * code)
+    return m.between(6, 8, m.between(4, 6, h)) + code * code
+
+
+def of_numbers_and_without_gradient(m: Skipping, x: Tensor) -> Tensor:
+    h = m.between(0, 2, x)
+    order, fixed = torch.argsort(h.detach(), dim=1), m.frozen(x.cumsum(1))
+    return m.between(2, 8, h).gather(1, order) * fixed
+
+
+def whose_gradient_nobody_computes(m: Skipping, x: Tensor) -> Tensor:
+    a = m.between(0, 2, x)
+    b = m.between(2, 4, a)
+    return m.between(4, 8, b) + a.detach() * 2 + (b * 0 if m.training else b)
+
+
+def changed_in_place(m: Skipping, x: Tensor) -> Tensor:
+    a = m.between(0, 2, x)
+    h = m.between(2, 6, a)
+    return m.between(6, 8, h) + (a * 1).mul_(2)
+
+
+class OfImages(Skipping):
+    """A U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, x: m.net(x))  # type: ignore[operator]
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList()
+        self.net = UNet()
+
+
+RUNS: dict[str, Run] = {
+    run.__name__: run
+    for run in (like_a_u, used_by_several, of_numbers_and_without_gradient, whose_gradient_nobody_computes, changed_in_place)
+}
+KINDS = [*RUNS, "u_net"]
+
+
+class Recording(Callback):
+    """The gradients of each step, and what is logged."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        named = ((fqn, parameter.grad) for fqn, parameter in module.named_parameters())
+        self.steps.append({fqn: gradient.detach().clone() for fqn, gradient in named if gradient is not None})
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+        self.steps[-1]["the loss"] = trainer.callback_metrics["loss"].clone()
+
+
+def recorded(kind: str, schedule: str | None, devices: int = 1) -> tuple[list[dict[str, Tensor]], float, int]:
+    """Runs on every rank: the gradients of each step and its loss, the validation loss, and how many messages this rank has
+    sent past a stage. The last microbatch has fewer samples."""
+    strategy: Any = "auto"
+    if schedule is not None:
+        options: dict[str, Any] = {} if kind == "u_net" else {"split_points": ["layers.2", "layers.4", "layers.6"]}
+        options |= {"num_stages": 4} if devices == 1 else {"stages_per_rank": 4 // devices}
+        strategy = FxPipeStrategy(schedule=schedule, num_microbatches=5, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(4)
+    shape = (1, 16, 16) if kind == "u_net" else (WIDTH,)
+    data = TensorDataset(*(torch.randn(NUM_STEPS * BATCH, *shape, generator=generator) for _ in range(2)))
+    recording, sent, quiet = Recording(), [], {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    send = SkipMessages.send
+
+    def counted(self: SkipMessages, ends: Sequence[SkipEnd], *args: Any) -> None:
+        sent.extend(end for end in ends if end.rank is not None)
+        send(self, ends, *args)
+
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        callbacks=[recording],
+        enable_model_summary=False,
+        **quiet,  # type: ignore[arg-type]
+    )
+    with patched_attributes((SkipMessages, "send", counted)):
+        loader = DataLoader(data, batch_size=BATCH)
+        trainer.fit(OfImages() if kind == "u_net" else Skipping(RUNS[kind]), loader, loader)
+    return recording.steps, float(trainer.callback_metrics["validation"]), len(sent)
+
+
+@cache
+def on_one_device(kind: str) -> tuple[list[dict[str, Tensor]], float, int]:
+    return recorded(kind, None)
+
+
+def assert_equals_one_device(found: tuple[list[dict[str, Tensor]], float, int], kind: str) -> None:
+    expected = on_one_device(kind)
+    assert len(found[0]) == len(expected[0]) == NUM_STEPS
+    for index, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
+        assert mine.keys() == theirs.keys()
+        for fqn, gradient in mine.items():
+            message = f"step {index}, {fqn}: {{}}"
+            torch.testing.assert_close(gradient, theirs[fqn], rtol=1e-5, atol=1e-6, msg=message.format)
+    assert found[1] == pytest.approx(expected[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ranks_equal_one_device(ranks: Callable[[int], RankPool], kind: str, schedule: str) -> None:
+    results = ranks(4).run(recorded, kind, schedule, 4)
+    for result in results:
+        assert_equals_one_device(result, kind)
+    assert sum(num_sent for *_, num_sent in results)
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"])
+@pytest.mark.parametrize("kind", ["like_a_u", "used_by_several", "u_net"])
+def test_stages_of_one_rank_give_each_other_what_they_have(ranks: Callable[[int], RankPool], kind: str, schedule: str) -> None:
+    """In a V, a skip like a U's need not leave its rank; in rounds, one over two stages need not."""
+    results = ranks(2).run(recorded, kind, schedule, 2)
+    for result in results:
+        assert_equals_one_device(result, kind)
+    num_sent = sum(num_sent for *_, num_sent in results)
+    if kind != "u_net":
+        assert (num_sent == 0) == ((kind == "like_a_u") == (schedule == "zbv_zero_bubble"))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_of_one_process_equal_one_device(kind: str, schedule: str) -> None:
+    found = recorded(kind, schedule)
+    assert_equals_one_device(found, kind)
+    assert found[2] == 0
