@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
+from operator import itemgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,22 +19,31 @@ from lightning_fxpipe.pytree.containers import leaves_with_path
 Value = TypeVar("Value")
 
 
-def check_agreement(group: dist.ProcessGroup | None, value: Any, disagreement: FxPipeError) -> None:
+def check_agreement(
+    group: dist.ProcessGroup | None, value: Any, disagreement: FxPipeError, reasons: Collection[str] = ()
+) -> None:
     """Raises ``disagreement`` on every rank unless all have the same value. Called by every rank of the group.
 
     Args:
         group: The pipeline's ranks; None without a process group.
         value: Something small that can be pickled; None abstains.
         disagreement: The error; what the ranks have is filled in as observed.
+        reasons: Why this rank may have another value. They are not compared; those that not all ranks have are told.
     """
-    values = gather_values(group, value)
+    answers = gather_values(group, (value, (*reasons,)))
+    values = [other for other, _ in answers]
     told = [other for other in values if other is not None]
     if any(other != told[0] for other in told):
         ranks = [*range(len(values))] if group is None else dist.get_process_group_ranks(group)
+        shared = set.intersection(*(set(some) for _, some in answers))
+        observed = []
+        for rank, (other, some) in sorted(zip(ranks, answers, strict=True), key=itemgetter(0)):
+            own = [reason for reason in some if reason not in shared]
+            observed.append(f"rank {rank}: {other}{', since ' * bool(own)}{', '.join(own)}")
         raise type(disagreement)(
             disagreement.what,
             where=disagreement.where,
-            observed="; ".join(f"rank {rank}: {other}" for rank, other in sorted(zip(ranks, values, strict=True))),
+            observed="; ".join(observed),
             expected=disagreement.expected,
             todo=disagreement.todo,
         )

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
 from lightning_fxpipe._compat.torch import tree_leaves
 from lightning_fxpipe.distributed.replica import replaced_everywhere
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.optim.twins import CannotTryError, own_step, twin_of
 from lightning_fxpipe.pytree.containers import leaves_with_path
@@ -79,8 +79,9 @@ def couples_parameters(optimizer: Optimizer) -> bool:
         except CannotTryError:
             raise
         except Exception as error:
-            failure = failure or error
-    raise CannotTryError(f"{type(failure).__name__}: {failure}") from failure
+            failure = error if failure is None else failure
+    assert failure is not None
+    raise CannotTryError(f"{type(failure).__name__}: {text_of(failure)}") from failure
 
 
 class _Trial:

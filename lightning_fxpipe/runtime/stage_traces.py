@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
@@ -233,18 +233,20 @@ class StageTraces:
                 yield True, StepRegion(step=call, span=known.span, batch_size=size, batch_dim=self._batch_dim)
                 break
         if any(known.span is None for known in self._known):
-            try:
-                region = find_region(
-                    self._root,
-                    call,
-                    batch_size=size,
-                    batch_dim=self._batch_dim,
-                    device=self._topology.device,
-                    is_region=self._is_staged,
-                )
-            except FxPipeError:
-                _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
-                return
+            # The step's own code runs up to the call, and this generator would make another error of its StopIteration.
+            with no_end_of_epoch(kind.value):
+                try:
+                    region = find_region(
+                        self._root,
+                        call,
+                        batch_size=size,
+                        batch_dim=self._batch_dim,
+                        device=self._topology.device,
+                        is_region=self._is_staged,
+                    )
+                except FxPipeError:
+                    _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
+                    return
             self._note_prelude(kind, region.prelude)
             yield False, region
 
@@ -256,7 +258,7 @@ class StageTraces:
     def _make(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
         region, shapes, assignment, symbolic = self._agree(kind, cut)
-        check_same_cuts(assignment, self._topology, symbolic)
+        check_same_cuts(assignment, self._topology, symbolic, region.ends_because)
         made = StageTrace(
             kind=kind,
             span=region.span if isinstance(region, StepRegion) else None,
@@ -379,14 +381,19 @@ class StageTraces:
         return follow_plan(self._plan, trace_for_plan(self._root, region, self._plan, device=self._topology.device))
 
 
-def check_same_cuts(assignment: Assignment, topology: Topology, symbolic: DimGroups | None = None) -> None:
+def check_same_cuts(
+    assignment: Assignment, topology: Topology, symbolic: DimGroups | None = None, ends_because: str = ""
+) -> None:
     """Raises ``TraceError`` if the ranks have recorded different graphs. Called by every rank.
 
     Args:
         assignment: This rank's graph, cut.
         topology: This rank's place.
         symbolic: The dimensions whose sizes are symbols in it, where the ranks have just chosen them.
+        ends_because: Why this rank did not see the step's end.
     """
+    # User code that fails while it is recorded makes another graph; where it does so on one rank alone, its error is here only.
+    reasons = [f"{path} is kept whole ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
     cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
     check_agreement(
         topology.control_group,
@@ -396,6 +403,7 @@ def check_same_cuts(assignment: Assignment, topology: Topology, symbolic: DimGro
             expected="the same tensors across each cut on every rank",
             todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
         ),
+        [*reasons, *filter(None, [ends_because])],
     )
 
 

@@ -220,6 +220,7 @@ class _Discovery(SpanRecorder):
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
         self._first_look: str | None = None
         self._end: str | None = None  # why the step has not come to its end, if it has not
+        self._has_failed = False  # with an error of its own, which is not for want of values
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
         self.called: set[str | None] = set()  # modules
         self.is_second_run = False  # where a module that looks at values may do anything, and ends the run
@@ -266,13 +267,15 @@ class _Discovery(SpanRecorder):
     def note_end(self, error: BaseException, source: str | None) -> None:
         """The step has not come to its end."""
         reason = error.reason if isinstance(error, (RecordError, MustStayWhole)) else error_words(error)
+        self._has_failed = reason.startswith(f"{type(error).__name__}:")
         self._end = f"{source or 'some code'} cannot be tried without data ({reason})"
 
     def ends_because(self) -> str:
         """Why no later calls are known that use parameters; empty where all of the step's calls are."""
-        if self._first_look is not None:
-            return f"{self._first_look} looks at values of tensors, which may decide what is called after it"
-        return self._end or ""
+        if self._first_look is None:
+            return self._end or ""
+        look = f"{self._first_look} looks at values of tensors, which may decide what is called after it"
+        return f"{look}; {self._end}" if self._has_failed else look
 
     def _check_gradient(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:
         """Raises :class:`InputGradient` where a step differentiates the model by what it is called with."""

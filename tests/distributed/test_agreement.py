@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ def test_a_digest_tells_batches_apart() -> None:
     assert digest({"x": x}) == digest({"x": x.clone()})
 
 
-def agree(monkeypatch: pytest.MonkeyPatch, *values: Any) -> None:
-    monkeypatch.setattr(agreement, "gather_values", lambda group, value: list(values))
+def agree(monkeypatch: pytest.MonkeyPatch, *values: Any, reasons: Sequence[Sequence[str]] = ()) -> None:
+    answers = [(value, some) for value, some in zip(values, reasons or [()] * len(values), strict=True)]
+    monkeypatch.setattr(agreement, "gather_values", lambda group, value: answers)
     check_agreement(None, values[0], BatchError("They differ."))
 
 
@@ -29,3 +31,10 @@ def test_who_abstains_does_not_disagree(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(BatchError) as caught:
         agree(monkeypatch, 1, None, 2)
     assert caught.value.observed == "rank 0: 1; rank 1: None; rank 2: 2"
+
+
+def test_reasons_that_not_all_ranks_have_are_told_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    agree(monkeypatch, 1, 1, reasons=[("it rains",), ("the sun shines",)])
+    with pytest.raises(BatchError) as caught:
+        agree(monkeypatch, 1, 2, reasons=[("it rains",), ("it rains", "the sun shines", "it is warm")])
+    assert caught.value.observed == "rank 0: 1; rank 1: 2, since the sun shines, it is warm"

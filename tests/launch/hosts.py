@@ -29,17 +29,17 @@ class TwoHosts:
     """In the block there are two hosts, each with one address; afterwards nothing is left of them."""
 
     def __init__(self) -> None:
-        self._names = [f"fxp{os.getpid()}{letter}" for letter in "ab"]
+        self.names = [f"fxp{os.getpid()}{letter}" for letter in "ab"]
         self._processes: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> TwoHosts:
-        first, second = self._names
+        first, second = self.names
         try:
-            for name in self._names:
+            for name in self.names:
                 _ip("netns", "add", name)
                 _ip("-n", name, "link", "set", "lo", "up")
             _ip("link", "add", "cable0", "netns", first, "type", "veth", "peer", "name", "cable0", "netns", second)
-            for name, address in zip(self._names, ADDRESSES, strict=True):
+            for name, address in zip(self.names, ADDRESSES, strict=True):
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable0")
                 _ip("-n", name, "link", "set", "cable0", "up")
         except BaseException:
@@ -51,13 +51,13 @@ class TwoHosts:
         for process in self._processes:
             process.kill()
             process.wait()
-        for host, name in enumerate(self._names):
+        for host, name in enumerate(self.names):
             self.kill_all(host)
             _ip("netns", "del", name, check=False)
 
     def kill_all(self, host: int) -> None:
         """Ends all processes of a host at once, as when it loses its power."""
-        for pid in _ip("netns", "pids", self._names[host], check=False).stdout.split():
+        for pid in _ip("netns", "pids", self.names[host], check=False).stdout.split():
             subprocess.run(["kill", "-9", pid], check=False)  # Lightning traps SIGTERM
 
     def start(self, host: int, command: Sequence[str], output: Path, **environment: Any) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ class TwoHosts:
         variables |= {name: str(value) for name, value in environment.items()}
         with output.open("w") as stream:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self._names[host], sys.executable, *command],
+                ["ip", "netns", "exec", self.names[host], sys.executable, *command],
                 env=variables,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -86,7 +86,7 @@ class TwoHosts:
 
     def cut(self) -> None:
         """Nothing goes from host to host any more, and nobody is told."""
-        _ip("-n", self._names[0], "link", "set", "cable0", "down")
+        _ip("-n", self.names[0], "link", "set", "cable0", "down")
 
 
 def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

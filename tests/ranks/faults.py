@@ -8,6 +8,7 @@ what torchrun would have started, each with its own output; their end is that of
 from __future__ import annotations
 
 import atexit
+import ctypes
 import dataclasses
 import json
 import os
@@ -21,14 +22,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_fxpipe.distributed import heartbeat
+from tests.launch.hosts import ADDRESSES, TwoHosts
 
 _HARD_LIMIT_SECONDS = 90.0
 _SILENCE_SECONDS = 3.0  # after which a rank that is stopped is given up
+_TIMEOUT_SECONDS = 12.0  # after which one that does not come is, where it says all the while that it is there
+_HOSTS = "FXPIPE_TEST_HOSTS"  # names of the network namespaces, for the server
 
 STEP_PLACES = ("prelude", "forward", "backward", "tensor_hook", "scheduler", "optimizer", "write_checkpoint", "between_runs")
 DATA_PLACES = ("dataset", "worker", "collate", "iterable", "sampler")
@@ -46,6 +51,16 @@ OTHER_KINDS = (
 )
 # An error where the user has a hook for uncaught ones: from before the run, from within it, or around the one before it.
 HOOK_KINDS = ("hook_before", "hook_within", "hook_around")
+# From the beginning to the end, and at which call.
+PARTS_OF_RUN = (
+    *(("module.setup", 1), ("module.configure_optimizers", 1), ("module.on_train_batch_start", 1), ("prelude", 6)),
+    *(("backward", 6), ("optimizer", 2), ("dataset", 3), ("callback.on_validation_batch_end", 2)),
+    *(("write_checkpoint", 1), ("callback.on_train_end", 1), ("between_runs", 1)),
+)
+KINDS_ON_REPLICAS = (
+    *("error", "error on all", "different", "own", "memory", "unreceivable", "exit", "interrupt", "kill", "end"),
+    *("freeze", "hang", "cut"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +71,14 @@ class Case:
         place: Where.
         kind: What happens there; a key of ``ERRORS`` or ``ODD_ERRORS``, or one of ``OTHER_KINDS`` or ``HOOK_KINDS``. Besides:
             "unwinding", as "different", but the errors take their time to come out on some ranks; "twice_apart", as "twice",
-            but on_exception fails on the other ranks; "kill_worker" in a worker; "suspend", which stops all ranks for a while
-            and is no fault.
+            but on_exception fails on the other ranks; "kill_worker" in a worker; "hang", which waits for nothing; "cut", of
+            the cable between two hosts; "suspend", which stops all ranks for a while and is no fault.
         rank: On which rank; -1 for every rank.
         at: At which call.
         num_ranks: Ranks of all pipelines.
         num_stages: Of each pipeline; None: there is one.
+        data_parallel: What replicas do with the optimizer.
+        num_hosts: Network namespaces, among which the ranks are shared out in their order; 1: that of this process.
     """
 
     place: str
@@ -70,6 +87,8 @@ class Case:
     at: int = 1
     num_ranks: int = 2
     num_stages: int | None = None
+    data_parallel: str = "replicate"
+    num_hosts: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +122,18 @@ class Outcome:
         found = [f"{self.left_over} processes hung"] if self.left_over else []
         if case.kind == "suspend":
             return found + [f"exit status {self.codes}"] * any(self.codes)
-        if self.seconds > limit_seconds:
+        if self.seconds > limit_seconds + _TIMEOUT_SECONDS * (case.kind == "hang"):
             found.append(f"took {self.seconds:.1f} s")
         text = "".join(self.outputs)
         if case.kind in ERRORS or case.kind in ODD_ERRORS:
             says = {
-                "speechless": "<exception str",
+                "speechless": r"(?:<exception str|\(no text)",
                 "hostile": r"\(no text",
                 "stop": "User code raised StopIteration",
             }.get(case.kind, "injected fault")
             # What cannot be sent to other ranks is a RuntimeError that names it; what planning meets is part of a refusal.
-            before = r"^(?:\[rank\d\]: )?(?:RuntimeError: |  Observed: .*\()?(?:[\w.]+\.)?"
+            observed = r"(?:\(|: )" if case.kind == "hostile" else r"\("  # as a cause it cannot be printed
+            before = rf"^(?:\[rank\d\]: )?(?:RuntimeError: |  Observed: .*{observed})?(?:[\w.]+\.)?"
             line = f"{before}{(ERRORS | ODD_ERRORS)[case.kind]}: {says}"
             times = [len(re.findall(line, text, re.MULTILINE)) for text in self.outputs]
             if sum(times) != 1:
@@ -128,13 +148,23 @@ class Outcome:
             found.append("not told of an interrupt")
         if case.kind in ("kill", "end") and f"rank {case.rank} failed: the process died" not in text:
             found.append("not told that a process died")
+        # Of those that wait in vain each may be the first to tell; one that gives up closes its connections.
+        if case.kind == "hang":
+            if not re.search(r"^\[rank\d\]: RuntimeError: .*(Timed out waiting|timeout)", text, re.MULTILINE):
+                found.append("not told that a rank has waited in vain")
+            if not all(re.search(r"Timed out|timeout|the same error", text) for text in self.outputs):
+                found.append("not told on all ranks")
         stopped = [
             text
             for rank, text in enumerate(self.outputs)
             if rank != case.rank
             and not re.search(r"^.*(Error|able|Hostile|less): (injected|\(no text|<exc)", text, re.MULTILINE)
         ]
-        if case.kind not in ("exit", "exit_text") and case.rank >= 0 and any(text.count("Traceback") for text in stopped):
+        if (
+            case.kind not in ("exit", "exit_text", "hang")
+            and case.rank >= 0
+            and any(text.count("Traceback") for text in stopped)
+        ):
             found.append("other ranks print tracebacks")
         return found
 
@@ -172,6 +202,10 @@ class Outcome:
             found.append("told beside the user's hook")
         if case.kind == "freeze" and not all(f"rank {case.rank} has not answered" in text for text in self.outputs):
             found.append("not told that a rank is stopped")
+        if case.kind == "cut" and not all(
+            "has not answered" in text or "have ended without this one" in text for text in self.outputs
+        ):
+            found.append("not told that the other host does not answer")
         return found
 
     def _lines_of_errors(self) -> list[str]:
@@ -219,8 +253,38 @@ def random_cases(seed: int, count: int, *, replicas: bool = False) -> list[Case]
             else choose.choice([1, 1, 2])
         )
         stages = 2 if replicas else None
-        cases.append(Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks, num_stages=stages))
+        how = ("replicate", "shard")[replicas and len(cases) % 2]
+        case = Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks, num_stages=stages, data_parallel=how)
+        cases.append(case)
     return cases
+
+
+def cases_of_replicas(num_hosts: Sequence[int]) -> list[Case]:
+    """Each kind of fault in each part of a run, on two replicas of two stages: by turns on each rank, with the optimizer's
+    states on all replicas and shared out, and on so many hosts."""
+    cases: list[Case] = []
+    for place, at in PARTS_OF_RUN:
+        for kind in KINDS_ON_REPLICAS:
+            number = len(cases)
+            hosts = 2 if kind == "cut" else num_hosts[number // 2 % len(num_hosts)]
+            if hosts not in num_hosts:
+                continue
+            everywhere = kind in ("different", "error on all")
+            cases.append(
+                Case(
+                    place=place,
+                    kind="error" if kind == "error on all" else kind,
+                    # The first replica writes.
+                    rank=-1 if everywhere else number // 4 % (2 if place == "write_checkpoint" else 4),
+                    at=at,
+                    num_ranks=4,
+                    num_stages=2,
+                    data_parallel=("replicate", "shard")[number % 2],
+                    num_hosts=hosts,
+                )
+            )
+    # In the steps ranks take turns, planning tells one error for all, and a run that is over has nobody to ask.
+    return [case for case in cases if case.kind != "different" or ".on_" in case.place]
 
 
 # ---------------------------------------------------------------------------------------------------- a rank
@@ -346,6 +410,10 @@ class _Fault:
             os.kill(self.pid, signal.SIGINT)
         elif kind == "signal_group":
             os.killpg(0, signal.SIGINT)
+        elif kind == "cut":
+            subprocess.run(["ip", "link", "set", "cable0", "down"], check=True)
+        elif kind == "hang":
+            time.sleep(10 * _HARD_LIMIT_SECONDS)
         time.sleep(0.01)  # the signal arrives here and not later in the step
 
 
@@ -497,10 +565,13 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
         _install_users_hook(calls_other=False)
     L.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True)
+    options: Any = {} if case.num_stages is None else {"num_stages": case.num_stages, "data_parallel": case.data_parallel}
+    options |= {"timeout_seconds": _TIMEOUT_SECONDS} if case.kind == "hang" else {}
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=case.num_ranks,
-        strategy="fxpipe" if case.num_stages is None else FxPipeStrategy(num_stages=case.num_stages),
+        devices=case.num_ranks // case.num_hosts,
+        num_nodes=case.num_hosts,
+        strategy=FxPipeStrategy(**options) if options else "fxpipe",
         max_epochs=2,
         logger=MyLogger(),
         log_every_n_steps=1,
@@ -521,8 +592,12 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> int:
     os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     heartbeat.SILENCE_SECONDS = _SILENCE_SECONDS
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": case.num_ranks, "MASTER_PORT": port}
+    host, local_rank = divmod(rank, case.num_ranks // case.num_hosts)
+    ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": host, "WORLD_SIZE": case.num_ranks, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"})
+    if case.num_hosts > 1:
+        os.environ |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "cable0"}
+        _move_to_host(os.environ[_HOSTS].split()[host])
     code = 0
     try:
         _train(case, _Fault(case, rank, folder), folder)
@@ -540,10 +615,20 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> int:
     return code
 
 
+def _move_to_host(name: str) -> None:
+    """This process, which has one thread, goes on in a network namespace."""
+    with Path("/run/netns", name).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"setns to {name}")
+
+
 # ---------------------------------------------------------------------------------------------------- the server
 
 
 def _run_case(case: Case) -> Outcome:
+    if case.num_hosts > 1:
+        for name in os.environ[_HOSTS].split():  # the case before may have cut the cable
+            subprocess.run(["ip", "-n", name, "link", "set", "cable0", "up"], check=True)
     folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by the ranks, whose exit handlers are copies
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -636,7 +721,13 @@ def serve() -> None:
 def run_cases(cases: Sequence[Case]) -> Iterator[tuple[Case, Outcome]]:
     """Runs cases one after the other in a server of their own."""
     command = [sys.executable, "-m", "tests.ranks.faults"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with ExitStack() as stack:
+        environment = dict(os.environ)
+        if any(case.num_hosts > 1 for case in cases):
+            environment[_HOSTS] = " ".join(stack.enter_context(TwoHosts()).names)
+        server = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        )
         assert server.stdin is not None
         assert server.stdout is not None
         for case in cases:

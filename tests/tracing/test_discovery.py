@@ -281,6 +281,20 @@ def test_what_ends_the_region_before_its_time_is_told() -> None:
     assert not found(vae).ends_because
 
 
+def test_an_error_that_ends_the_step_is_told_beside_a_look_at_values() -> None:
+    """Ranks that have not met it have another region, and this may be all that says so."""
+
+    def step(module: Any, x: Tensor) -> Tensor:
+        h = module.encoder(x)
+        if h.sum() > 1e9:
+            h = h * 2
+        raise ValueError("of user code")
+
+    look, _, end = found(step).ends_because.partition("; ")
+    assert look.endswith("looks at values of tensors, which may decide what is called after it")
+    assert re.fullmatch(r".*test_discovery.py:\d+ cannot be tried without data \(ValueError: of user code\)", end)
+
+
 class KeepsOnce(Keeps):
     """Leaves a table on itself, once and for all."""
 
