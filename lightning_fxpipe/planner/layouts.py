@@ -21,7 +21,7 @@ from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
 from lightning_fxpipe.planner.stage_costs import Device
-from lightning_fxpipe.planner.step_plan import make_plan
+from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks
@@ -208,17 +208,21 @@ class _Comparing:
     def plan(self, layout: Layout) -> PartitionPlan:
         """The plan for one of them."""
         chosen = layout.chosen
-        plan = make_plan(
-            self.module,
-            self.batch,
+        count = chosen.num_microbatches
+        rule = make_rule(
             num_stages=layout.num_ranks * chosen.stages_per_rank,
             num_devices=layout.num_ranks,
             balance=layout.balance,
             schedule=cast(SimulatedSchedule, chosen.schedule),
-            num_microbatches=chosen.num_microbatches,
-            batch_dim=self.batch_dim,
+            num_microbatches=count,
+            optimizer_bytes_per_byte=self._optimizer_bytes(layout.num_ranks),
         )
-        return replace(plan, alternatives=(chosen,))
+        planned = make_planned(self.module, self.batch, rule=rule, num_microbatches=count, batch_dim=self.batch_dim)
+        return replace(planned.plan, alternatives=(chosen,))
+
+    def _optimizer_bytes(self, num_ranks: int) -> float:
+        """What a replica keeps for each byte of a parameter."""
+        return self.optimizer_bytes_per_byte / (self._num_replicas(num_ranks) if self.shares_out else 1)
 
     def _num_replicas(self, num_ranks: int) -> int:
         return self.num_devices // num_ranks
@@ -239,7 +243,7 @@ class _Comparing:
             device=self.device,
             num_microbatches=num_microbatches,
             schedules=self._schedules(num_ranks),
-            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte / (self._num_replicas(num_ranks) if self.shares_out else 1),
+            optimizer_bytes_per_byte=self._optimizer_bytes(num_ranks),
             batch_dim=self.batch_dim,
             balance=balance,
         )

@@ -35,6 +35,7 @@ def search_space(
     num_ranks: int,
     memory_bytes: tuple[int, ...],
     device_speeds: Sequence[float],
+    optimizer_bytes_per_byte: float,
 ) -> Search:
     """What there is to choose from.
 
@@ -46,6 +47,7 @@ def search_space(
         num_ranks: Devices.
         memory_bytes: What each device has for its stages, by its rank; empty where nobody knows.
         device_speeds: How fast each is; empty where all are equal.
+        optimizer_bytes_per_byte: What the optimizer keeps on a device for each byte of a parameter that trains.
     """
     num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
     return Search(
@@ -59,13 +61,19 @@ def search_space(
         ),
         memory_bytes=memory_bytes,
         speeds=tuple(device_speeds),
+        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
     )
 
 
-def memory_left(topology: Topology) -> tuple[int, ...]:
+def memory_left(topology: Topology, num_processes: int) -> tuple[int, ...]:
     """Bytes that the stages of each rank may take on its device, by global rank; empty where nobody knows. Called by every
-    rank."""
-    free = memory_for_rank(topology.device, topology.num_ranks)
+    rank.
+
+    Args:
+        topology: This rank's place.
+        num_processes: Processes on this machine, of all replicas.
+    """
+    free = memory_for_rank(topology.device, num_processes)
     by_place: list[int | None] = [free] * topology.num_ranks
     if topology.num_ranks > 1:
         dist.all_gather_object(by_place, free, group=topology.control_group)

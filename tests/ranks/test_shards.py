@@ -15,9 +15,12 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe import FxPipeStrategy, PartitionError, compare_layouts
 from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.optim.shards import Shards
+from lightning_fxpipe.planner.layouts import Layout
+from lightning_fxpipe.planner.stage_costs import Device
+from lightning_fxpipe.reporting.table import human_bytes
 from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, assert_same
@@ -269,6 +272,81 @@ def test_the_largest_are_shared_out_first() -> None:
     trained = [sum(size for size in each if size != 8) for each in owned]
     assert sorted(owned[0] + owned[1]) == sorted(sizes)
     assert trained == [8, 8]
+
+
+# ------------------------------------------------------------------ memory limits
+
+
+class Layers(L.LightningModule):
+    """Equal layers, which two stages and two replicas share out evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def layout_of(kind: Any) -> Layout:
+    """What the table of layouts says of two stages on four devices."""
+    found = compare_layouts(
+        Layers(),
+        [torch.randn(16, 64)],
+        num_devices=4,
+        device=Device(flops_per_second=1e9, bytes_per_second=1e9),
+        schedules=["gpipe"],
+        num_microbatches=2,
+        data_parallel=kind,
+    )
+    return next(one for one in found.layouts if one.num_ranks == 2)
+
+
+def moments_within(limit: float, options: dict[str, Any]) -> int | str:
+    """Runs on every rank: bytes of the moments that it keeps of its parameters, or why there is no cut."""
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, device_memory_gib=limit / 2**30, **options)
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=4)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 64)), batch_size=16)
+    try:
+        trainer.fit(Layers(), data)
+    except PartitionError as error:
+        return str(error)
+    (optimizer,) = trainer.optimizers
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if value.numel() > 1)
+
+
+def moments_within_each(limits: Sequence[tuple[float, dict[str, Any]]]) -> list[int | str]:
+    """Runs on every rank."""
+    return [moments_within(limit, options) for limit, options in limits]
+
+
+def test_a_memory_limit_counts_a_replicas_share_of_the_states(ranks: Ranks) -> None:
+    whole, shared = layout_of("replicate").chosen.peak_bytes, layout_of("shard").chosen.peak_bytes
+    # The last stage decides: the first has buffers for what it sends, and does not keep its input.
+    of_stage = 4 * 64 * 64 * 4
+    replicate, shard = {"data_parallel": "replicate"}, {"data_parallel": "shard"}
+    limits: list[tuple[float, dict[str, Any]]] = [
+        (shared, replicate),
+        (whole - 1, replicate),
+        (whole, replicate),
+        (shared - 1, shard),
+        (shared, shard),
+        (shared, {**shard, "balance": "memory"}),
+        (shared, {**replicate, "balance": "memory"}),
+    ]
+    for refused, narrowly, fits, too_little, fits_shared, balanced, refused_too in ranks(4).run(moments_within_each, limits):
+        for text, peak in ((refused, whole), (narrowly, whole), (too_little, shared), (refused_too, whole)):
+            assert "No cut into 2 stages fits into the devices' memory" in str(text)
+            assert f"{human_bytes(peak)} for the stages" in str(text)
+        assert ("0.5 of Adam's states" in str(too_little), "0.5 of Adam's states" in str(refused)) == (True, False)
+        # The ranks have what was counted.
+        assert fits == 2 * of_stage
+        assert fits_shared == balanced == of_stage
+        assert fits - fits_shared == whole - shared
 
 
 # ------------------------------------------------------------------ checkpoints
