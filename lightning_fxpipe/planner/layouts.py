@@ -7,7 +7,7 @@ those that fit the memory the fastest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch import nn
@@ -44,6 +44,7 @@ class Layout:
         reduce_seconds: Of that time, how much longer it takes than with one pipeline.
         samples_per_second: Of all replicas.
         balance: What the stages have equal shares of.
+        simulation: Of a step of one of the pipelines, without the average.
     """
 
     num_ranks: int
@@ -52,6 +53,7 @@ class Layout:
     reduce_seconds: float
     samples_per_second: float
     balance: BalanceName
+    simulation: Simulation = field(repr=False)
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -70,6 +72,9 @@ class LayoutComparison:
         refused: Numbers of devices of a pipeline for which there is no plan, with the reason.
         plan: For the best of them; ``FxPipeStrategy(plan=...)`` on so many devices makes the replicas, and takes its schedule
             and its number of microbatches.
+        device: What each rank runs on.
+        replica_link: Between the ranks with the same stages.
+        shares_out: Whether replicas share out the optimizer.
     """
 
     num_devices: int
@@ -77,6 +82,9 @@ class LayoutComparison:
     layouts: tuple[Layout, ...]
     refused: tuple[tuple[int, str], ...]
     plan: PartitionPlan
+    device: Device
+    replica_link: Link
+    shares_out: bool
 
     def __str__(self) -> str:
         rows = [_cells(layout) for layout in self.layouts]
@@ -161,6 +169,9 @@ def compare_layouts(
         layouts=tuple(layouts),
         refused=tuple(refused),
         plan=comparing.plan(layouts[0]),
+        device=device,
+        replica_link=comparing.replica_link,
+        shares_out=comparing.shares_out,
     )
 
 
@@ -271,6 +282,7 @@ class _Comparing:
             reduce_seconds=seconds - simulation.seconds,
             samples_per_second=num_replicas * self.num_samples / seconds,
             balance=balance,
+            simulation=simulation,
         )
 
 

@@ -126,7 +126,10 @@ class Session:
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
         self.replicated = Replicated(
-            topology.replicas, lambda: self._members.parameters.values(), lambda: self._members.buffers.values()
+            topology.replicas,
+            lambda: self._members.parameters.values(),
+            lambda: self._members.buffers.values(),
+            noted=lambda: recorder.during("average of gradients"),
         )
         self.replicated.begin()
         # As they were listed, those that every rank has, and those of stages.

@@ -306,7 +306,7 @@ class PipelineStrategy(ReplicaStrategy):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if not self._is_in_stages():
             self._split(trainer)
-        self._recording.begin_run(trainer, self.topology, self.plan)
+        self._recording.begin_run(trainer, self.topology, self.plan, self.num_processes)
         self.session.prepare(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -343,7 +343,8 @@ class PipelineStrategy(ReplicaStrategy):
                 plan, self._schedule = self.broadcast((planned.plan, self._schedule))
                 self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
-                report_plan(plan, self.module, self._num_microbatches, self.replicas)
+                placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
+                report_plan(plan, self.module, self._num_microbatches, placement, self._num_machines, self.num_processes)
             self._take_place(plan)
             self.offer_mesh(self.module)
             self._session = Session(
