@@ -66,16 +66,18 @@ def search_space(
 
 
 def memory_left(topology: Topology, num_processes: int) -> tuple[int, ...]:
-    """Bytes that the stages of each rank may take on its device, by global rank; empty where nobody knows. Called by every
-    rank.
+    """Bytes that the stages of each rank may take on its device, by global rank in the first replica: the least of all
+    replicas. Empty where nobody knows. Called by every rank.
 
     Args:
         topology: This rank's place.
         num_processes: Processes on this machine, of all replicas.
     """
-    free = memory_for_rank(topology.device, num_processes)
-    by_place: list[int | None] = [free] * topology.num_ranks
-    if topology.num_ranks > 1:
-        dist.all_gather_object(by_place, free, group=topology.control_group)
-    by_rank = [by_place[topology.global_rank(rank)] for rank in range(topology.num_ranks)]  # its own inverse
-    return tuple(int(_USABLE_SHARE * free) for free in by_rank if free is not None) if None not in by_rank else ()
+    own = topology.placement.global_rank(topology.rank), memory_for_rank(topology.device, num_processes)
+    told = [own] * topology.num_ranks * topology.replicas.count
+    if len(told) > 1:
+        dist.all_gather_object(told, own, group=topology.everyone)
+    if any(free is None for _, free in told):
+        return ()
+    least = [min(free for at, free in told if at == rank and free is not None) for rank in range(topology.num_ranks)]
+    return tuple(int(_USABLE_SHARE * free) for free in least)
