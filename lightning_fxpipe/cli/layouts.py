@@ -10,6 +10,10 @@ from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, positi
 from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
 from lightning_fxpipe.cli.saving import Wanted, save
 from lightning_fxpipe.distributed.topology import DataParallelName
+from lightning_fxpipe.pictures.chrome_trace import write_trace
+from lightning_fxpipe.pictures.figure import save_figure
+from lightning_fxpipe.pictures.html_page import write_page
+from lightning_fxpipe.pictures.page import page_of_layouts, timelines_of_layouts
 from lightning_fxpipe.planner.layouts import compare_layouts
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule
@@ -69,6 +73,14 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="also save the plan of the fastest as JSON, for FxPipeStrategy(plan=FILE) on so many devices",
     )
+    pictures = layouts.add_argument_group("pictures", "a step of each, with the average of the replicas' gradients")
+    pictures.add_argument("--html", type=Path, metavar="FILE", help="also save all of it as a page for a browser")
+    pictures.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also save the timelines as a figure: .png or .svg (needs matplotlib)"
+    )
+    pictures.add_argument(
+        "--trace", type=Path, metavar="FILE", help="also save the timelines as a trace for ui.perfetto.dev (JSON)"
+    )
     layouts.set_defaults(run=_layouts)
 
 
@@ -89,5 +101,11 @@ def _layouts(options: argparse.Namespace) -> int:
         batch_dim=work.batch_dim,
     )
     print(found)
-    save(Wanted("--output", options.output, found.plan.save))
+    timelines = timelines_of_layouts(found)
+    save(
+        Wanted("--output", options.output, found.plan.save),
+        Wanted("--html", options.html, lambda path: write_page(page_of_layouts(found), path)),
+        Wanted("--plot", options.plot, lambda path: save_figure(timelines, path)),
+        Wanted("--trace", options.trace, lambda path: write_trace(timelines, path)),
+    )
     return 0

@@ -58,6 +58,10 @@ class Placement:
         """The pipeline rank that has a stage."""
         return min(stage, self.num_stages - 1 - stage) if self.is_v else stage % self.num_ranks
 
+    def global_rank(self, rank: int, replica: int = 0) -> int:
+        """Global rank of a pipeline rank of a replica."""
+        return replica * self.num_ranks + (rank if self.is_v else self.num_ranks - 1 - rank)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank has, in their order."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
@@ -178,7 +182,7 @@ class Topology:
 
     def global_rank(self, rank: int) -> int:
         """Global rank of a pipeline rank."""
-        return self.first_rank + (rank if self.placement.is_v else self.num_ranks - 1 - rank)
+        return self.placement.global_rank(rank, self.replicas.index)
 
     @property
     def rank_to_users(self) -> int:
@@ -198,8 +202,7 @@ class Topology:
     def device_mesh(self) -> DeviceMesh:
         """The ranks, by replica and by place in the pipeline, in the order of the stages. First asked for by every rank."""
         places, replicas = range(self.num_ranks), range(self.replicas.count)
-        shift = self.num_ranks * self.replicas.index
-        mesh = [[self.global_rank(place) - shift + self.num_ranks * replica for place in places] for replica in replicas]
+        mesh = [[self.placement.global_rank(place, replica) for place in places] for replica in replicas]
         group = self.replicas.group
         if group is None:  # there is one replica: a group of this rank alone, which all ranks make, or names would clash
             alone = [dist.new_group([rank], self.timeout) for rank in range(dist.get_world_size())]

@@ -18,6 +18,7 @@ _SCRIPTS = (
     "colours",
     "time_window",
     "model",
+    "replicas",
     "schedules",
     "actions",
     "kept",

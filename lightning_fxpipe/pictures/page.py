@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.pictures.replica_grid import ReplicaGrid
+from lightning_fxpipe.planner.layouts import Layout, LayoutComparison
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SimulatedPlan
 from lightning_fxpipe.simulation.costs import StageCosts
@@ -13,6 +16,14 @@ from lightning_fxpipe.simulation.timeline import Timeline
 
 _CALLS_ALONE = (
     "The times are simulated, of the model's calls alone: without the rest of the step, the optimizer and what Python takes."
+)
+
+_LAYOUTS = (
+    "Schedules are of ranks of a pipeline x replicas of it; the first of those that fit trains on the most samples in a second."
+)
+_AVERAGES = (
+    "At the end of a step of several replicas each rank averages the gradients of its stages with the other replicas' ranks; "
+    "that counts as work, and not as idle."
 )
 
 
@@ -42,6 +53,7 @@ class Page:
         alternatives: Timelines to compare.
         memory_limit_bytes: What each rank has, as a line above what it keeps.
         notes: Sentences below the heading.
+        replicas: Which rank has which stages of which replica; None where there is one, or nobody knows.
     """
 
     title: str
@@ -50,6 +62,7 @@ class Page:
     alternatives: tuple[Alternative, ...] = ()
     memory_limit_bytes: float | None = None
     notes: tuple[str, ...] = ()
+    replicas: ReplicaGrid | None = None
 
 
 def page_of_simulated_plan(simulated: SimulatedPlan, *, title: str = "") -> Page:
@@ -85,13 +98,14 @@ def page_of_timelines(
     plan: PartitionPlan | None = None,
     memory_limit_bytes: float | None = None,
     notes: Sequence[str] = (),
+    replicas: ReplicaGrid | None = None,
 ) -> Page:
     """The page of any timelines.
 
     Args:
         title: Its heading.
         timelines: Those of each alternative, by its name; all of one alternative are drawn under each other.
-        plan, memory_limit_bytes, notes: As those of :class:`Page`.
+        plan, memory_limit_bytes, notes, replicas: As those of :class:`Page`.
     """
     return Page(
         title=title,
@@ -99,7 +113,62 @@ def page_of_timelines(
         alternatives=tuple(Alternative(name=name, timelines=tuple(found)) for name, found in timelines.items()),
         memory_limit_bytes=memory_limit_bytes,
         notes=tuple(notes),
+        replicas=replicas,
     )
+
+
+def page_of_layouts(found: LayoutComparison) -> Page:
+    """The page of the stages and replicas that a number of devices can be shared out among, with a step of each.
+
+    Args:
+        found: What :func:`~lightning_fxpipe.planner.layouts.compare_layouts` gives; the plan and the replicas are of its best.
+    """
+    best, limit = found.layouts[0], found.device.memory_bytes
+    placement = placement_of(best)
+    has_costs = len(best.simulation.costs) == found.plan.num_stages == best.num_ranks
+    averages = (_AVERAGES,) if any(layout.num_replicas > 1 for layout in found.layouts) else ()
+    return Page(
+        title=f"{found.num_devices} devices: {title_of_plan(found.plan)}",
+        plan=found.plan,
+        stage_costs=best.simulation.costs if has_costs else (),
+        alternatives=(
+            *(
+                Alternative(name=_name(layout), timelines=(timeline,))
+                for layout, timeline in zip(found.layouts, timelines_of_layouts(found), strict=True)
+            ),
+            *(Alternative(name=f"{count} x {found.num_devices // count}", refused=reason) for count, reason in found.refused),
+        ),
+        memory_limit_bytes=limit if math.isfinite(limit) else None,
+        notes=(_LAYOUTS, _CALLS_ALONE, *averages),
+        replicas=ReplicaGrid(num_replicas=best.num_replicas, placement=placement, gradient_bytes=best.simulation.gradient_bytes)
+        if best.num_replicas > 1
+        else None,
+    )
+
+
+def timelines_of_layouts(found: LayoutComparison) -> list[Timeline]:
+    """Of each layout a step of one of its pipelines, with the average of the gradients."""
+    link, shares_out = found.replica_link, found.shares_out
+    return [
+        Timeline.of_replicas(_label(each), each.simulation, each.num_replicas, link, shares_out=shares_out)
+        for each in found.layouts
+    ]
+
+
+def placement_of(layout: Layout) -> Placement:
+    """Which rank of one of its pipelines has which stages."""
+    rank_of_stage = layout.simulation.table.rank_of_stage
+    each = layout.chosen.stages_per_rank
+    is_v = each > 1 and layout.num_ranks > 1 and rank_of_stage[-1] == 0
+    return Placement(num_ranks=layout.num_ranks, stages_per_rank=each, is_v=is_v)
+
+
+def _label(layout: Layout) -> str:
+    return f"{_name(layout)}, simulated: {layout.samples_per_second:,.1f} samples/s"
+
+
+def _name(layout: Layout) -> str:
+    return f"{layout.num_ranks} x {layout.num_replicas}, {layout.chosen.schedule}"
 
 
 def title_of_plan(plan: PartitionPlan) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_fxpipe.pictures.looks import LOOKS, OTHER, Look
 from lightning_fxpipe.pictures.page import Alternative, Page
+from lightning_fxpipe.pictures.replica_grid import ReplicaGrid
 from lightning_fxpipe.planner.plan import PartitionPlan, StageSpec
 from lightning_fxpipe.simulation.actions import Action
 from lightning_fxpipe.simulation.costs import StageCosts
@@ -23,6 +24,7 @@ def data_of(page: Page) -> dict[str, Any]:
         "memoryLimitBytes": page.memory_limit_bytes,
         "looks": {**{kind.value: _look(look) for kind, look in LOOKS.items()}, "other": _look(OTHER)},
         "plan": None if page.plan is None else _plan(page.plan, page.stage_costs),
+        "replicas": None if page.replicas is None else _replicas(page.replicas),
         "alternatives": [_alternative(each) for each in page.alternatives],
     }
 
@@ -42,6 +44,15 @@ def _plan(plan: PartitionPlan, costs: Sequence[StageCosts]) -> Mapping[str, Any]
         "parameters": [
             [fqn, [*shape], [] if fqn in every_rank else [*plan.stages_of(fqn)]] for fqn, shape in plan.parameter_shapes.items()
         ],
+    }
+
+
+def _replicas(grid: ReplicaGrid) -> Mapping[str, Any]:
+    return {
+        "stages": [[*grid.placement.stages_of(place)] for place in range(grid.placement.num_ranks)],
+        "ranks": [[*ranks] for ranks in grid.ranks],
+        "machines": [[*machines] for machines in grid.machines],
+        "gradientBytes": [round(num_bytes) for num_bytes in grid.gradient_bytes],
     }
 
 

@@ -23,7 +23,7 @@ from lightning_fxpipe.planner import measured_costs
 from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.fastest_cut import FastestCut
-from lightning_fxpipe.planner.load import Load
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.partition import Firsts, Weights
 from lightning_fxpipe.planner.timed_cut import TimedChain
@@ -73,6 +73,7 @@ class Search:
         combinations: Those to look at.
         memory_bytes: What each device has for its stages, by global rank; empty where nobody knows.
         speeds: How fast each device is, in proportion to the others, by global rank; empty where all are equal.
+        optimizer_bytes_per_byte: As of :class:`~lightning_fxpipe.planner.load.Load`.
     """
 
     num_ranks: int
@@ -80,6 +81,7 @@ class Search:
     combinations: tuple[Combination, ...]
     memory_bytes: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
+    optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE
 
     @property
     def most_stages(self) -> int:
@@ -97,6 +99,7 @@ class Search:
             scale=size / max(1, chain.traced.batch_size),
             memory_bytes=self.memory_bytes,
             speeds=self.speeds,
+            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte,
         )
 
     def choose(self, chain: Chain, states: Weights, firsts: MakeFirsts) -> Choice:

@@ -15,7 +15,7 @@ from lightning_fxpipe.planner.alternatives import Alternative
 from lightning_fxpipe.planner.choice import Choice, Search
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.granularity import cut_costs
-from lightning_fxpipe.planner.load import Load
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
 from lightning_fxpipe.planner.measured_costs import measured_seconds
 from lightning_fxpipe.planner.partition import Demands, Firsts, NothingFits, Weights, cheapest_cuts
 from lightning_fxpipe.planner.pinned import pinned_firsts, pinned_modules, pinned_units
@@ -74,6 +74,12 @@ class CutRule:
         """Whether it is the usual one."""
         has_more = self.split_points or self.stage_of or self.must_fit or (self.load is not None and self.load.speeds)
         return self.balance == "parameters" and not has_more and self.search is None
+
+    @property
+    def optimizer_bytes_per_byte(self) -> float:
+        """What the optimizer keeps on a device for each byte of its stages' parameters that train."""
+        told = self.search or self.load
+        return ADAM_BYTES_PER_BYTE if told is None else told.optimizer_bytes_per_byte
 
     def has_to_be_open(self, root: nn.Module) -> frozenset[str]:
         """The modules that have to be open whatever they weigh, as the user has said something of what is inside."""
@@ -149,7 +155,7 @@ class _Asked:
     @cached_property
     def states(self) -> Weights:
         """Bytes of its units' states."""
-        return state_weights(self.chain, self.call)
+        return state_weights(self.chain, self.call, self.rule.optimizer_bytes_per_byte)
 
     def pinned(self, num_stages: int) -> list[Firsts]:
         """With which units stages may begin as modules have to be in some; empty where with any."""
@@ -226,7 +232,7 @@ class _Asked:
         return PartitionError(
             f"No cut into {self.rule.num_stages} stages fits into the devices' memory.",
             observed=f"{', '.join(map(human_bytes, closest))} for the stages with the cut that comes closest: parameters, "
-            f"gradients, Adam's states, and the activations of {load.words}",
+            f"gradients, {load.states_words}, and the activations of {load.words}",
             expected=f"at most {', '.join(human_bytes(int(limit)) for limit in limits)}, with buffers for what is sent",
             todo="Use more devices, more and smaller microbatches, a schedule that keeps fewer of them, or recomputation.",
         )

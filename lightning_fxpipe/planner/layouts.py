@@ -7,7 +7,7 @@ those that fit the memory the fastest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from torch import nn
@@ -21,7 +21,7 @@ from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
 from lightning_fxpipe.planner.stage_costs import Device
-from lightning_fxpipe.planner.step_plan import make_plan
+from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks
@@ -44,6 +44,7 @@ class Layout:
         reduce_seconds: Of that time, how much longer it takes than with one pipeline.
         samples_per_second: Of all replicas.
         balance: What the stages have equal shares of.
+        simulation: Of a step of one of the pipelines, without the average.
     """
 
     num_ranks: int
@@ -52,6 +53,7 @@ class Layout:
     reduce_seconds: float
     samples_per_second: float
     balance: BalanceName
+    simulation: Simulation = field(repr=False)
 
     @property
     def order(self) -> tuple[bool, float]:
@@ -70,6 +72,9 @@ class LayoutComparison:
         refused: Numbers of devices of a pipeline for which there is no plan, with the reason.
         plan: For the best of them; ``FxPipeStrategy(plan=...)`` on so many devices makes the replicas, and takes its schedule
             and its number of microbatches.
+        device: What each rank runs on.
+        replica_link: Between the ranks with the same stages.
+        shares_out: Whether replicas share out the optimizer.
     """
 
     num_devices: int
@@ -77,6 +82,9 @@ class LayoutComparison:
     layouts: tuple[Layout, ...]
     refused: tuple[tuple[int, str], ...]
     plan: PartitionPlan
+    device: Device
+    replica_link: Link
+    shares_out: bool
 
     def __str__(self) -> str:
         rows = [_cells(layout) for layout in self.layouts]
@@ -161,6 +169,9 @@ def compare_layouts(
         layouts=tuple(layouts),
         refused=tuple(refused),
         plan=comparing.plan(layouts[0]),
+        device=device,
+        replica_link=comparing.replica_link,
+        shares_out=comparing.shares_out,
     )
 
 
@@ -208,17 +219,21 @@ class _Comparing:
     def plan(self, layout: Layout) -> PartitionPlan:
         """The plan for one of them."""
         chosen = layout.chosen
-        plan = make_plan(
-            self.module,
-            self.batch,
+        count = chosen.num_microbatches
+        rule = make_rule(
             num_stages=layout.num_ranks * chosen.stages_per_rank,
             num_devices=layout.num_ranks,
             balance=layout.balance,
             schedule=cast(SimulatedSchedule, chosen.schedule),
-            num_microbatches=chosen.num_microbatches,
-            batch_dim=self.batch_dim,
+            num_microbatches=count,
+            optimizer_bytes_per_byte=self._optimizer_bytes(layout.num_ranks),
         )
-        return replace(plan, alternatives=(chosen,))
+        planned = make_planned(self.module, self.batch, rule=rule, num_microbatches=count, batch_dim=self.batch_dim)
+        return replace(planned.plan, alternatives=(chosen,))
+
+    def _optimizer_bytes(self, num_ranks: int) -> float:
+        """What a replica keeps for each byte of a parameter."""
+        return self.optimizer_bytes_per_byte / (self._num_replicas(num_ranks) if self.shares_out else 1)
 
     def _num_replicas(self, num_ranks: int) -> int:
         return self.num_devices // num_ranks
@@ -239,7 +254,7 @@ class _Comparing:
             device=self.device,
             num_microbatches=num_microbatches,
             schedules=self._schedules(num_ranks),
-            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte / (self._num_replicas(num_ranks) if self.shares_out else 1),
+            optimizer_bytes_per_byte=self._optimizer_bytes(num_ranks),
             batch_dim=self.batch_dim,
             balance=balance,
         )
@@ -267,6 +282,7 @@ class _Comparing:
             reduce_seconds=seconds - simulation.seconds,
             samples_per_second=num_replicas * self.num_samples / seconds,
             balance=balance,
+            simulation=simulation,
         )
 
 

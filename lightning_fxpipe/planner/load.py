@@ -16,6 +16,8 @@ from lightning_fxpipe.simulation.costs import StageCosts
 _T = TypeVar("_T")
 _EQUAL = StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, weight_backward_seconds=1.0)
 _GIB = 2**30
+# What the optimizer keeps for each byte of a parameter that trains: two moments of Adam.
+ADAM_BYTES_PER_BYTE = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,7 @@ class Load:
         scale: How much larger a microbatch is than the one that is recorded.
         memory_bytes: What each device has for its stages, by global rank; empty where nobody knows.
         speeds: How fast each device is, in proportion to the others, by global rank; empty where all are equal.
+        optimizer_bytes_per_byte: What the optimizer keeps on a device for each byte of its stages' parameters that train.
     """
 
     schedule: SimulatedSchedule | ActionTable
@@ -39,6 +42,7 @@ class Load:
     scale: float = 1.0
     memory_bytes: tuple[int, ...] = ()
     speeds: tuple[float, ...] = ()
+    optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE
 
     def check(self) -> None:
         """Raises :class:`PartitionError` where more or fewer devices are described than there are."""
@@ -56,6 +60,12 @@ class Load:
         """What an error calls it."""
         schedule = "a table of actions" if isinstance(self.schedule, ActionTable) else self.schedule
         return f"{schedule} with {self.num_microbatches} microbatches"
+
+    @property
+    def states_words(self) -> str:
+        """What an error calls the optimizer's states."""
+        share = self.optimizer_bytes_per_byte / ADAM_BYTES_PER_BYTE
+        return "Adam's states" if share == 1 else f"{share:.3g} of Adam's states"
 
     @property
     def num_stages(self) -> int:

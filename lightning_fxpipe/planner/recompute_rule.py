@@ -18,9 +18,8 @@ from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.cost import Chain, Unit
 from lightning_fxpipe.planner.fastest_cut import merged
-from lightning_fxpipe.planner.load import Load
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
 from lightning_fxpipe.planner.unit_costs import UnitCosts, unit_costs
-from lightning_fxpipe.planner.weighing import STATES_PER_BYTE
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.simulation.by_name import simulate
 from lightning_fxpipe.simulation.costs import StageCosts
@@ -206,7 +205,7 @@ def _needed(chain: Chain, cuts: Sequence[int], blocks: Sequence[Block], load: Lo
     memories = load.in_pipeline(load.memory_bytes)
     while True:
         stages = [
-            with_recomputed(chain, costs, start, end, blocks, load.scale)
+            with_recomputed(chain, costs, start, end, blocks, load.scale, load.optimizer_bytes_per_byte)
             for start, end, blocks in zip(bounds, bounds[1:], taken, strict=False)
         ]
         found = simulate(
@@ -231,13 +230,19 @@ def _flops_per_byte(chain: Chain, costs: Sequence[UnitCosts], block: Block) -> f
 
 
 def with_recomputed(
-    chain: Chain, costs: Sequence[UnitCosts], start: int, end: int, blocks: Sequence[Block], scale: float
+    chain: Chain,
+    costs: Sequence[UnitCosts],
+    start: int,
+    end: int,
+    blocks: Sequence[Block],
+    scale: float,
+    optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
 ) -> StageCosts:
     """What a stage keeps whose blocks are recomputed; a forward takes a second, a backward two, and that forward again."""
     saved = sum(unit.saved_bytes for unit in costs[start:end])
     again = [sum(unit.saved_bytes for unit in costs[block.first : block.last + 1]) for block in blocks]
     kept = saved - sum(again) + sum(chain.site(block.first - 1).num_bytes for block in blocks)
-    stage = merged([_states(unit) for unit in costs[start:end]], 0.0)
+    stage = merged([_states(unit, optimizer_bytes_per_byte) for unit in costs[start:end]], 0.0)
     return replace(
         stage,
         forward_seconds=1.0,
@@ -249,6 +254,6 @@ def with_recomputed(
     )
 
 
-def _states(unit: UnitCosts) -> StageCosts:
-    states = unit.parameter_bytes + STATES_PER_BYTE * unit.gradient_bytes
+def _states(unit: UnitCosts, optimizer_bytes_per_byte: float) -> StageCosts:
+    states = unit.parameter_bytes + (1 + optimizer_bytes_per_byte) * unit.gradient_bytes
     return StageCosts(forward_seconds=1.0, input_backward_seconds=1.0, state_bytes=states)

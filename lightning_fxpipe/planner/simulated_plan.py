@@ -114,6 +114,7 @@ def simulate_plan(
         stage_of=stage_of,
         device_speeds=device_speeds,
         device_memory_gib=device_memory_gib,
+        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
     )
     planned = make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim)
     assignment = planned.assignment
@@ -121,7 +122,7 @@ def simulate_plan(
         raise _not_simulated(planned.plan.joint_reason)
     assert planned.region is not None
     of_units = unit_costs(assignment.chain)
-    states = state_weights(assignment.chain, planned.region, 1 + optimizer_bytes_per_byte)
+    states = state_weights(assignment.chain, planned.region, optimizer_bytes_per_byte)
     simulations: dict[str, Simulation] = {}
     refused: dict[str, str] = {}
     for schedule in map(str, schedules):

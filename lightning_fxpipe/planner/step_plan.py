@@ -16,7 +16,7 @@ from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, Uns
 from lightning_fxpipe.microbatch.split import count_samples, first_microbatch, tensors_without_batch
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.granularity import cut_costs
-from lightning_fxpipe.planner.load import Load, memory_of_each
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load, memory_of_each
 from lightning_fxpipe.planner.partition import Demands, lightest_maximum
 from lightning_fxpipe.planner.pinned import pinned_modules
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -114,8 +114,9 @@ def make_rule(
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
     device_memory_gib: float | Sequence[float] = (),
+    optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
 ) -> CutRule:
-    """Where a graph is cut. Arguments as :func:`make_plan`.
+    """Where a graph is cut. Arguments as :func:`make_plan`, and what the optimizer keeps for each byte of a parameter.
 
     Raises:
         TypeError: Nothing says how many stages there are.
@@ -148,6 +149,7 @@ def make_rule(
         num_microbatches=num_microbatches,
         memory_bytes=memory_of_each(device_memory_gib, num_ranks),
         speeds=tuple(device_speeds),
+        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
     )
     return CutRule(
         num_stages=num_stages,

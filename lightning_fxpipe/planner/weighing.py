@@ -13,13 +13,11 @@ from functools import partial
 from torch import nn
 
 from lightning_fxpipe.planner.cost import Chain, canonical_fqns
-from lightning_fxpipe.planner.load import Load
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load
 from lightning_fxpipe.planner.partition import Firsts, Weights
 from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
 
-# What training keeps for each byte of a parameter besides itself: its gradient, and two moments of Adam.
-STATES_PER_BYTE = 3
 # Of what crosses a cut, the stage before it has a buffer for the gradient that comes back, beside what it sends.
 _BUFFERS_PER_CUT = 2
 
@@ -29,19 +27,20 @@ def parameter_weights(chain: Chain, call: Recordable) -> Weights:
     return _weights(chain, call, lambda parameter: parameter.numel())
 
 
-def state_weights(chain: Chain, call: Recordable, states_per_byte: float = STATES_PER_BYTE) -> Weights:
+def state_weights(chain: Chain, call: Recordable, optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE) -> Weights:
     """Bytes of the same: parameters, gradients, and the optimizer's states.
 
     Args:
         chain, call: The chain, and what it is of.
-        states_per_byte: Bytes of gradient and optimizer for each byte of a parameter that trains.
+        optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains.
     """
-    return _weights(chain, call, partial(state_bytes, states_per_byte=states_per_byte))
+    return _weights(chain, call, partial(state_bytes, optimizer_bytes_per_byte=optimizer_bytes_per_byte))
 
 
-def state_bytes(parameter: nn.Parameter, states_per_byte: float = STATES_PER_BYTE) -> int:
+def state_bytes(parameter: nn.Parameter, optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE) -> int:
     """Of a parameter, its gradient and the optimizer's states."""
-    return round((1 + states_per_byte * parameter.requires_grad) * parameter.numel() * parameter.element_size())
+    trained = (1 + optimizer_bytes_per_byte) * parameter.requires_grad
+    return round((1 + trained) * parameter.numel() * parameter.element_size())
 
 
 def memory_weights(

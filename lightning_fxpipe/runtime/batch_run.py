@@ -25,6 +25,7 @@ from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.recording.recorder import Recorder
@@ -63,6 +64,7 @@ class PipelineRuntime:
         no_placeholders: In this context a look at a tensor of another stage is an error; yields what watches for it.
         recorder: Notes what runs.
         compiles: Whether modules inside of stages are compiled.
+        optimizer_bytes_per_byte: What the optimizer will keep here for each byte of a parameter that trains.
 
     Attributes:
         stage_traces: The traces of the module's steps.
@@ -86,6 +88,7 @@ class PipelineRuntime:
         no_placeholders: Callable[[], AbstractContextManager[TorchFunctionMode | None]] = nullcontext,
         recorder: Recorder | None = None,
         compiles: bool = False,
+        optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
     ) -> None:
         recorder = recorder or Recorder()
         self._root = root
@@ -100,7 +103,12 @@ class PipelineRuntime:
         is_chosen = chosen is not None and schedule.name == "auto"
         schedule = SCHEDULES[chosen.schedule] if chosen and is_chosen else schedule
         interleaving = Interleaving(
-            schedule=schedule, is_chosen=is_chosen, options=loss or LossOptions(), topology=topology, log=trace_log
+            schedule=schedule,
+            is_chosen=is_chosen,
+            options=loss or LossOptions(),
+            topology=topology,
+            log=trace_log,
+            optimizer_bytes_per_byte=optimizer_bytes_per_byte,
         )
         self._setups = PassSetups(root, plan, topology, trace_log, schedule=schedule, recorder=recorder, compiles=compiles)
         self._sparing = sparing

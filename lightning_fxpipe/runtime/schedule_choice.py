@@ -18,6 +18,7 @@ from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.loss_weights import Finding, LossOptions, LossReduction, Verdict
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
 from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.schedules.by_name import Schedule
@@ -42,13 +43,21 @@ class Interleaving:
         options: What the user says about the loss.
         topology: This rank's place.
         log: Is told of the choice.
+        optimizer_bytes_per_byte: What the optimizer will keep here for each byte of a parameter that trains.
 
     Attributes:
         may_be: Whether batches run so, or a look at the next one may show that they can.
     """
 
     def __init__(
-        self, *, schedule: Schedule, is_chosen: bool = False, options: LossOptions, topology: Topology, log: TraceLog
+        self,
+        *,
+        schedule: Schedule,
+        is_chosen: bool = False,
+        options: LossOptions,
+        topology: Topology,
+        log: TraceLog,
+        optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
     ) -> None:
         self._name = "1F1B" if schedule.name in ("auto", "1f1b") else f'schedule="{schedule.name}"'
         self.may_be = schedule.alternates
@@ -57,6 +66,7 @@ class Interleaving:
         self._options = options
         self._topology = topology
         self._log = log
+        self._states_per_byte = 1 + optimizer_bytes_per_byte
         self._finding = Finding(verdict=Verdict.UNCLEAR)
         self._num_batches = 0  # since the last look
 
@@ -136,8 +146,10 @@ class Interleaving:
         free = memory_for_rank(self._topology.device, self._topology.num_ranks)
         if free is None:
             return False
-        # Gradients and the optimizer's states, two for each parameter with Adam, are still to come.
-        coming = sum(3 * p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+        # Gradients and the optimizer's states are still to come.
+        coming = self._states_per_byte * sum(
+            p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None
+        )
         return needed > _TIGHT_SHARE * (free - coming)
 
     def _refuse(self, needed: int, *, may_go_on: bool) -> None:

@@ -73,15 +73,26 @@ class Simulation:
             shares_out: Whether each steps its share of the parameters, and then gives them to the others: once more half of
                 what the gradients travel.
         """
-        times = 1.5 if shares_out else 1.0
-        ends = [
-            events[-1].end_seconds + times * link.reduce_seconds(self._gradient_bytes(rank), num_replicas)
-            for rank, events in enumerate(self.ranks)
-        ]
-        return max(ends) + self.overhead.step_seconds
+        spans = self.average_spans(num_replicas, link, shares_out=shares_out)
+        return max(end for _, _, end in spans) + self.overhead.step_seconds
 
-    def _gradient_bytes(self, rank: int) -> float:
-        return sum(self.costs[stage].gradient_bytes for stage in self.table.stages_of(rank))
+    def average_spans(
+        self, num_replicas: int, link: Link, *, shares_out: bool = False
+    ) -> tuple[tuple[float, float, float], ...]:
+        """For each rank when its own stages are done, when it has the average of the gradients, and when what others step is
+        there. Arguments as :meth:`seconds_of_replicas`."""
+        found = []
+        for events, num_bytes in zip(self.ranks, self.gradient_bytes, strict=True):
+            seconds = link.reduce_seconds(num_bytes, num_replicas)
+            averaged = events[-1].end_seconds + seconds
+            found.append((events[-1].end_seconds, averaged, averaged + shares_out * 0.5 * seconds))
+        return tuple(found)
+
+    @property
+    def gradient_bytes(self) -> tuple[float, ...]:
+        """Of each rank's stages."""
+        ranks = range(self.table.num_ranks)
+        return tuple(sum(self.costs[stage].gradient_bytes for stage in self.table.stages_of(rank)) for rank in ranks)
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation.actions import Action
+from lightning_fxpipe.simulation.costs import Link
 from lightning_fxpipe.simulation.simulator import Simulation
+
+# What a rank does after an average where replicas share out the optimizer.
+OTHERS_STEP = "parameters that others step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,20 @@ class Timeline:
             simulation.kept_bytes,
             tuple(event.action for event in simulation.critical_path),
         )
+
+    @classmethod
+    def of_replicas(
+        cls, label: str, simulation: Simulation, num_replicas: int, link: Link, *, shares_out: bool = False
+    ) -> Timeline:
+        """That of a simulated step of one of several pipelines, with what they average. Arguments as
+        :meth:`~lightning_fxpipe.simulation.simulator.Simulation.seconds_of_replicas`."""
+        alone = cls.of_simulation(label, simulation)
+        spans = simulation.average_spans(num_replicas, link, shares_out=shares_out)
+        ranks = []
+        for of_rank, num_bytes, (start, middle, end) in zip(alone.ranks, simulation.gradient_bytes, spans, strict=True):
+            averages = [Span(f"average of {human_bytes(round(num_bytes))}", start, middle), Span(OTHERS_STEP, middle, end)]
+            ranks.append((*of_rank, *(span for span in averages if span.seconds > 0)))
+        return replace(alone, ranks=tuple(ranks))
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -114,11 +114,18 @@ class Replicated:
     Args:
         replicas: The replicas.
         parameters, buffers: Gives those of this rank as they are now.
+        noted: In this context gradients are averaged.
     """
 
     def __init__(
-        self, replicas: Replicas, parameters: Callable[[], Iterable[Tensor]], buffers: Callable[[], Iterable[Tensor]]
+        self,
+        replicas: Replicas,
+        parameters: Callable[[], Iterable[Tensor]],
+        buffers: Callable[[], Iterable[Tensor]],
+        *,
+        noted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._noted = noted
         self._replicas = replicas
         self._parameters, self._buffers = parameters, buffers
         self._buffers_differ = False
@@ -156,7 +163,8 @@ class Replicated:
         finally:
             self._is_in_backward = before
         if averages and self._replicas.are_several:
-            average_gradients(self._parameters(), self._replicas)
+            with self._noted():
+                average_gradients(self._parameters(), self._replicas)
 
     def _averaging(self, original: Callable[..., None]) -> Callable[..., None]:
         """``loss.backward()`` that a step calls by itself, which under DDP ends with averaged gradients, too."""

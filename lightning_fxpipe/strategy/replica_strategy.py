@@ -70,6 +70,12 @@ class ReplicaStrategy(Base):
         assert self._replica is not None
         return self._replica
 
+    def name_profile(self, trainer: Any) -> None:
+        """Tells the Trainer's profiler which process this is; the Trainer takes the only replica for the only process, whose
+        profile needs no name of its own."""
+        local_rank = self.local_rank if self.topology.num_ranks > 1 else None
+        trainer.profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
+
     @property
     @override
     def root_device(self) -> torch.device:

@@ -16,7 +16,7 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.data.begun import BegunIterators
-from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.distributed.topology import DataParallelName, Placement
 from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import (
     count_samples,
@@ -26,7 +26,7 @@ from lightning_fxpipe.microbatch.split import (
     tensors_without_batch,
 )
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
-from lightning_fxpipe.planner.load import Load, memory_of_each
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load, memory_of_each
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
@@ -77,6 +77,7 @@ class PlanOptions:
         schedule: For training.
         recompute: Which modules' activations are computed again.
         compile: Whether modules inside of stages are compiled.
+        data_parallel: What replicas do with the optimizer's states.
     """
 
     given: PartitionPlan | None
@@ -92,6 +93,16 @@ class PlanOptions:
     schedule: Schedule = SCHEDULES["auto"]
     recompute: RecomputeName | Sequence[str] = "none"
     compile: bool = False
+    data_parallel: DataParallelName = "replicate"
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether each replica keeps its share of the optimizer's states."""
+        return self.data_parallel == "shard"
+
+    def optimizer_bytes_per_byte(self, num_replicas: int) -> float:
+        """What the optimizer, if it is Adam, keeps on a device for each byte of its stages' parameters that train."""
+        return ADAM_BYTES_PER_BYTE / (num_replicas if self.shares_out else 1)
 
     @property
     def needs_memory(self) -> bool:
@@ -173,6 +184,7 @@ class RunPlans:
         device: torch.device,
         context: Callable[[StepKind], AbstractContextManager[None]],
         memory_left: tuple[int, ...] = (),
+        num_replicas: int = 1,
     ) -> Planned:
         """The given plan, or one made by running the step that comes first on its first microbatch.
 
@@ -183,6 +195,7 @@ class RunPlans:
             device: This rank's device.
             context: Makes the precision plugin's context for a step.
             memory_left: Bytes that the stages of each rank may take; empty where nobody knows or asks.
+            num_replicas: Pipelines side by side.
 
         Raises:
             UnsupportedError: There is no batch.
@@ -195,7 +208,8 @@ class RunPlans:
             check_batch_dim(options.batch_dim, plan.batch_dim)
             planned = Planned(plan=plan)
         else:
-            trial = _Trial(trainer, module, options, placement, device, memory_left, context, self.begun)
+            kept = options.optimizer_bytes_per_byte(num_replicas)
+            trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, self.begun)
             kind = step_of_run(trainer)
             with telling(f"Tracing the {kind.words}", after_seconds=0):
                 planned = trial.plan(kind)
@@ -213,6 +227,7 @@ class _Trial:
     placement: Placement
     device: torch.device
     memory_left: tuple[int, ...]
+    optimizer_bytes_per_byte: float
     context: Callable[[StepKind], AbstractContextManager[None]]
     begun: BegunIterators
 
@@ -285,6 +300,7 @@ class _Trial:
                 num_ranks=self.placement.num_ranks,
                 memory_bytes=options.memory_of(self.memory_left, self.placement.num_ranks),
                 device_speeds=options.device_speeds,
+                optimizer_bytes_per_byte=self.optimizer_bytes_per_byte,
             )
             rule = CutRule(
                 num_stages=search.most_stages,
@@ -345,6 +361,7 @@ class _Trial:
             scale=plan_passes(num_samples, count)[0].size / size,
             memory_bytes=options.memory_of(self.memory_left, num_ranks),
             speeds=tuple(options.device_speeds),
+            optimizer_bytes_per_byte=self.optimizer_bytes_per_byte,
         )
 
     def _plan_jointly(self, batch: Any, *, accepts_part: bool) -> PartitionPlan:

@@ -18,6 +18,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pictures.chrome_trace import trace_of
 from lightning_fxpipe.pictures.html_page import html_of
 from lightning_fxpipe.pictures.page import page_of_timelines
+from lightning_fxpipe.pictures.replica_grid import ReplicaGrid
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.recording.expected import simulated
 from lightning_fxpipe.recording.files import check_writable, write_recording
@@ -31,6 +32,11 @@ _NOTHING = nullcontext()
 PAGE, TRACE = "index.html", "trace.json"
 _NOTES = (
     "Below each measured step is what its schedule would take if each action took the median of its like and the rest no time.",
+)
+
+_FIRST_REPLICA = (
+    "These are the ranks of replica 0. An average of gradients begins with the wait for the other replicas; what it takes is "
+    "measured, not simulated."
 )
 
 
@@ -53,6 +59,7 @@ class RunRecording:
         self._trainer: Any = None  # while a run of `fit` is on
         self._topology: Topology | None = None
         self._plan: PartitionPlan | None = None
+        self._grid: ReplicaGrid | None = None
         self._num_steps = 0  # that have begun
         self._logged_step = 0  # the number of the running one to loggers
         self._measured: list[MeasuredStep] = []  # on the last stage's rank
@@ -64,13 +71,16 @@ class RunRecording:
 
     # ------------------------------------------------------------------ a run
 
-    def begin_run(self, trainer: Trainer, topology: Topology, plan: PartitionPlan | None = None) -> None:
+    def begin_run(
+        self, trainer: Trainer, topology: Topology, plan: PartitionPlan | None = None, ranks_per_machine: int | None = None
+    ) -> None:
         """Called by every rank before each run. Of several replicas the first is recorded.
 
         Args:
             trainer: The Trainer.
             topology: This rank's place.
             plan: Which stage holds what, for the page.
+            ranks_per_machine: How many ranks are on each machine, for the page; None where nobody knows.
 
         Raises:
             UnsupportedError: The folder cannot be written; on every rank.
@@ -89,6 +99,9 @@ class RunRecording:
                 todo="Give FxPipeStrategy(record=...) another folder.",
             )
         self._trainer, self._topology, self._plan = trainer, topology, plan
+        count = topology.replicas.count
+        grid = ReplicaGrid(num_replicas=count, placement=topology.placement, ranks_per_machine=ranks_per_machine)
+        self._grid = grid if topology.replicas.are_several else None
         self._num_steps, self._measured, self._is_written = 0, [], False
 
     def begin_step(self) -> None:
@@ -179,7 +192,7 @@ class RunRecording:
                 [*timelines, *([expected] if expected else [])],
                 folder,
                 clock_error_seconds=error,
-                pictures=_pictures(timelines, expected, self._plan),
+                pictures=_pictures(timelines, expected, self._plan, self._grid),
             )
         except OSError as reason:
             warn(f"The recording of the run cannot be written to {folder}: {reason}")
@@ -187,10 +200,16 @@ class RunRecording:
             inform(f"{len(timelines)} recorded steps are in {folder}: open {Path(folder) / PAGE} in a browser.")
 
 
-def _pictures(measured: Sequence[Timeline], expected: Timeline | None, plan: PartitionPlan | None) -> dict[str, str]:
+def _pictures(
+    measured: Sequence[Timeline], expected: Timeline | None, plan: PartitionPlan | None, grid: ReplicaGrid | None
+) -> dict[str, str]:
     """Contents of the files that show a recording, by name: each measured step above the simulated one."""
     simulated_ones = [expected] if expected else []
     page = page_of_timelines(
-        "Recorded steps", {timeline.label: [timeline, *simulated_ones] for timeline in measured}, plan=plan, notes=_NOTES
+        "Recorded steps",
+        {timeline.label: [timeline, *simulated_ones] for timeline in measured},
+        plan=plan,
+        notes=_NOTES if grid is None else (*_NOTES, _FIRST_REPLICA),
+        replicas=grid,
     )
     return {PAGE: html_of(page), TRACE: json.dumps(trace_of([*measured, *simulated_ones]))}

@@ -35,6 +35,7 @@ def search_space(
     num_ranks: int,
     memory_bytes: tuple[int, ...],
     device_speeds: Sequence[float],
+    optimizer_bytes_per_byte: float,
 ) -> Search:
     """What there is to choose from.
 
@@ -46,6 +47,7 @@ def search_space(
         num_ranks: Devices.
         memory_bytes: What each device has for its stages, by its rank; empty where nobody knows.
         device_speeds: How fast each is; empty where all are equal.
+        optimizer_bytes_per_byte: What the optimizer keeps on a device for each byte of a parameter that trains.
     """
     num_samples = count_samples(batch, num_microbatches, batch_dim).num_samples
     return Search(
@@ -59,15 +61,23 @@ def search_space(
         ),
         memory_bytes=memory_bytes,
         speeds=tuple(device_speeds),
+        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
     )
 
 
-def memory_left(topology: Topology) -> tuple[int, ...]:
-    """Bytes that the stages of each rank may take on its device, by global rank; empty where nobody knows. Called by every
-    rank."""
-    free = memory_for_rank(topology.device, topology.num_ranks)
-    by_place: list[int | None] = [free] * topology.num_ranks
-    if topology.num_ranks > 1:
-        dist.all_gather_object(by_place, free, group=topology.control_group)
-    by_rank = [by_place[topology.global_rank(rank)] for rank in range(topology.num_ranks)]  # its own inverse
-    return tuple(int(_USABLE_SHARE * free) for free in by_rank if free is not None) if None not in by_rank else ()
+def memory_left(topology: Topology, num_processes: int) -> tuple[int, ...]:
+    """Bytes that the stages of each rank may take on its device, by global rank in the first replica: the least of all
+    replicas. Empty where nobody knows. Called by every rank.
+
+    Args:
+        topology: This rank's place.
+        num_processes: Processes on this machine, of all replicas.
+    """
+    own = topology.placement.global_rank(topology.rank), memory_for_rank(topology.device, num_processes)
+    told = [own] * topology.num_ranks * topology.replicas.count
+    if len(told) > 1:
+        dist.all_gather_object(told, own, group=topology.everyone)
+    if any(free is None for _, free in told):
+        return ()
+    least = [min(free for at, free in told if at == rank and free is not None) for rank in range(topology.num_ranks)]
+    return tuple(int(_USABLE_SHARE * free) for free in least)

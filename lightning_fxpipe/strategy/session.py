@@ -32,6 +32,7 @@ from lightning_fxpipe.metrics.step_log import ResultChannel, replay
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
 from lightning_fxpipe.optim.optimizers import StageOptimizer
 from lightning_fxpipe.planner.cost import canonical_fqns
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.planner.step_plan import must_run_jointly
@@ -83,6 +84,7 @@ class Session:
         materials: Values for the tensors that have no data.
         recorder: Notes what runs.
         compiles: Whether modules inside of stages are compiled.
+        optimizer_bytes_per_byte: What the optimizer will keep here for each byte of a parameter that trains.
 
     Attributes:
         is_split: Whether the module is in pieces; where :meth:`end_run` makes it whole again, the session is over.
@@ -104,6 +106,7 @@ class Session:
         materials: Materials | None = None,
         recorder: Recorder,
         compiles: bool = False,
+        optimizer_bytes_per_byte: float = ADAM_BYTES_PER_BYTE,
     ) -> None:
         self.module = module
         self.plan = plan
@@ -123,7 +126,10 @@ class Session:
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
         self.replicated = Replicated(
-            topology.replicas, lambda: self._members.parameters.values(), lambda: self._members.buffers.values()
+            topology.replicas,
+            lambda: self._members.parameters.values(),
+            lambda: self._members.buffers.values(),
+            noted=lambda: recorder.during("average of gradients"),
         )
         self.replicated.begin()
         # As they were listed, those that every rank has, and those of stages.
@@ -142,6 +148,7 @@ class Session:
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
             recorder=recorder,
             compiles=compiles,
+            optimizer_bytes_per_byte=optimizer_bytes_per_byte,
         )
         self._joint_steps = JointSteps(
             module,

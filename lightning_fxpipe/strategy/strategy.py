@@ -169,11 +169,11 @@ class PipelineStrategy(ReplicaStrategy):
             schedule=self._schedule,
             recompute=recompute,
             compile=compile,
+            data_parallel=data_parallel,
         )
         self._loss = LossOptions.of(loss_reduction, loss_weight)
         check_options(options, self._loss, num_microbatches, start_method, data_parallel)
         self._plans = RunPlans(options)
-        self._data_parallel = data_parallel
         self._backend = process_group_backend
         self._timeout = timedelta(seconds=timeout_seconds)
         self._start_method: StartMethod = start_method
@@ -306,7 +306,7 @@ class PipelineStrategy(ReplicaStrategy):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if not self._is_in_stages():
             self._split(trainer)
-        self._recording.begin_run(trainer, self.topology, self.plan)
+        self._recording.begin_run(trainer, self.topology, self.plan, self.num_processes)
         self.session.prepare(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -314,10 +314,7 @@ class PipelineStrategy(ReplicaStrategy):
             kept = kept_through(self._stage_optimizers, self.module, self.session.dropped, self.topology)
             self._stage_optimizers = kept
         self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._stage_optimizers))
-        # The Trainer takes the only replica for the only process, whose profile needs no name of its own.
-        local_rank = self.local_rank if self.topology.num_ranks > 1 else None
-        profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-        profiler.setup(stage=trainer.state.fn, local_rank=local_rank, log_dir=trainer.log_dir)
+        self.name_profile(trainer)
         self.setup_precision_plugin()
         self._precision = PipelinePrecision(
             self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
@@ -338,14 +335,16 @@ class PipelineStrategy(ReplicaStrategy):
                         self.module,
                         placement=self.topology.placement,
                         device=self.root_device,
-                        memory_left=memory_left(self.topology) if self._plans.options.needs_memory else (),
+                        memory_left=memory_left(self.topology, self.num_processes) if self._plans.options.needs_memory else (),
+                        num_replicas=self.replicas.count,
                         context=partial(step_context, self.precision_plugin),
                     )
                 # Those of rank 0 hold for all: ranks that cut, or go on, differently would never find each other.
                 plan, self._schedule = self.broadcast((planned.plan, self._schedule))
                 self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
-                report_plan(plan, self.module, self._num_microbatches, self.replicas)
+                placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
+                report_plan(plan, self.module, self._num_microbatches, placement, self._num_machines, self.num_processes)
             self._take_place(plan)
             self.offer_mesh(self.module)
             self._session = Session(
@@ -360,6 +359,7 @@ class PipelineStrategy(ReplicaStrategy):
                 materials=materials,
                 recorder=self._recording.recorder,
                 compiles=self._plans.options.compile,
+                optimizer_bytes_per_byte=self._plans.options.optimizer_bytes_per_byte(self.replicas.count),
             )
             if planned is not None:
                 self._session.begin_with(step_of_run(trainer), planned)
@@ -376,7 +376,7 @@ class PipelineStrategy(ReplicaStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        shards, is_saved = self._data_parallel == "shard", bool(trainer.checkpoint_callbacks)
+        shards, is_saved = self._plans.options.shares_out, bool(trainer.checkpoint_callbacks)
         self._stage_optimizers = stage_optimizers(
             self.module, self.optimizers, self.topology, dropped=self.session.dropped, shards=shards, is_saved=is_saved
         )

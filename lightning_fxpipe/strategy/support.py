@@ -33,6 +33,7 @@ from lightning_fxpipe.optim.coupling import couples_parameters
 from lightning_fxpipe.optim.optimizers import StageOptimizer
 from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.optim.twins import CannotTryError
+from lightning_fxpipe.pictures.replica_grid import ReplicaGrid, gradient_bytes
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.reporting.messages import inform, warn
 from lightning_fxpipe.schedules.by_name import Schedule
@@ -319,11 +320,23 @@ def _is_coupled(optimizer: Optimizer) -> bool:
         ) from error
 
 
-def report_plan(plan: PartitionPlan, module: nn.Module, num_microbatches: int | None, replicas: Replicas) -> None:
+def report_plan(
+    plan: PartitionPlan,
+    module: nn.Module,
+    num_microbatches: int | None,
+    placement: Placement,
+    num_machines: int,
+    ranks_per_machine: int,
+) -> None:
     """Shows a new plan, and what the user should know about it."""
     inform(f"\n{plan}\n")
-    if replicas.are_several:
-        inform(f"{replicas.count} replicas of this pipeline train on different batches; their gradients are averaged.")
+    num_replicas = num_machines * ranks_per_machine // placement.num_ranks
+    if num_replicas > 1:
+        held = gradient_bytes(plan, module, placement)
+        grid = ReplicaGrid(
+            num_replicas=num_replicas, placement=placement, ranks_per_machine=ranks_per_machine, gradient_bytes=held
+        )
+        inform(f"\n{grid}\n")
     report_batch_norm(module, num_microbatches)
 
 

@@ -173,6 +173,10 @@ def test_layouts_prints_stages_and_replicas_and_saves_the_plan_of_the_fastest(pr
     assert plan.num_stages == 1
     assert plan.chosen is not None
     assert plan.chosen.num_microbatches == 1
+    html, trace = project / "layouts.html", project / "layouts.json"
+    run(*options, "--html", str(html), "--trace", str(trace))
+    assert '"ranks":[[0],[1],[2],[3]]' in html.read_text(encoding="utf-8")
+    assert "average of " in trace.read_text(encoding="utf-8")
     slow = run(*options, "--replica-bytes-per-second", "1", "--output", str(path), "--schedules", "gpipe", "1f1b")
     assert slow != out
     assert PartitionPlan.load(path).num_stages == 4

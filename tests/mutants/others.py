@@ -55,7 +55,7 @@ MUTANTS = [
     ),
     Mutant(
         _TOPOLOGY,
-        "(rank if self.placement.is_v else self.num_ranks - 1 - rank)",
+        "(rank if self.is_v else self.num_ranks - 1 - rank)",
         "rank",
         ("distributed/test_topology.py::test_the_last_stage_is_on_rank_zero",),
         "stages run with the ranks, not against them",
@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         _TOPOLOGY,
-        "return self.first_rank + (",
+        "return replica * self.num_ranks + (",
         "return (",
         ("distributed/test_topology.py::test_replicas_are_neighbours_in_turn",),
         "the second replica takes its stages for those of the first",

@@ -11,10 +11,24 @@ _KEPT = "planner/test_unit_costs.py"
 MUTANTS = [
     Mutant(
         "simulation/simulator.py",
-        "events[-1].end_seconds + times * link.reduce_seconds",
-        "self.pipeline_seconds + times * link.reduce_seconds",
+        "averaged = events[-1].end_seconds + seconds",
+        "averaged = self.pipeline_seconds + seconds",
         ("planner/test_layouts.py::test_a_rank_averages_as_soon_as_its_own_stages_are_done",),
         "replicas average when all stages are done",
+    ),
+    Mutant(
+        "simulation/timeline.py",
+        "Span(OTHERS_STEP, middle, end)",
+        "Span(OTHERS_STEP, middle, middle)",
+        ("pictures/test_replicas.py::test_a_step_ends_with_the_average_that_layouts_count",),
+        "a step of replicas that share out the optimizer ends on pictures before they have the others' parameters",
+    ),
+    Mutant(
+        "strategy/run_plan.py",
+        "ADAM_BYTES_PER_BYTE / (num_replicas if self.shares_out else 1)",
+        "ADAM_BYTES_PER_BYTE",
+        ("ranks/test_shards.py::test_a_memory_limit_counts_a_replicas_share_of_the_states",),
+        "a memory limit counts all states of an optimizer that is shared out",
     ),
     Mutant(
         _RUN,

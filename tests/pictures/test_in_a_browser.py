@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.pictures.html_page import write_page
 from lightning_fxpipe.pictures.looks import LOOKS
 from lightning_fxpipe.pictures.page import Page, page_of_simulated_plan, page_of_timelines
+from lightning_fxpipe.pictures.replica_grid import ReplicaGrid
 from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD
 from tests.pictures.browser import Browser, browser, find_browser
 from tests.pictures.examples import WICKED, measured, plan_of, simulated_plan, timeline
@@ -215,6 +217,28 @@ def test_the_model_is_a_tree_whose_branches_open(shown: Browser) -> None:
     assert names == ["(root)", "net", WICKED, "1", "2", "head", "teacher"]
     assert "every rank" in text(shown, "#tree")
     assert shown.run("document.querySelectorAll('b').length") == 0
+
+
+def test_replicas_are_a_table_of_ranks(chromium: Browser, tmp_path: Path) -> None:
+    placement = Placement(num_ranks=2, stages_per_rank=2, is_v=True)
+    grid = ReplicaGrid(num_replicas=3, placement=placement, ranks_per_machine=2, gradient_bytes=(2048.0, 512.0))
+    show(chromium, page_of_timelines("Three", {"1f1b": [timeline()]}, plan=plan_of(4), replicas=grid), tmp_path)
+    cells = chromium.run(
+        "[...document.querySelectorAll('#replica-table tr')].map(row => [...row.cells].map(each => each.innerText))"
+    )
+    assert [[" ".join(cell.split()) for cell in row] for row in cells] == [
+        ["Replica", "Machine", "stages 03", "stages 12"],  # a chip for each
+        *([str(replica), str(replica), *map(str, ranks)] for replica, ranks in enumerate(grid.ranks)),
+        ["Averaged", "2.0 KiB", "512 B"],
+    ]
+    assert "3 replicas" in text(chromium, "#summary")
+    assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert chromium.complaints == []
+
+
+def test_one_pipeline_has_no_table_of_replicas(shown: Browser) -> None:
+    assert shown.run("document.getElementById('replicas').hidden")
+    assert "replica" not in text(shown, "body")
 
 
 def test_a_plan_by_itself_is_shown_with_the_reason(chromium: Browser, tmp_path: Path) -> None:

@@ -105,6 +105,14 @@ def test_all_that_was_looked_at_is_told_the_chosen_first_and_then_by_seconds(clo
     assert found.alternatives[0].step_seconds <= 1.01 * others[0]
 
 
+def test_what_the_optimizer_keeps_is_told_to_each_load() -> None:
+    chain = chain_of()
+    one = replace(search(), optimizer_bytes_per_byte=0.5)
+    assert {one.load(chain, combination).optimizer_bytes_per_byte for combination in one.combinations} == {0.5}
+    rule, plain = (CutRule(num_stages=4, search=each) for each in (one, search()))
+    assert (rule.optimizer_bytes_per_byte, plain.optimizer_bytes_per_byte) == (0.5, 2.0)
+
+
 def with_fixed_cost(_: int, samples: int) -> UnitSeconds:
     """Many microbatches, which take the least memory, are slow."""
     return UnitSeconds(samples + 8.0, samples + 8.0, samples + 8.0)

@@ -21,7 +21,7 @@ from lightning_fxpipe.planner.partition import Weights
 from lightning_fxpipe.planner.recompute_rule import RecomputeRule
 from lightning_fxpipe.planner.stage_costs import stage_work
 from lightning_fxpipe.planner.stage_work import StageWork
-from lightning_fxpipe.planner.step_plan import make_planned
+from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from tests.lit import LitModel
 from tests.models import make_samples
@@ -313,6 +313,29 @@ def test_stages_fit_into_the_memory_or_are_refused(schedule: str) -> None:
             with pytest.raises(PartitionError, match="No cut into 3 stages fits into the devices' memory") as caught:
                 make_plan(model, batch, device_memory_gib=limit, **options)
             assert "KiB" in str(caught.value.observed)
+
+
+@pytest.mark.parametrize("optimizer_bytes_per_byte", [0.0, 0.5, 2.0])
+def test_what_the_optimizer_keeps_counts_as_it_is_told(optimizer_bytes_per_byte: float) -> None:
+    model, batch = equal_layers(6), torch.randn(8, WIDTH)
+    states = round((2 + optimizer_bytes_per_byte) * 4 * (WIDTH * WIDTH + WIDTH))  # of a layer
+    kept, buffers = 8 * WIDTH * 4, 2 * 8 * WIDTH * 4
+    needed = 3 * (states + kept) + buffers  # the first stage's input is kept by nobody: the last one needs the most
+    for limit, fits in ((needed, True), (needed - buffers - 1, False)):
+        rule = make_rule(
+            num_stages=2,
+            balance="flops",
+            num_microbatches=1,
+            device_memory_gib=limit / 2**30,
+            optimizer_bytes_per_byte=optimizer_bytes_per_byte,
+        )
+        if fits:
+            assert layers_of(make_planned(model, batch, rule=rule).plan) == [3, 3]
+            continue
+        with pytest.raises(PartitionError, match="fits into the devices' memory") as caught:
+            make_planned(model, batch, rule=rule)
+        told = {0.0: "0 of Adam's states", 0.5: "0.25 of Adam's states", 2.0: ", Adam's states"}[optimizer_bytes_per_byte]
+        assert told in str(caught.value.observed)
 
 
 def test_a_small_device_gets_what_fits_and_the_others_the_rest() -> None:

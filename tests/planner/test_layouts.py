@@ -22,7 +22,7 @@ from lightning_fxpipe import (
     simulate_plan,
 )
 from lightning_fxpipe.microbatch.split import default_num_microbatches
-from lightning_fxpipe.planner.layouts import Layout
+from lightning_fxpipe.planner.layouts import Layout, _Comparing
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
 from lightning_fxpipe.planner.stage_costs import Device
@@ -133,6 +133,32 @@ def test_replicas_that_share_out_the_optimizer_fit_where_others_do_not_and_send_
     for kind, fits in (("replicate", False), ("shard", True)):
         (one,) = (layout for layout in compared(2, device, data_parallel=kind).layouts if layout.num_ranks == 1)
         assert one.chosen.fits is fits
+
+
+def test_the_plan_for_replicas_that_share_out_the_optimizer_is_the_one_that_was_simulated() -> None:
+    """By memory: with fewer states another cut is as even as can be."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(1024, WIDTH)
+            self.layers = layers(8)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.layers(self.embed(tokens))
+
+    tokens = torch.zeros(NUM_SAMPLES, 32, dtype=torch.long)
+    held = []
+    for shares_out, kept in ((False, 2.0), (True, 1.0)):
+        comparing = _Comparing(Net(), tokens, 4, SLOW, Link(), ("gpipe",), 1, 2.0, shares_out, 0)
+        (layout,) = comparing._simulated(2, 1, "memory")
+        options: dict[str, Any] = {"device": SLOW, "schedules": ["gpipe"], "balance": "memory"}
+        expected = simulate_plan(Net(), tokens, num_stages=2, optimizer_bytes_per_byte=kept, **options)
+        assert layout.chosen.peak_bytes == max(expected.simulations["gpipe"].peak_bytes)
+        plan = comparing.plan(layout)
+        assert plan.stages == expected.plan.stages
+        held.append((plan.num_held(0) - 1024 * WIDTH) / WIDTH**2)
+    assert held == [1, 2]  # layers beside the embedding
 
 
 def test_what_is_frozen_is_not_averaged() -> None:

@@ -4,6 +4,7 @@ the memory needs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,6 +134,12 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
     table = table_of("1f1b", [StageCosts(forward_seconds=1, input_backward_seconds=1)] * 2, 4)
     for limit in (1, max(needs) - 1, max(needs)):
         assert recomputed(wide, "auto", load(limit, table)) == recomputed(wide, "auto", load(limit, "1f1b"))
+    # Where the optimizer keeps less, so much less memory is needed.
+    parts = (costs[: assignment.cuts[0] + 1], costs[assignment.cuts[0] + 1 :])
+    shared_out = max(need - sum(unit.gradient_bytes for unit in part) for need, part in zip(needs, parts, strict=True))
+    assert recomputed(wide, "auto", replace(load(shared_out), optimizer_bytes_per_byte=1.0)) == ()
+    assert recomputed(wide, "auto", replace(load(shared_out - 1), optimizer_bytes_per_byte=1.0)) != ()
+    assert recomputed(wide, "auto", load(shared_out)) != ()
     sizes = [len(recomputed(wide, "auto", load(limit))) for limit in range(1, max(needs) + 2, max(needs) // 12)]
     assert sizes == sorted(sizes, reverse=True)
 

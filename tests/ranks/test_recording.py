@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,13 +14,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
+import lightning_fxpipe.strategy.support
 from lightning_fxpipe import FxPipeStrategy, Recording, UnsupportedError, read_recording
 from lightning_fxpipe.distributed.topology import make_topology
 from lightning_fxpipe.recording import alignment
 from lightning_fxpipe.recording.expected import table_of
+from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation import by_name
 from lightning_fxpipe.simulation.actions import Action
 from lightning_fxpipe.simulation.costs import StageCosts
@@ -61,6 +65,61 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tu
 
 def actions_of(spans: tuple[Span, ...]) -> list[Span]:
     return [span for span in spans if isinstance(span.work, Action)]
+
+
+def record_replicas(folder: str) -> dict[str, Any]:
+    """Runs on every rank: two replicas of two stages; what is said of them, and what they are."""
+    told: list[str] = []
+    original = lightning_fxpipe.strategy.support.inform
+    lightning_fxpipe.strategy.support.inform = told.append
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="1f1b", record=Recording(folder, 1, 2))
+    look = Gradients()
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=4, callbacks=[look])
+    try:
+        trainer.fit(LitModel("gpt"), make_loader("gpt"))
+    finally:
+        lightning_fxpipe.strategy.support.inform = original
+    topology = strategy.topology
+    return {
+        "told": told,
+        "rank": dist.get_rank(),
+        "replica": topology.replicas.index,
+        "stages": topology.stages,
+        "gradients": look.num_bytes,
+    }
+
+
+class Gradients(L.Callback):
+    """Counts the bytes of this rank's gradients."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.num_bytes = sum(p.grad.nbytes for p in pl_module.parameters() if p.grad is not None and not p.is_meta)
+
+
+def test_replicas_are_in_the_report_and_on_the_page(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(4).run(record_replicas, str(tmp_path))
+    (text,) = [told for told in results[0]["told"] if "replicas of this pipeline" in told]
+    for stage in range(2):
+        mine = [result for result in results if result["stages"] == (stage,)]
+        assert [result["replica"] for result in mine] == [0, 1]
+        (row,) = [line for line in text.splitlines() if line.split()[:1] == [str(stage)]]
+        names = ", ".join(str(result["rank"]) for result in mine)
+        assert row.split() == [str(stage), *names.split(), *human_bytes(mine[0]["gradients"]).split()]
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', (tmp_path / "index.html").read_text())
+    data = json.loads(found)
+    assert data["replicas"]["stages"] == [[0], [1]]
+    for replica, of_replica in enumerate(data["replicas"]["ranks"]):
+        of_stages = {result["stages"]: result["rank"] for result in results if result["replica"] == replica}
+        assert of_replica == [of_stages[0,], of_stages[1,]]
+    assert data["replicas"]["machines"] == []
+    *steps, simulated = read_recording(tmp_path)
+    for step in steps:
+        for spans in step.ranks:
+            (average,) = [span for span in spans if span.work == "average of gradients"]
+            assert average.start_seconds >= max(span.end_seconds for span in actions_of(spans))
+            optimizer = [span for span in spans if span.work == "optimizer step"][-1]
+            assert average.end_seconds <= optimizer.start_seconds
+    assert all(isinstance(span.work, Action) for spans in simulated.ranks for span in spans)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -11,16 +11,26 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe.distributed.topology import Replicas
+import lightning_fxpipe.runtime.schedule_choice
+import lightning_fxpipe.strategy.run_plan
+from lightning_fxpipe import FxPipeStrategy, PartitionError, compare_layouts
+from lightning_fxpipe.distributed.topology import Placement, Replicas, make_topology
 from lightning_fxpipe.optim.shards import Shards
+from lightning_fxpipe.planner.layouts import Layout
+from lightning_fxpipe.planner.planning import plan_regions
+from lightning_fxpipe.planner.stage_costs import Device
+from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.strategy import search_space
 from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, assert_same
+from tests.ranks.test_interleaved import Passes
 from tests.ranks.test_replica_checkpoints import Look, merged, resume, save, save_in_background, strategy_of
 from tests.ranks.test_replica_checkpoints import check as check_equal
 from tests.ranks.test_replicas import CASES, Case, Manual, check_all, run
@@ -269,6 +279,134 @@ def test_the_largest_are_shared_out_first() -> None:
     trained = [sum(size for size in each if size != 8) for each in owned]
     assert sorted(owned[0] + owned[1]) == sorted(sizes)
     assert trained == [8, 8]
+
+
+# ------------------------------------------------------------------ memory limits
+
+
+class Layers(L.LightningModule):
+    """Equal layers, which two stages and two replicas share out evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def layout_of(kind: Any) -> Layout:
+    """What the table of layouts says of two stages on four devices."""
+    found = compare_layouts(
+        Layers(),
+        [torch.randn(16, 64)],
+        num_devices=4,
+        device=Device(flops_per_second=1e9, bytes_per_second=1e9),
+        schedules=["gpipe"],
+        num_microbatches=2,
+        data_parallel=kind,
+    )
+    return next(one for one in found.layouts if one.num_ranks == 2)
+
+
+def fit_layers(options: dict[str, Any]) -> L.Trainer:
+    """Two steps of two replicas of two stages."""
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, **options)
+    trainer = make_trainer(max_epochs=1, strategy=strategy, devices=4)
+    trainer.fit(Layers(), DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=16))
+    return trainer
+
+
+def moments_within(limit: float, options: dict[str, Any]) -> int | str:
+    """Runs on every rank: bytes of the moments that it keeps of its parameters, or why there is no cut."""
+    try:
+        trainer = fit_layers({"device_memory_gib": limit / 2**30, **options})
+    except PartitionError as error:
+        return str(error)
+    (optimizer,) = trainer.optimizers
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in states if value.numel() > 1)
+
+
+def moments_within_each(limits: Sequence[tuple[float, dict[str, Any]]]) -> list[int | str]:
+    """Runs on every rank."""
+    return [moments_within(limit, options) for limit, options in limits]
+
+
+def test_a_memory_limit_counts_a_replicas_share_of_the_states(ranks: Ranks) -> None:
+    whole, shared = layout_of("replicate").chosen.peak_bytes, layout_of("shard").chosen.peak_bytes
+    # The last stage decides: the first has buffers for what it sends, and does not keep its input.
+    of_stage = 4 * 64 * 64 * 4
+    replicate, shard = {"data_parallel": "replicate"}, {"data_parallel": "shard"}
+    limits: list[tuple[float, dict[str, Any]]] = [
+        (shared, replicate),
+        (whole - 1, replicate),
+        (whole, replicate),
+        (shared - 1, shard),
+        (shared, shard),
+        (shared, {**shard, "balance": "memory"}),
+        (shared, {**replicate, "balance": "memory"}),
+    ]
+    for refused, narrowly, fits, too_little, fits_shared, balanced, refused_too in ranks(4).run(moments_within_each, limits):
+        for text, peak in ((refused, whole), (narrowly, whole), (too_little, shared), (refused_too, whole)):
+            assert "No cut into 2 stages fits into the devices' memory" in str(text)
+            assert f"{human_bytes(peak)} for the stages" in str(text)
+        assert ("0.5 of Adam's states" in str(too_little), "0.5 of Adam's states" in str(refused)) == (True, False)
+        # The ranks have what was counted.
+        assert fits == 2 * of_stage
+        assert fits_shared == balanced == of_stage
+        assert fits - fits_shared == whole - shared
+
+
+def passes_and_rules(free_bytes: int, kind: Any) -> tuple[tuple[int, int], list[float]]:
+    """Runs on every rank: how batches go where so much memory is left, and what each of some plans counts for the optimizer."""
+    rules: list[float] = []
+
+    def noting(root: Any, calls: Any, *, rule: Any, device: Any) -> Any:
+        rules.append(rule.optimizer_bytes_per_byte)
+        return plan_regions(root, calls, rule=rule, device=device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lightning_fxpipe.runtime.schedule_choice, "memory_for_rank", lambda device, num_ranks: free_bytes)
+        patch.setattr(lightning_fxpipe.strategy.run_plan, "plan_regions", noting)
+        with Passes() as passes:
+            fit_layers({"data_parallel": kind})
+        for options in ({"balance": "auto"}, {"recompute": "auto", "device_memory_gib": 1}):
+            fit_layers({"data_parallel": kind, **options})
+    return (passes.by_turns, passes.forward), rules
+
+
+def test_what_is_chosen_by_itself_counts_a_replicas_share_of_the_states(ranks: Ranks) -> None:
+    of_stage = 4 * 64 * 64 * 4
+    # Gradients and all states leave nothing of it; gradients and half of the states as much as a stage has parameters.
+    for kind, passes, kept in (("replicate", (2, 0), 2.0), ("shard", (0, 2), 1.0)):
+        for found, rules in ranks(4).run(passes_and_rules, 3 * of_stage, kind):
+            assert found == passes
+            assert len(rules) == 3
+            assert {*rules} == {kept}
+
+
+def memory_where_one_has_less() -> list[tuple[int, ...]]:
+    """Runs on every rank: what ranks have left, by several placements, and where one does not know."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        free = [700, 400, 500, 900][dist.get_rank()]
+        patch.setattr(search_space, "memory_for_rank", lambda device, num_ranks: 10 * free // num_ranks)
+        for placement in (Placement(num_ranks=2), Placement(num_ranks=2, stages_per_rank=2, is_v=True), Placement(num_ranks=4)):
+            topology = make_topology(torch.device("cpu"), placement=placement)
+            found.append(search_space.memory_left(topology, 10))
+        patch.setattr(search_space, "memory_for_rank", lambda device, num_ranks: None if dist.get_rank() == 3 else 1)
+        found.append(search_space.memory_left(topology, 10))
+    return found
+
+
+def test_the_memory_that_is_left_is_the_least_of_all_replicas(ranks: Ranks) -> None:
+    """By global rank: what the ranks 0 and 1 have, or 2 and 3 if that is less."""
+    for found in ranks(4).run(memory_where_one_has_less):
+        assert found == [(450, 360), (450, 360), (630, 360, 450, 810), ()]
 
 
 # ------------------------------------------------------------------ checkpoints

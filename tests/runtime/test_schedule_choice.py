@@ -27,12 +27,14 @@ UNCLEAR = Finding(verdict=Verdict.UNCLEAR)
 class Decision:
     """One rank's, with what it has said."""
 
-    def __init__(self, schedule: ScheduleName, options: LossOptions | None = None) -> None:
+    def __init__(self, schedule: ScheduleName, options: LossOptions | None = None, **more: Any) -> None:
         self.said: list[str] = []
         self.warned: list[str] = []
         self.undone_together: list[bool] = []
         log: Any = SimpleNamespace(inform=self.said.append, warn=self.warned.append)
-        self.made = Interleaving(schedule=SCHEDULES[schedule], options=options or LossOptions(), topology=ALONE, log=log)
+        self.made = Interleaving(
+            schedule=SCHEDULES[schedule], options=options or LossOptions(), topology=ALONE, log=log, **more
+        )
 
     def by(self, finding: Finding, *, saved_bytes: int = 0, parameters: list[nn.Parameter] | None = None) -> Interleaving:
         def compare(*_: Any, undoes_together: bool) -> Finding:
@@ -91,6 +93,13 @@ def test_gradients_and_optimizer_states_are_still_to_come() -> None:
     assert Decision("auto").by(FITS, saved_bytes=88, parameters=parameters).is_on
     parameters[0].grad = torch.zeros(25)
     assert not Decision("auto").by(FITS, saved_bytes=88, parameters=parameters).may_be
+
+
+def test_a_replicas_share_of_the_optimizer_states_is_less() -> None:
+    parameters = [nn.Parameter(torch.zeros(25))]
+    shared = {"optimizer_bytes_per_byte": 0.5}
+    assert not Decision("auto", **shared).by(FITS, saved_bytes=106, parameters=parameters).may_be
+    assert Decision("auto", **shared).by(FITS, saved_bytes=107, parameters=parameters).is_on
 
 
 def test_where_nobody_knows_the_memory_auto_is_gpipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fxpipe import PartitionError, PartitionPlan, UnsupportedError, make_plan
+from lightning_fxpipe.distributed.topology import Placement, Topology
+from lightning_fxpipe.strategy import search_space
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans
 from tests.lit import LitModel, make_trainer
 from tests.models import make_samples
@@ -59,6 +61,22 @@ def test_memory_that_nobody_knows_is_no_limit_in_silence() -> None:
     assert options("auto").memory_of((5, 6), 2) == (5, 6)
     assert options(None).memory_of((), 2) == ()
     assert options(1).memory_of((5, 6), 2) == (2**30, 2**30)
+
+
+def test_memory_is_shared_by_all_processes_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other replicas take theirs, too."""
+    monkeypatch.setattr(search_space, "memory_for_rank", lambda device, num_ranks: 1000 // num_ranks)
+    alone = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=1), device=torch.device("cpu"))
+    assert [search_space.memory_left(alone, count) for count in (1, 4)] == [(900,), (225,)]
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("replicate", 2.0), ("shard", 0.5)])
+def test_what_a_replica_keeps_of_the_optimizer_counts(kind: Any, kept: float) -> None:
+    options = PlanOptions(
+        given=None, num_stages=2, stages_per_rank="auto", num_microbatches=None, batch_dim=0, data_parallel=kind
+    )
+    assert options.optimizer_bytes_per_byte(4) == kept
+    assert options.optimizer_bytes_per_byte(1) == 2.0
 
 
 def test_a_plan_for_validation_does_not_hold_for_a_fit() -> None:

@@ -51,6 +51,7 @@ function showSummary() {
     const timeline = prepared(first.timelines[0]);
     facts.push(counted(timeline.ranks.length, "rank"), counted(timeline.numMicrobatches, "microbatch").replace(/hs$/, "hes"));
   }
+  if (data.replicas) facts.push(counted(data.replicas.ranks.length, "replica"));
   if (data.memoryLimitBytes !== null) facts.push(`${humanBytes(data.memoryLimitBytes)} of memory on each`);
   byId("summary").textContent = facts.join(" \u00b7 ");
   byId("notes").replaceChildren(...data.notes.map((note) => element("p", {}, note)));
@@ -58,6 +59,7 @@ function showSummary() {
 
 function showPlan() {
   byId("stages").hidden = byId("model").hidden = !data.plan;
+  showReplicas(data.replicas);
   byId("stages").classList.toggle("alone", !data.alternatives.length);
   if (!data.plan) return;
   showStages(data.plan);
