@@ -143,6 +143,18 @@ def test_the_benchmark_of_simulated_steps_compares_four_schedules() -> None:
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_skips_compares_two_ways() -> None:
+    sizes = ["--width=4", "--side=16", "--batch-size=4", "--microbatches=2", "--steps=2", "--rounds=1"]
+    command = [sys.executable, EXAMPLES / "benchmarks" / "skips_time.py", *sizes]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (passed_on,) = (line.split() for line in run.stdout.splitlines() if line.split()[:2] == ["from", "stage"])
+    (directly,) = (line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["directly"])
+    assert float(directly[-1]) == float(passed_on[-1]) == 0  # differences of the losses
+    assert float(directly[1]) < float(passed_on[2])  # MiB
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_schedules_compares_them() -> None:
     sizes = ["--dim=16", "--num-layers=4", "--num-heads=2", "--context=8", "--batch-size=8", "--microbatches=4"]
     command = [sys.executable, EXAMPLES / "benchmarks" / "schedule_time.py", *sizes, "--steps=2", "--rounds=1"]

@@ -169,7 +169,8 @@ def test_a_run_that_has_lost_a_host_goes_on_with_fewer_stages(tmp_path: Path) ->
     check_against_undisturbed(tmp_path, done[2, 1], done[1, 1], 1)
 
 
-@pytest.mark.parametrize("data_parallel", ["replicate", pytest.param("shard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
 def test_a_run_that_has_lost_a_host_goes_on_with_fewer_replicas(tmp_path: Path, data_parallel: str) -> None:
     """Each host has a replica of two stages."""
     done, text = run_that_loses_a_host(tmp_path, 2, {"num_stages": 2, "data_parallel": data_parallel}, 10)

@@ -7,6 +7,20 @@ _TEST_PARTITION, _TEST_FOLLOW, _TEST_COST = "planner/test_partition.py", "planne
 
 MUTANTS = [
     Mutant(
+        "planner/skips.py",
+        "            if all(any(other is not node and trains(other) >= trains(node) for other in nodes) for nodes in past):\n",
+        "            if True:\n",
+        ("planner/test_skips.py::test_boundary_keeps_a_tensor_that_trains_where_one_goes_past_it",),
+        "nothing is left to tell a stage that it is its turn",
+    ),
+    Mutant(
+        "planner/skips.py",
+        "    stops = [stage for stage in range(first + 1, end) if node in uses[stage]]\n",
+        "    stops: list[int] = []\n",
+        ("planner/test_skips.py::test_every_stage_has_what_it_uses_and_sends_what_it_has",),
+        "a tensor goes past a stage that uses it",
+    ),
+    Mutant(
         _PARTITION,
         "if num_stages < 1 or num_stages - 1 > num_legal:",
         "if num_stages < 1 or num_stages > num_legal:",

@@ -11,7 +11,41 @@ _ORDERS = "schedules/test_by_name.py"
 
 _OWN, _TEST_OWN = "schedules/own_table.py", "schedules/test_own_table.py"
 
+_SKIPS, _TEST_SKIPS = "schedules/skips.py", "schedules/test_skips.py"
+_ONE_PROCESS = "ranks/test_skips.py::test_stages_of_one_process_equal_one_device"
+
 MUTANTS = [
+    Mutant(
+        _SKIPS,
+        "_FIRST_TAG = 1 << 16",
+        "_FIRST_TAG = 1",
+        (
+            f"{_TEST_SKIPS}::test_no_other_message_has_such_a_tag",
+            f"{_TEST_SKIPS}::test_each_message_has_a_tag_of_its_own_and_the_next_is_asked_for_ahead",
+        ),
+        "a rank that waits for a command gets a tensor that goes past stages",
+    ),
+    Mutant(
+        _SKIPS,
+        "_FIRST_TAG + number * self._num_microbatches + index",
+        "_FIRST_TAG + number + index",
+        (f"{_TEST_SKIPS}::test_each_message_has_a_tag_of_its_own_and_the_next_is_asked_for_ahead",),
+        "two tensors that go past stages share a tag",
+    ),
+    Mutant(
+        _SKIPS,
+        "torch.zeros_like(leaf) if gradient is None else",
+        "torch.ones_like(leaf) if gradient is None else",
+        (f"{_TEST_SKIPS}::test_gradient_that_nobody_has_computed_is_sent_as_zeros",),
+        "a tensor that came past stages and gets no gradient sends back another",
+    ),
+    Mutant(
+        _SKIPS,
+        'found["input_values"] = [*found["input_values"], *self._leaves[index]]',
+        'found["input_values"] = [*self._leaves[index], *found["input_values"]]',
+        (_ONE_PROCESS,),
+        "gradients of what came past stages go to the stage before",
+    ),
     Mutant(
         _SPLIT,
         "    if any(output.grad_fn not in on_way for output in outputs if output.grad_fn is not None):\n",
