@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,7 +30,7 @@ from lightning_fxpipe.planner.planning import plan_regions
 from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.strategy import search_space
-from tests.lit import LitModel, make_loader, make_trainer
+from tests.lit import LitModel, Recorder, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Net, assert_same
 from tests.ranks.test_interleaved import Passes
@@ -184,6 +187,61 @@ def test_equals_ddp(ranks: Ranks, stages: int, names: list[str]) -> None:
     expected = ranks(2).run(run_all, names, 2, None, timeout_seconds=300)
     results = ranks(2 * stages).run(run_all, names, 2 * stages, stages, timeout_seconds=600)
     check_all(names, expected, results)
+
+
+class FullySharded(Adam):
+    """Spreads its parameters over the ranks of Lightning's ModelParallelStrategy."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+        for module in (*self.backbone, self.head, self):
+            fully_shard(module, mesh=mesh)
+
+
+class WholeState(L.Callback):
+    """Puts together what ranks have of the parameters and of Adam's states."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        (optimizer,) = trainer.optimizers
+        self.state: dict[str, Tensor] = {}
+        for name, parameter in pl_module.named_parameters():
+            if parameter.is_meta:
+                continue
+            kept = optimizer.state.get(parameter, {})
+            values = {"": parameter, **{f" {key}": value for key, value in kept.items() if key.startswith("exp")}}
+            for key, value in values.items():
+                self.state[name + key] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def run_by_fsdp(num_stages: int | None, accumulates: int) -> dict[str, Any]:
+    """Runs on every rank; without stages by Lightning's FSDP2."""
+    L.seed_everything(3, verbose=False)
+    recorder, whole = Recorder(), WholeState()
+    devices, strategy, module = 2, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), FullySharded()
+    if num_stages is not None:
+        devices, module = 2 * num_stages, Adam()  # type: ignore[assignment]
+        strategy = FxPipeStrategy(num_stages=num_stages, num_microbatches=2, data_parallel="shard")  # type: ignore[assignment]
+    options = {"max_epochs": 5, "accumulate_grad_batches": accumulates, "callbacks": [recorder, whole]}
+    trainer = make_trainer(strategy=strategy, devices=devices, **options)
+    trainer.fit(module)
+    logged = {key: float(value) for key, value in sorted(trainer.callback_metrics.items())}
+    return {"losses": recorder.losses, "state": whole.state, "metrics": logged, "steps": trainer.global_step}
+
+
+@pytest.mark.parametrize("accumulates", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_equals_fully_sharded_modules(ranks: Ranks, stages: int, accumulates: int) -> None:
+    """At least ten steps of two replicas against FSDP2 on two devices. Each replica has the states of its share."""
+    expected = ranks(2).run(run_by_fsdp, None, accumulates)
+    results = ranks(2 * stages).run(run_by_fsdp, stages, accumulates)
+    state: dict[str, Tensor] = {}
+    for index, result in enumerate(results):
+        reference = expected[index // stages]
+        for key in ("losses", "metrics", "steps"):
+            assert_same(result[key], reference[key], key)
+        state |= result["state"]
+    assert expected[0]["steps"] >= 10
+    assert_same(dict(sorted(state.items())), dict(sorted(expected[0]["state"].items())), "state")
 
 
 class Fails(Net):
