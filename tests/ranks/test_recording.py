@@ -25,9 +25,8 @@ from lightning_fxpipe.recording import alignment
 from lightning_fxpipe.recording.expected import table_of
 from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation import by_name
-from lightning_fxpipe.simulation.actions import Action
+from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Action, ActionTable
 from lightning_fxpipe.simulation.costs import StageCosts
-from lightning_fxpipe.simulation.simulator import needed_by
 from lightning_fxpipe.simulation.timeline import Span, Timeline
 from tests.lit import LitModel, fit_and_record, make_loader, make_trainer, snapshot
 from tests.ranks.pool import RankPool
@@ -155,6 +154,16 @@ def test_a_rank_does_one_thing_at_a_time(runs: Any, schedule: str) -> None:
     for spans in (spans for timeline in runs[schedule][1] for spans in timeline.ranks):
         assert all(span.start_seconds <= span.end_seconds for span in spans)
         assert all(before.end_seconds <= span.start_seconds for before, span in pairwise(spans))
+
+
+def needed_by(action: Action, table: ActionTable) -> Action | None:
+    """What an action waits for, that another stage does."""
+    if action.kind is FORWARD:
+        return Action(action.stage - 1, FORWARD, action.microbatch) if action.stage else None
+    if action.kind is WEIGHT_BACKWARD or action.stage == table.num_stages - 1:
+        return None
+    whole = Action(action.stage + 1, BACKWARD, action.microbatch)
+    return whole if whole in table.actions else Action(action.stage + 1, INPUT_BACKWARD, action.microbatch)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
