@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,55 @@ def test_a_table_may_take_microbatches_in_any_order(rows: list[str]) -> None:
     assert not schedule._losses
     found = [[parameter.grad for parameter in module.parameters()] for module in modules]
     torch.testing.assert_close(found, expected)
+
+
+class _OneMore:
+    """Adds an input to each backward pass, and a result that is three times that."""
+
+    def __init__(self) -> None:
+        self.given = torch.ones(1, 2, requires_grad=True)
+        self.names = {"stage_output", "output_grads", "input_values"}
+        self.gradients: dict[int, list[float]] = {}
+
+    def extended(self, index: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        assert {*arguments} == self.names
+        return {
+            "stage_output": (*arguments["stage_output"], 3 * (index + 1) * self.given),
+            "output_grads": (*arguments["output_grads"], torch.ones(1, 2)),
+            "input_values": [*arguments["input_values"], self.given],
+        }
+
+    def send_back(self, index: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        (gradient,) = gradients
+        assert gradient is not None
+        self.gradients[index] = gradient.flatten().tolist()
+
+
+@pytest.mark.usefixtures("_no_group_is_left")
+@pytest.mark.parametrize("backward", [["1B0"], ["1I0", "1W0"]], ids=["whole", "split"])
+def test_a_stage_differentiates_what_torch_does_not_know_of(backward: list[str]) -> None:
+    """Under these names, wherever gradients of inputs come: of a stage in the middle at once or in the first half."""
+    one, skips = torch.ones(1, 2, requires_grad=True), _OneMore()
+    stages = [
+        FrugalStage(
+            torch.nn.Linear(2, 2),
+            index,
+            3,
+            torch.device("cpu"),
+            input_args=one,
+            output_args=one,
+            group=group(),
+            skips=skips if index == 1 else None,
+        )
+        for index in range(3)
+    ]
+    later = [action.replace("0", "1") for action in ("F0", *(action[1:] for action in backward))]
+    rows = ["0F0", "1F0", "2F0", "2B0", *backward, "0B0", "0F1", *(f"1{action}" for action in later[:1]), "2F1", "2B1"]
+    rows += [*(f"1{action}" for action in later[1:]), "0B1"]
+    schedule = TableSchedule(stages, 2, [rows], loss_fn=lambda output, target: output.sum())
+    schedule.step(torch.ones(2, 2), target=torch.zeros(2), return_outputs=False)
+    assert skips.gradients == {0: [3, 3], 1: [6, 6]}
+    assert all(parameter.grad is not None for stage in stages for parameter in stage.submod.parameters())
 
 
 class _Records(logging.Handler):

@@ -100,6 +100,7 @@ RUNS: dict[str, Run] = {
     for run in (like_a_u, used_by_several, of_numbers_and_without_gradient, whose_gradient_nobody_computes, changed_in_place)
 }
 KINDS = [*RUNS, "u_net"]
+OFTEN = ("like_a_u", "whose_gradient_nobody_computes")
 
 
 class Recording(Callback):
@@ -166,8 +167,14 @@ def assert_equals_one_device(found: tuple[list[dict[str, Tensor]], float, int], 
     assert found[1] == pytest.approx(expected[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        pytest.param(kind, schedule, marks=() if schedule == "1f1b" or kind in OFTEN else pytest.mark.slow)
+        for kind in KINDS
+        for schedule in ("gpipe", "1f1b", "zb_h1")
+    ],
+)
 def test_four_ranks_equal_one_device(ranks: Callable[[int], RankPool], kind: str, schedule: str) -> None:
     results = ranks(4).run(recorded, kind, schedule, 4)
     for result in results:
