@@ -200,3 +200,41 @@ def test_stages_of_one_process_equal_one_device(kind: str, schedule: str) -> Non
     found = recorded(kind, schedule)
     assert_equals_one_device(found, kind)
     assert found[2] == 0
+
+
+SEEN: list[int] = []  # not on the module: what changes with each call keeps a batch whole
+
+
+class Fails(nn.Module):
+    """Fails at a later microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(1)
+        if len(SEEN) == 9:
+            raise ArithmeticError("of the third stage")
+        return x
+
+
+def failing(schedule: str) -> str:
+    """Runs on every rank: what the run ends with."""
+    SEEN.clear()
+    module = Skipping(like_a_u)
+    module.layers[4] = nn.Sequential(module.layers[4], Fails())
+    points = ["layers.2", "layers.4", "layers.6"]
+    strategy = FxPipeStrategy(schedule=schedule, num_microbatches=4, split_points=points)  # type: ignore[arg-type]
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=1, **quiet)  # type: ignore[arg-type]
+    data = TensorDataset(*torch.randn(2, 4 * BATCH, WIDTH))
+    with pytest.raises(Exception, match="of the third stage") as ended:
+        trainer.fit(module, DataLoader(data, batch_size=BATCH))
+    return type(ended.value).__name__
+
+
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
+def test_stages_that_wait_for_a_skip_are_told_of_an_error(schedule: str) -> None:
+    """The last stage waits for what the third should send, the first for a gradient past it."""
+    pool = RankPool(4)  # of its own: ranks that have lost each other are of no more use
+    try:
+        assert pool.run(failing, schedule, timeout_seconds=60) == ["PeerError", "ArithmeticError", "PeerError", "PeerError"]
+    finally:
+        pool.kill()
