@@ -230,7 +230,8 @@ def failing(schedule: str) -> str:
     return type(ended.value).__name__
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_that_wait_for_a_skip_are_told_of_an_error(schedule: str) -> None:
     """The last stage waits for what the third should send, the first for a gradient past it."""
     pool = RankPool(4)  # of its own: ranks that have lost each other are of no more use
