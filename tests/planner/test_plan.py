@@ -367,3 +367,18 @@ def test_caption_leaves_out_what_there_is_not() -> None:
 def test_plan_of_a_module_without_parameters_prints() -> None:
     stages = tuple(dataclasses.replace(stage, num_parameters=0) for stage in PLAN.stages)
     assert str(dataclasses.replace(PLAN, stages=stages)).split("parameters in")[0].count("0.0 %") == 3
+
+
+def test_plan_of_before_skips_is_read(tmp_path: Path) -> None:
+    """What each stage sent, it sent to the next one."""
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    data = json.loads(path.read_text())
+    for stage in data["stages"]:
+        for tensor in stage["outputs"]:
+            del tensor["receiver_stage"]
+    path.write_text(json.dumps(data))
+    found = PartitionPlan.load(path)
+    assert [[tensor.receiver_stage for tensor in stage.outputs] for stage in found.stages] == [[None, None], [None], []]
+    assert [stage.skipping_bytes for stage in found.stages] == [0, 0, 0]
+    assert "Sent past stages" not in str(found)
