@@ -373,14 +373,8 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         f"{human_count(plan.num_parameters)} parameters in {_num(plan.num_stages, 'stage')}; bytes are for one "
         f"microbatch of {_num(plan.microbatch_size, 'sample')}"
     )
-    skips = [
-        f"{human_bytes(out.num_bytes)} from stage {stage.index} to {out.receiver_stage}"
-        for stage in plan.stages
-        for out in stage.outputs
-        if out.receiver_stage not in (None, stage.index + 1)
-    ]
-    if skips:
-        yield f"Sent past stages that do not use it: {_shorten(skips)}"
+    if skips := _skips(plan):
+        yield f"Sent past stages that do not use it, part of what they send: {_shorten(skips)}"
     whole = f"; whole in each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
         yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
@@ -410,6 +404,19 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         if fqns:
             parts = _parts(fqns, {*plan.parameter_shapes} - {*fqns} | staged)
             yield f"{where}: {_shorten(parts)} ({_share(plan, fqns)}){more}"
+
+
+def _skips(plan: PartitionPlan) -> list[str]:
+    """What goes past stages, by where it goes from and to."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for stage in plan.stages:
+        for out in stage.outputs:
+            if out.receiver_stage not in (None, stage.index + 1):
+                found.setdefault((stage.index, out.receiver_stage), []).append(out.num_bytes)
+    return [
+        f"{human_bytes(sum(sizes))} from stage {source} to {receiver} ({_num(len(sizes), 'tensor')})"
+        for (source, receiver), sizes in found.items()
+    ]
 
 
 def _share(plan: PartitionPlan, fqns: Sequence[str]) -> str:
