@@ -185,13 +185,10 @@ def test_four_ranks_equal_one_device(ranks: Callable[[int], RankPool], kind: str
 @pytest.mark.parametrize("schedule", ["looped_bfs", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"])
 @pytest.mark.parametrize("kind", ["like_a_u", "used_by_several", "u_net"])
 def test_stages_of_one_rank_give_each_other_what_they_have(ranks: Callable[[int], RankPool], kind: str, schedule: str) -> None:
-    """In a V, a skip like a U's need not leave its rank; in rounds, one over two stages need not."""
     results = ranks(2).run(recorded, kind, schedule, 2)
     for result in results:
         assert_equals_one_device(result, kind)
-    num_sent = sum(num_sent for *_, num_sent in results)
-    if kind != "u_net":
-        assert (num_sent == 0) == ((kind == "like_a_u") == (schedule == "zbv_zero_bubble"))
+    assert not any(num_sent for *_, num_sent in results)  # from stage to stage
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_zero_bubble"])
