@@ -168,7 +168,7 @@ class Topology:
     def can_skip(self) -> bool:
         """Whether stages may send past others. gloo tells messages apart by tags; NCCL does what two ranks exchange one after
         the other, so that a message to a far stage could hold up the one that this stage waits for."""
-        return self.num_ranks == 1 or (self.control_group is self.group and self.placement.stages_per_rank == 1)
+        return self.num_ranks == 1 or self.control_group is self.group
 
     @property
     def everyone(self) -> dist.ProcessGroup | None:

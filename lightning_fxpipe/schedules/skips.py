@@ -50,13 +50,16 @@ class SkipMessages:
         self._asks_ahead = device.type == "cpu"
         self._here: dict[_Key, Tensor] = {}  # from a stage of this rank
         self._coming: dict[_Key, tuple[Tensor, dist.Work | None]] = {}
+        self._asked: set[_Key] = set()  # in this pass
         self._sent: dict[int, deque[dist.Work | None]] = {}
 
     def ask(self, ends: Sequence[SkipEnd], index: int) -> None:
-        """Lets a microbatch's messages come, if there is such a microbatch and they do not come already."""
+        """Lets a microbatch's messages come, if there is such a microbatch: once in a pass, in whatever order it takes
+        microbatches. Whoever asks for a message that has been here takes it from the next pass."""
         for end in ends:
             key = end.number, index
-            if end.rank is not None and index < self._num_microbatches and key not in self._coming:
+            if end.rank is not None and index < self._num_microbatches and key not in self._asked:
+                self._asked.add(key)
                 buffer = torch.empty(end.spec.shape, dtype=end.spec.dtype, device=self._device)
                 work = dist.irecv(buffer, group=self._group, group_src=end.rank, tag=self._tag(key))
                 self._coming[key] = buffer, work
@@ -91,7 +94,10 @@ class SkipMessages:
             sent.append(dist.isend(tensor, group=self._group, group_dst=end.rank, tag=self._tag(key)))
 
     def finish(self) -> None:
-        """Waits until all that was sent is on its way: then its memory may be given back."""
+        """Ends a pass. Waits until all that was sent is on its way: then its memory may be given back."""
+        assert not self._coming
+        assert not self._here
+        self._asked.clear()
         for sent in self._sent.values():
             while sent:
                 _wait(sent.popleft())

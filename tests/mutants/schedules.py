@@ -34,6 +34,13 @@ MUTANTS = [
     ),
     Mutant(
         _SKIPS,
+        "key not in self._asked:",
+        "key not in self._coming:",
+        (f"{_TEST_SKIPS}::test_nothing_is_asked_for_twice_in_whatever_order_microbatches_come",),
+        "a pass takes a message of the next one",
+    ),
+    Mutant(
+        _SKIPS,
         "torch.zeros_like(leaf) if gradient is None else",
         "torch.ones_like(leaf) if gradient is None else",
         (f"{_TEST_SKIPS}::test_gradient_that_nobody_has_computed_is_sent_as_zeros",),

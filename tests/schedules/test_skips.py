@@ -72,6 +72,17 @@ def test_each_message_has_a_tag_of_its_own_and_the_next_is_asked_for_ahead(said:
     assert said.index(("ask", TAG + 5)) < said.index(("wait", TAG + 4))
 
 
+def test_nothing_is_asked_for_twice_in_whatever_order_microbatches_come(said: Said) -> None:
+    """What is asked for and not received would be taken from the next pass, which then waits for ever."""
+    channel = messages()
+    for _ in range(2):
+        said.clear()
+        channel.ask([THERE], 0)
+        assert [int(channel.receive([THERE], index)[0][0]) - TAG for index in (0, 3, 1, 2)] == [4, 7, 5, 6]
+        assert sorted(tag - TAG for what, tag in said if what == "ask") == [4, 5, 6, 7]
+        channel.finish()
+
+
 def test_no_other_message_has_such_a_tag() -> None:
     """A rank waits all the time for the next command, from any that may say one: what it gets is none of a skip's."""
     others = [module._TAG for module in (commands, alignment)]
