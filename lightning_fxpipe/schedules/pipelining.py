@@ -118,11 +118,13 @@ class Pipeline:
         self._failed = False
         self._passing: _ByTorch | OneWay
         self._places = {place.stage: place for place in places}
-        # 1F1B has no more microbatches on the way than places; other orders may.
-        num_kept = num_places if order is Schedule1F1B else None
-        messages = partial(SkipMessages, num_microbatches=num_microbatches, device=device, group=group)
-        has_skips = any(place.skips_in or place.skips_out for place in places)
-        self._skips = [messages(), *([messages(num_kept=num_kept)] if has_backward else [])] if has_skips else []
+        self._onward = self._back = None
+        if any(place.skips_in or place.skips_out for place in places):
+            messages = partial(SkipMessages, num_microbatches=num_microbatches, device=device, group=group)
+            self._onward = messages()
+            if has_backward:
+                # 1F1B has no more microbatches on the way than places; other orders may.
+                self._back = messages(num_kept=num_places if order is Schedule1F1B else None)
         if order is ScheduleGPipe and not has_backward:
             (place,) = places
             self._passing = OneWay(place, num_microbatches=num_microbatches, device=device, group=group, noting=noting)
@@ -134,7 +136,7 @@ class Pipeline:
                 order=order,
                 device=device,
                 group=group,
-                skips=self._skips if has_backward else (),
+                skips=None if self._onward is None or self._back is None else (self._onward, self._back),
                 has_backward=has_backward,
                 noting=noting,
             )
@@ -155,13 +157,13 @@ class Pipeline:
                 todo="Make a new Trainer and module, and resume from a checkpoint.",
             )
         self._failed = True
-        if len(self._skips) == 1:
-            run = around(run, self._places, self._skips[0])
-        for place in self._places.values():
-            for messages in self._skips[:1]:
-                messages.ask(place.skips_in, 0)
+        if self._onward is not None:
+            for place in self._places.values():
+                self._onward.ask(place.skips_in, 0)
+            if self._back is None:
+                run = around(run, self._places, self._onward)
         self._passing.step(run)
-        for messages in self._skips:
+        for messages in filter(None, (self._onward, self._back)):
             messages.finish()
         self._failed = False
 
@@ -178,13 +180,15 @@ class _ByTorch:
         order: Order,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        skips: Sequence[SkipMessages],
+        skips: tuple[SkipMessages, SkipMessages] | None,
         has_backward: bool,
         noting: Noting | None,
     ) -> None:
         self._noting = noting
         scalar = torch.empty((), device="meta", requires_grad=has_backward)
-        self._adapters = [_MicrobatchAdapter(place, SkipGradients(place, *skips) if skips else None) for place in places]
+        self._adapters = [
+            _MicrobatchAdapter(place, None if skips is None else SkipGradients(place, *skips)) for place in places
+        ]
         self._stages = [
             FrugalStage(
                 adapter,

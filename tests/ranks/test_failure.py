@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_fxpipe.distributed.topology import make_topology
 from tests.launch.hosts import can_make_hosts
-from tests.ranks.faults import Case, cases_of_replicas, random_cases, run_cases
+from tests.ranks.fault_cases import Case, cases_of_replicas, random_cases
+from tests.ranks.faults import run_cases
 from tests.ranks.pool import RankPool
 
 # Different kinds, and different ways in which the other ranks may be waiting meanwhile.
