@@ -18,7 +18,7 @@ from lightning_fxpipe.schedules.places import SkipEnd
 from lightning_fxpipe.schedules.skips import SkipMessages
 from lightning_fxpipe.simulation.actions import ActionTable
 from tests.models import UNet
-from tests.owntables import SPLIT_V
+from tests.owntables import SPLIT_V, random_table
 from tests.ranks.pool import RankPool
 
 WIDTH, NUM_STEPS, BATCH = 8, 6, 12  # of two epochs, whose last batches have 7 samples
@@ -119,16 +119,15 @@ class Recording(Callback):
         self.steps[-1]["the loss"] = trainer.callback_metrics["loss"].clone()
 
 
-def recorded(kind: str, schedule: str | None, devices: int = 1) -> tuple[list[dict[str, Tensor]], float, int]:
+def recorded(kind: str, schedule: str | ActionTable | None, devices: int = 1) -> tuple[list[dict[str, Tensor]], float, int]:
     """Runs on every rank: the gradients of each step and its loss, the validation loss, and how many messages this rank has
     sent past a stage. The last microbatch of an epoch has one sample."""
     strategy: Any = "auto"
     if schedule is not None:
         options: dict[str, Any] = {} if kind == "u_net" else {"split_points": ["layers.2", "layers.4", "layers.6"]}
-        if schedule == "a table":
-            options["schedule"] = ActionTable.from_csv(SPLIT_V)
-        else:
-            options |= {"schedule": schedule, "num_microbatches": 5}
+        options["schedule"] = ActionTable.from_csv(SPLIT_V) if schedule == "a table" else schedule
+        if isinstance(options["schedule"], str):
+            options["num_microbatches"] = 5
             options |= {"num_stages": 4} if devices == 1 else {"stages_per_rank": 4 // devices}
         strategy = FxPipeStrategy(**options)
     generator = torch.Generator().manual_seed(4)
@@ -201,6 +200,20 @@ def test_stages_of_one_rank_give_each_other_what_they_have(ranks: Callable[[int]
     num_sent = sum(num_sent for *_, num_sent in results)
     if kind != "u_net":
         assert (num_sent == 0) == ((kind == "like_a_u") == (schedule in ("zbv_zero_bubble", "a table")))
+
+
+def recorded_with_tables(seeds: Sequence[int]) -> list[Any]:
+    """Runs on every rank."""
+    return [recorded(KINDS[seed % len(KINDS)], random_table(seed), 2) for seed in seeds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 48, 12))
+def test_any_order_equals_one_device(ranks: Callable[[int], RankPool], first: int) -> None:
+    seeds = range(first, first + 12)
+    for result in ranks(2).run(recorded_with_tables, seeds, timeout_seconds=240):
+        for seed, found in zip(seeds, result, strict=True):
+            assert_equals_one_device(found, KINDS[seed % len(KINDS)])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_zero_bubble"])
