@@ -46,7 +46,7 @@ def add_config_options(parser: argparse.ArgumentParser, *, has_stages: bool = Tr
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a LightningCLI config (YAML)")
     parser.add_argument("--model", metavar="CLASS", help="import path of the LightningModule, if the config has none")
     parser.add_argument("--data", metavar="CLASS", help="import path of the LightningDataModule, if the config has none")
-    several = "up to four for each stage, of two samples or more" if has_stages else "several numbers are looked at"
+    several = "up to four for each of several stages, of two samples or more" if has_stages else "several numbers are looked at"
     if has_stages:
         parser.add_argument("--num-stages", type=positive, metavar="N", help="number of stages (default: the config's devices)")
     else:

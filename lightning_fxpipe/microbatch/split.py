@@ -188,21 +188,26 @@ def plan_passes(num_samples: int, num_microbatches: int) -> tuple[Pass, ...]:
     return (*passes, Pass(first=full, count=1, size=rest)) if rest else passes
 
 
-def default_num_microbatches(num_samples: int, num_stages: int) -> int:
-    """Four microbatches for each stage keep the bubble small (GPipe, section 3.2); fewer if they would have fewer than two
-    samples, or would not divide evenly while as many as stages do.
+def default_num_microbatches(num_samples: int, num_ranks: int) -> int:
+    """Four microbatches for each rank keep the bubble small (GPipe, section 3.2); fewer if they would have fewer than two
+    samples, or would not divide evenly while as many as ranks do. One where a single rank has all stages: it never waits
+    for another, and larger operations take less time.
 
     >>> default_num_microbatches(64, 4), default_num_microbatches(8, 4), default_num_microbatches(7, 2)
     (16, 4, 4)
+    >>> default_num_microbatches(64, 1)
+    1
     """
+    if num_ranks == 1:
+        return 1
 
     def preference(count: int) -> tuple[bool, bool, int, int]:
         first, *rest = plan_passes(num_samples, count)
         total = first.count + sum(part.count for part in rest)
-        fills = total >= min(num_samples // 2, num_stages) and first.size >= min(num_samples, 2)
+        fills = total >= min(num_samples // 2, num_ranks) and first.size >= min(num_samples, 2)
         return fills, not rest, total, -count
 
-    return max(range(1, min(num_samples, 4 * num_stages) + 1), key=preference, default=1)
+    return max(range(1, min(num_samples, 4 * num_ranks) + 1), key=preference, default=1)
 
 
 def without_single_samples(num_samples: int, count: int) -> int:
@@ -246,14 +251,14 @@ def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[
     return [part_of(batch, end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def first_microbatch(batch: Any, num_microbatches: int | None, num_stages: int, batch_dim: int = 0) -> tuple[Any, int]:
+def first_microbatch(batch: Any, num_microbatches: int | None, num_ranks: int, batch_dim: int = 0) -> tuple[Any, int]:
     """The first microbatch, of two samples or more where there are two, and its size; arguments as :func:`count_samples`.
 
     Raises:
         BatchError: The user wants several, and the batch cannot be split.
     """
     total = count_samples(batch, num_microbatches, batch_dim).num_samples
-    count = num_microbatches or default_num_microbatches(total, num_stages)
+    count = num_microbatches or default_num_microbatches(total, num_ranks)
     passes = plan_passes(total, without_single_samples(total, count))
     return split_batch(batch, passes, batch_dim)[0], passes[0].size
 

@@ -78,7 +78,7 @@ class PipelineStrategy(ReplicaStrategy):
             ``devices=8`` and ``num_stages=2`` are four.
         stages_per_rank: Stages on each device, or on a single one. ``"auto"``: two where the schedule wants several, else one.
         num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
-            for each device where the batch allows it, or as many as a table of actions has.
+            for each of several devices where the batch allows it, one for a single device, or as many as a table has.
         schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
             step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
             on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs

@@ -337,7 +337,8 @@ def report_plan(
             num_replicas=num_replicas, placement=placement, ranks_per_machine=ranks_per_machine, gradient_bytes=held
         )
         inform(f"\n{grid}\n")
-    report_batch_norm(module, num_microbatches)
+    # The default for a single rank is one, the batch as it is.
+    report_batch_norm(module, num_microbatches or (1 if placement.num_ranks == 1 else None))
 
 
 def report_unsaved(path: object, rank: int) -> None:

@@ -212,7 +212,7 @@ def test_it_runs_as_a_module() -> None:
 
 def test_a_config_is_planned_for_its_devices(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project))
-    # The default: up to four microbatches for each stage, of two samples or more, so 4.
+    # The default: up to four microbatches for each of several stages, of two samples or more, so 4.
     assert out.strip() == str(plan_by_hand(2, num_microbatches=4)).strip()
     assert "in 2 stages" in out
 

@@ -99,7 +99,7 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
 @pytest.mark.parametrize(
     ("num_samples", "num_stages", "expected"),
     [
-        (64, 4, 16),  # four for each stage
+        (64, 4, 16),  # four for each rank
         (60, 4, 15),  # 16 would leave a remainder
         (62, 4, 16),  # 2 divides, but leaves the pipeline empty: better a remainder
         (3, 4, 1),  # no two microbatches of two samples
@@ -108,10 +108,10 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
         (13, 2, 7),
         (14, 2, 7),
         (1, 4, 1),
-        (8, 1, 4),
+        (8, 1, 1),  # a single rank never waits
     ],
 )
-def test_default_prefers_equal_microbatches_to_exactly_four_for_each_stage(
+def test_default_prefers_equal_microbatches_to_exactly_four_for_each_rank(
     num_samples: int, num_stages: int, expected: int
 ) -> None:
     assert default_num_microbatches(num_samples, num_stages) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -384,6 +385,21 @@ def run_raw(devices: int, num_stages: int) -> list[Any]:
 def test_backward_that_a_step_calls_by_itself_is_averaged_as_well(ranks: Ranks) -> None:
     for manual, raw in ranks(2).run(run_raw, 2, 1):
         assert_same(raw, manual, "raw")
+
+
+def run_by_default(num_stages: int | None) -> dict[str, Any]:
+    """Runs on every rank: with BatchNorm, and as many microbatches as nobody asked for."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run(Case(module=Norms, strategy={"num_microbatches": "auto"}), 2, num_stages)
+    return found | {"told": [str(one.message) for one in caught if "over one microbatch" in str(one.message)]}
+
+
+def test_replicas_of_one_device_normalise_over_the_whole_batch_as_ddp_does(ranks: Ranks) -> None:
+    expected, found = ranks(2).run(run_by_default, None), ranks(2).run(run_by_default, 1)
+    for replica in range(2):
+        assert found[replica]["told"] == []
+        check("norms by default", expected[replica], [found[replica]])
 
 
 def run_all(names: Sequence[str], devices: int, num_stages: int | None) -> list[Any]:

@@ -139,7 +139,7 @@ def test_the_help_explains_every_option() -> None:
     assert "help for ActionTable" not in text
     for words in (
         "Seconds after which",
-        "four for each device",
+        "four for each of several devices",
         "the same on each",
         "default: 1800.0",
         "table of your own",
