@@ -29,7 +29,6 @@ from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
 from lightning_fxpipe.tracing.discovery import regions
-from lightning_fxpipe.tracing.garbage import collecting_what_is_new
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
 # So much more than its share a stage may hold before it is worth a slower step.
@@ -180,9 +179,7 @@ def make_planned(
         step = StepCall.of_training(module, example_batch)
         return plan_jointly(module, step, example_batch, num_stages=num_stages, batch_dim=batch_dim)
 
-    with collecting_what_is_new():
-        is_step = hasattr(module, "training_step")
-        planned = region_or_joint_plan(module, of_region, jointly, rule) if is_step else of_region()
+    planned = region_or_joint_plan(module, of_region, jointly, rule) if hasattr(module, "training_step") else of_region()
     plan = dataclasses.replace(planned.plan, batch_dim=batch_dim, without_batch=tensors_without_batch(example_batch))
     return dataclasses.replace(planned, plan=plan)
 

@@ -38,7 +38,6 @@ from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
 from lightning_fxpipe.strategy.search_space import search_space
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_order, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
-from lightning_fxpipe.tracing.garbage import collecting_what_is_new
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any, trains
 from lightning_fxpipe.user_code.frames import raising_source
 from lightning_fxpipe.user_code.made_up import MadeUp, MadeUpOptimizer
@@ -212,7 +211,7 @@ class RunPlans:
             kept = options.optimizer_bytes_per_byte(num_replicas)
             trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, self.begun)
             kind = step_of_run(trainer)
-            with telling(f"Tracing the {kind.words}", after_seconds=0), collecting_what_is_new():
+            with telling(f"Tracing the {kind.words}", after_seconds=0):
                 planned = trial.plan(kind)
         self._last = module, planned.plan, trainer.state.fn
         return planned

@@ -18,7 +18,6 @@ Recording it
     - ``inner_results``: what leaves a module by another way than its result.
     - ``step_record``: the calls that the step makes itself.
     - ``signals``: what ends a recording before its time.
-    - ``garbage``: keeps collections short meanwhile.
 
 What a trace depends on
     - ``guards``: plain attributes that it has read, compared before each batch (``runtime.batch_traces`` asks).
