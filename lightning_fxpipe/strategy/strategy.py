@@ -344,7 +344,7 @@ class PipelineStrategy(ReplicaStrategy):
                 self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
                 placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
-                report_plan(plan, self.module, self._num_microbatches, placement, self._num_machines, self.num_processes)
+                report_plan(plan, self.module, self._num_microbatches, placement, self.num_processes, self.topology)
             self._take_place(plan)
             self.offer_mesh(self.module)
             self._session = Session(

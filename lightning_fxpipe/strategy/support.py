@@ -325,12 +325,23 @@ def report_plan(
     module: nn.Module,
     num_microbatches: int | None,
     placement: Placement,
-    num_machines: int,
     ranks_per_machine: int,
+    topology: Topology,
 ) -> None:
-    """Shows a new plan, and what the user should know about it."""
+    """Shows a new plan, and what the user should know about it.
+
+    Args:
+        plan: The plan.
+        module: What it is for.
+        num_microbatches: Of a batch; None where the batch decides.
+        placement: Where its stages will be.
+        ranks_per_machine: Processes on each machine.
+        topology: This rank's place so far; of it, how many ranks there are and how they talk.
+    """
     inform(f"\n{plan}\n")
-    num_replicas = num_machines * ranks_per_machine // placement.num_ranks
+    if any(stage.skipping_bytes for stage in plan.stages) and not topology.can_skip:
+        inform("Between these devices, what is sent past stages is passed on by the stages on its way.\n")
+    num_replicas = topology.num_ranks * topology.replicas.count // placement.num_ranks
     if num_replicas > 1:
         held = gradient_bytes(plan, module, placement)
         grid = ReplicaGrid(

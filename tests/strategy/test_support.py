@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_fxpipe import ActionTable, FxPipeStrategy
-from lightning_fxpipe.distributed.topology import Placement, Replicas
+from lightning_fxpipe import ActionTable, FxPipeStrategy, make_plan
+from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.schedules.own_table import schedule_of_table
@@ -40,8 +40,10 @@ from lightning_fxpipe.strategy.support import (
     check_trainer,
     placement_for,
     report_batch_norm,
+    report_plan,
 )
 from tests.lit import LitModel, make_trainer
+from tests.models import UNet
 from tests.owntables import SPLIT_V
 
 
@@ -439,6 +441,37 @@ def test_nothing_is_reported_where_statistics_do_not_change(module: nn.Module, n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report_batch_norm(module, num_microbatches)
+
+
+def reported(caplog: pytest.LogCaptureFixture, *, num_ranks: int, with_skips: bool, has_tags: bool) -> str:
+    """What is said of a plan of three stages whose ranks talk over gloo, which has tags, or not."""
+    model = UNet(4) if with_skips else nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    batch = torch.randn(2, 1, 16, 16) if with_skips else torch.randn(2, 2)
+    placement = Placement(num_ranks=num_ranks, stages_per_rank=3 // num_ranks)
+    group: Any = object()
+    topology = Topology(
+        group=group,
+        control_group=group if has_tags else None,
+        rank=0,
+        placement=placement,
+        device=torch.device("cpu"),
+    )
+    with caplog.at_level("INFO", "lightning_fxpipe"):
+        report_plan(make_plan(model, batch, num_stages=3), model, 4, placement, num_ranks, topology)
+    return caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "with_skips", "has_tags", "is_said"),
+    [(3, True, False, True), (3, True, True, False), (3, False, False, False), (1, True, False, False)],
+    ids=["NCCL", "gloo", "nothing skips", "one rank"],
+)
+def test_it_is_said_where_skips_are_passed_on(
+    caplog: pytest.LogCaptureFixture, num_ranks: int, with_skips: bool, has_tags: bool, is_said: bool
+) -> None:
+    out = reported(caplog, num_ranks=num_ranks, with_skips=with_skips, has_tags=has_tags)
+    assert ("Sent past stages" in out) == with_skips
+    assert ("passed on by the stages on its way" in out) == is_said
 
 
 def test_a_plan_for_another_batch_dimension_is_refused() -> None:
