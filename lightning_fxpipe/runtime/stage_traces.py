@@ -289,7 +289,7 @@ class StageTraces:
         Raises:
             CannotFollow: It failed on one of them, in a step that trains nothing.
         """
-        if kind is StepKind.TRAIN or self._topology.num_ranks == 1:
+        if kind is StepKind.TRAIN:
             return cut()
         made: _Cut | None = None
         failure: FxPipeError | None = None

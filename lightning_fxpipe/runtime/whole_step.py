@@ -86,6 +86,9 @@ class WholeSteps:
             )
             return False
         self._kinds.add(kind)
+        if self._topology.num_ranks == 1:
+            self._warn(f"The {kind.value} cannot run in stages, so it runs without. {why}")
+            return True
         self._warn(
             f"The {kind.value} cannot run in stages, so it runs on the last stage's rank alone: {rest}, is brought there for "
             f"each loop over the batches, and the other ranks wait. {why}"

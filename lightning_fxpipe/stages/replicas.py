@@ -140,18 +140,21 @@ class Replicated:
         self._buffers_differ = trains and self._replicas.are_several
 
     @contextmanager
-    def step(self, *, trains: bool, averages: bool) -> Iterator[None]:
+    def step(self, *, trains: bool, averages: bool, is_manual: bool = False) -> Iterator[None]:
         """In the block a step runs. Where the one before has changed buffers, they are those of the first replica.
 
         Args:
             trains: Whether the step trains.
             averages: Whether gradients are averaged after it; if not, buffers go on by themselves until they are.
+            is_manual: Whether the step optimizes by itself. Lightning's DDP does not tell torch's that there is a backward pass
+                then, and buffers go on by themselves.
         """
         if self._buffers_differ:
             share_tensors(self._buffers(), self._replicas)
-        self._buffers_differ = trains and averages and self._replicas.are_several
+        is_averaged = trains and averages and self._replicas.are_several
+        self._buffers_differ = is_averaged and not is_manual
         averaging = (Tensor, "backward", self._averaging(Tensor.backward))
-        with patched_attributes(averaging) if self._buffers_differ else nullcontext():
+        with patched_attributes(averaging) if is_averaged else nullcontext():
             yield
 
     @contextmanager

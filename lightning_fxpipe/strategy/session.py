@@ -236,7 +236,8 @@ class Session:
             None if the step returned None, which skips the batch.
         """
         self._begin_batch()
-        with self.replicated.step(trains=True, averages=averages):
+        is_manual = not self.module.automatic_optimization
+        with self.replicated.step(trains=True, averages=averages, is_manual=is_manual):
             return self._train(step, batch)
 
     def _train(self, step: Step, batch: Any) -> Any:

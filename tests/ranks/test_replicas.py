@@ -188,6 +188,15 @@ class Manual(Net):
         return torch.optim.SGD(self.backbone.parameters(), lr=0.05), torch.optim.Adam(self.head.parameters(), lr=0.01)
 
 
+class ManualNorms(Manual):
+    """Steps by hand; under Lightning's DDP each replica's running values then are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 5))
+        self.backbone[1] = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12))
+
+
 class RawBackward(Manual):
     """Calls backward by itself, of which DDP averages nothing."""
 
@@ -334,6 +343,7 @@ CASES = {
     "accumulated and clipped": Case(options={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, module=Logs),
     "parts": Case(module=Parts, ddp={"find_unused_parameters": True}, strategy={"schedule": "gpipe"}),
     "manual": Case(module=Manual, ddp={"find_unused_parameters": True}),
+    "manual norms": Case(module=ManualNorms, ddp={"find_unused_parameters": True}, strategy={"num_microbatches": 1}),
     "between": Case(module=Between),
     "decides": Case(module=Decides),
     "noisy": Case(module=Noisy),

@@ -98,3 +98,53 @@ def test_a_run_without_an_optimizer_is_saved_and_goes_on(as_folder: bool, tmp_pa
         steps.append(trainer.global_step)
     assert steps[1] == 2 * steps[0]
     assert main(["convert", str(path), str(tmp_path / "other"), "--to", "file" if as_folder else "folder"]) == 0
+
+
+class Adversaries(L.LightningModule):
+    """A GAN whose validation calls its parts one after the other, which no stages of its two models can follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        self.critic = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()  # type: ignore[misc,attr-defined]
+        (x,) = batch
+        made = self.generator(x[:, :4])
+        first.zero_grad()
+        self.manual_backward(-self.critic(made).mean())
+        first.step()
+        second.zero_grad()
+        self.manual_backward(self.critic(made.detach()).mean() - self.critic(x).mean())
+        second.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("fooled", self.critic(self.generator(batch[0][:, :4])).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.01)
+
+
+def fooled(**options: Any) -> tuple[dict[str, Tensor], list[str]]:
+    module = Adversaries()
+    samples = torch.randn(18, 8, generator=torch.Generator().manual_seed(1))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(samples), batch_size=6)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(max_epochs=2, **options)
+        trainer.fit(module, loader, loader)
+    said = [str(one.message) for one in caught if "cannot run in stages" in str(one.message)]
+    return {**module.state_dict(), **trainer.callback_metrics}, said
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_an_evaluation_that_stages_cannot_follow_runs_without(num_stages: int) -> None:
+    expected, _ = fooled()
+    found, said = fooled(strategy=FxPipeStrategy(num_stages=num_stages), devices=1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert len(said) == 1
+    assert "so it runs without" in said[0]
+    assert "in an order that the plan's stages cannot follow" in said[0]
