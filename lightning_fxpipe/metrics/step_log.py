@@ -47,7 +47,7 @@ class LogEntry:
         num_samples: The weight in epoch means, where the step has named one with ``batch_size``; None leaves it to Lightning,
             which takes the batch's.
         metric: Where a torchmetrics object was logged, the metric's name.
-        is_double: Whether the value was a float64 tensor.
+        is_double: Whether the value was a float64 tensor, or a number where Lightning makes such a tensor of it.
     """
 
     name: str
@@ -133,7 +133,7 @@ class StepLog:
                 options=tuple(options.items()),
                 num_samples=None if explicit is None else int(explicit),
                 metric=metric,
-                is_double=isinstance(value, Tensor) and value.dtype == torch.float64,
+                is_double=(value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()) == torch.float64,
             )
         )
 

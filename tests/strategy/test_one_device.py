@@ -148,3 +148,27 @@ def test_an_evaluation_that_stages_cannot_follow_runs_without(num_stages: int) -
     assert len(said) == 1
     assert "so it runs without" in said[0]
     assert "in an order that the plan's stages cannot follow" in said[0]
+
+
+class LogsNumbers(LitModel):
+    """Logs a number and a tensor of each precision."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss((batch[0].to(self.dtype), batch[1]))
+        self.log_dict({"rate": 0.001, "loss": loss, "single": loss.float(), "count": 3})
+        return loss
+
+    def _loss(self, batch: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-true"])
+def test_logged_values_have_the_type_of_one_device(precision: str) -> None:
+    found = []
+    for place in ({}, {"strategy": FxPipeStrategy(num_stages=2, num_microbatches=2), "devices": 1}):
+        trainer = make_trainer(max_epochs=1, precision=precision, **place)
+        trainer.fit(LogsNumbers("mlp"), make_loader("mlp"))
+        found.append(dict(trainer.callback_metrics))
+    expected, logged = found
+    assert {name: value.dtype for name, value in logged.items()} == {name: value.dtype for name, value in expected.items()}
+    assert logged["rate"] == expected["rate"]
