@@ -176,9 +176,16 @@ MUTANTS = [
     ),
     Mutant(
         _REPLICAS,
-        "        self._buffers_differ = trains and averages and self._replicas.are_several\n",
+        "        self._buffers_differ = is_averaged and not is_manual\n",
         "        self._buffers_differ = False\n",
         ("ranks/test_replicas.py::test_equals_ddp",),
         "each replica has running statistics of its own",
+    ),
+    Mutant(
+        _REPLICAS,
+        "        self._buffers_differ = is_averaged and not is_manual\n",
+        "        self._buffers_differ = is_averaged\n",
+        ("ranks/test_replicas.py::test_equals_ddp",),
+        "replicas that optimize by hand have one's running statistics",
     ),
 ]
