@@ -88,16 +88,16 @@ def test_more_microbatches_than_samples_gives_one_sample_each() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 9))
 @settings(deadline=None)
-def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, num_stages: int) -> None:
-    count = default_num_microbatches(num_samples, num_stages)
-    assert 1 <= count <= min(num_samples, 4 * num_stages)
+def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, num_ranks: int) -> None:
+    count = default_num_microbatches(num_samples, num_ranks)
+    assert 1 <= count <= min(num_samples, 4 * num_ranks)
     passes = plan_passes(num_samples, count)
-    assert sum(part.count for part in passes) >= min(num_samples // 2, num_stages)
+    assert sum(part.count for part in passes) >= min(num_samples // 2, num_ranks)
     assert min(part.size for part in passes) >= min(num_samples, 2)
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "num_stages", "expected"),
+    ("num_samples", "num_ranks", "expected"),
     [
         (64, 4, 16),  # four for each rank
         (60, 4, 15),  # 16 would leave a remainder
@@ -112,9 +112,9 @@ def test_default_fills_the_pipeline_wherever_the_batch_allows(num_samples: int, 
     ],
 )
 def test_default_prefers_equal_microbatches_to_exactly_four_for_each_rank(
-    num_samples: int, num_stages: int, expected: int
+    num_samples: int, num_ranks: int, expected: int
 ) -> None:
-    assert default_num_microbatches(num_samples, num_stages) == expected
+    assert default_num_microbatches(num_samples, num_ranks) == expected
 
 
 # ------------------------------------------------------------------------------------------------------------ splitting

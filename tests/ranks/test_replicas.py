@@ -188,13 +188,8 @@ class Manual(Net):
         return torch.optim.SGD(self.backbone.parameters(), lr=0.05), torch.optim.Adam(self.head.parameters(), lr=0.01)
 
 
-class ManualNorms(Manual):
-    """Steps by hand; under Lightning's DDP each replica's running values then are its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 5))
-        self.backbone[1] = nn.Sequential(nn.Linear(12, 12), nn.BatchNorm1d(12))
+class ManualNorms(Manual, Norms):
+    """Under Lightning's DDP each replica's running values are its own then."""
 
 
 class RawBackward(Manual):
