@@ -143,7 +143,7 @@ def fooled(**options: Any) -> tuple[dict[str, Tensor], list[str]]:
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_an_evaluation_that_stages_cannot_follow_runs_without(num_stages: int) -> None:
     expected, _ = fooled()
-    found, said = fooled(strategy=FxPipeStrategy(num_stages=num_stages), devices=1)
+    found, said = fooled(strategy=FxPipeStrategy(num_stages=num_stages, schedule="gpipe"), devices=1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert len(said) == 1
     assert "so it runs without" in said[0]
@@ -165,7 +165,7 @@ class LogsNumbers(LitModel):
 @pytest.mark.parametrize("precision", ["64-true", "32-true", "bf16-true"])
 def test_logged_values_have_the_type_of_one_device(precision: str) -> None:
     found = []
-    for place in ({}, {"strategy": FxPipeStrategy(num_stages=2, num_microbatches=2), "devices": 1}):
+    for place in ({}, {"strategy": FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe"), "devices": 1}):
         trainer = make_trainer(max_epochs=1, precision=precision, **place)
         trainer.fit(LogsNumbers("mlp"), make_loader("mlp"))
         found.append(dict(trainer.callback_metrics))
