@@ -15,6 +15,7 @@ import pytest
 
 from lightning_fxpipe import FxPipeStrategy, UnsupportedError
 from tests.lit import LitModel, make_loader, make_trainer
+from tests.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -93,12 +94,6 @@ def assert_two_ranks(found: list[list[str]]) -> None:
     assert [line[:3] for line in found] == [["0", "0", "1"], ["1", "1", "1"]]  # the Trainer knows its rank from the start
     for line in found:
         assert [float(number) for number in line[3:]] == pytest.approx([float(n) for n in expected()], rel=1e-5, abs=1e-5)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_script_starts_its_other_processes(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 
 from lightning_fxpipe.distributed import heartbeat
 from tests.launch.hosts import ADDRESSES, TwoHosts
+from tests.ports import free_port
 from tests.ranks.fault_cases import (
     ERRORS,
     HOOK_KINDS,
@@ -383,9 +383,7 @@ def _run_case(case: Case) -> Outcome:
         for name in os.environ[_HOSTS].split():  # the case before may have cut the cable
             subprocess.run(["ip", "-n", name, "link", "set", "cable0", "up"], check=True)
     folder = Path(tempfile.mkdtemp())  # a TemporaryDirectory would be removed by the ranks, whose exit handlers are copies
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     # A session of their own, so that an interrupt reaches all of them and nobody else, and none can hide.
     session = os.fork()
     if session == 0:

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 BATCHES, EPOCHS, EVERY = 5, 3, 2
 _HARD_LIMIT_SECONDS = 60.0
@@ -213,9 +214,7 @@ def _run_rank(case: Case, folder: Path, stages: int, rank: int, port: int, kille
 
 def _run(case: Case, folder: Path, stages: int, *, killed: bool) -> list[int]:
     """Runs the ranks; returns their exit statuses, negative for signals."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     pids = []
     for rank in range(max(stages, 1)):
         pid = os.fork()

@@ -12,7 +12,6 @@ import importlib
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.ports import free_port
 
 
 class RankFailed(AssertionError):
@@ -34,7 +35,7 @@ class RankPool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
@@ -151,9 +152,3 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, log: str) ->
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         gc.collect()  # threads and connections of a run that is over would slow down all that follow
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
