@@ -398,8 +398,10 @@ def _run_case(case: Case) -> Outcome:
         running = {session: "S"} if os.waitid(os.P_PID, session, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None else {}
         left = _of_session(session) or running
         stopped = [pid for pid, state in left.items() if state == "T"]
-        if not continued and stopped and len(left) - len(stopped) <= 1:  # who leads the session, and waits for them
-            if len(stopped) == len(left):
+        # Where not all shall stop, who leads the session waits for those that have. All do not stop at once.
+        is_suspended = case.kind == "suspend"
+        if not continued and stopped and len(left) - len(stopped) <= (0 if is_suspended else 1):
+            if is_suspended:
                 time.sleep(2 * _SILENCE_SECONDS)
             continued = time.time()
             for pid in stopped:
