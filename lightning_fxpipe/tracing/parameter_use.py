@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor, is_writing, storage_key, written_arguments
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.tracing.torch_calls import is_query
+from lightning_fxpipe.tracing.torch_calls import NORMALISATIONS, changed_statistics, is_query
 from lightning_fxpipe.user_code.frames import user_source
 
 # As functions that __torch_function__ gets.
@@ -25,6 +25,8 @@ _SET_DATA = _PROPERTIES["data"].__set__
 _SET_REQUIRES = _PROPERTIES["requires_grad"].__set__
 # What gives a tensor's memory to code that torch does not see.
 _GIVING_MEMORY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+# What may write to a tensor, though its name does not say so.
+_WRITING = _GIVING_MEMORY | NORMALISATIONS.keys()
 # In place by their names, and yet not: they change no values.
 _KEEPING = frozenset({Tensor.requires_grad_, Tensor.share_memory_, Tensor.detach_})
 
@@ -53,7 +55,7 @@ def check_call(
     written: Collection[int] = ()
     name = getattr(func, "__name__", "")
     # What most calls are not comes first: this runs at each call of each microbatch's step.
-    if name.endswith("_") or (kwargs and "out" in kwargs) or func in _GIVING_MEMORY or is_writing(func):
+    if name.endswith("_") or (kwargs and "out" in kwargs) or func in _WRITING or is_writing(func):
         if isinstance(args[0] if args else None, nn.Parameter):
             _check_attribute(root, func, args, kwargs or {})
         if written := written_by(func, args, kwargs or {}):
@@ -91,7 +93,7 @@ def _check_is_here(root: nn.Module, tensor: Tensor) -> None:
 def written_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[int]:
     """The memory into which a call of torch writes, or which it gives away, as far as its name and schema say."""
     written: list[Any] = [kwargs["out"]] if "out" in kwargs else []
-    written += written_arguments(func, args, kwargs)
+    written += [*written_arguments(func, args, kwargs), *changed_statistics(func, args, kwargs)]
     if is_in_place(func) or func in _GIVING_MEMORY:
         written += [*args[:1], *(kwargs[name] for name in ("input", "tensor") if name in kwargs)]
     # A list is that of a `_foreach_` function.

@@ -50,8 +50,8 @@ from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
-    NORMALISATIONS,
     CallContext,
+    changed_statistics,
     is_query,
     running_statistics,
     target_of,
@@ -130,9 +130,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             result = self._packed_sequences.result(func, args, longest)
             if result is None:
                 result = self._result_of_function(func, args, kwargs)
-        if func in NORMALISATIONS:
-            statistics = (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
-            mutated.update(storage_key(tensor) for tensor in statistics if isinstance(tensor, Tensor))
+        mutated.update(storage_key(tensor) for tensor in changed_statistics(func, args, kwargs))
         leaves = tree_leaves(result)
         if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if any(isinstance(leaf, SYMBOLIC_TYPES) and depends_on_data(leaf) for leaf in leaves):

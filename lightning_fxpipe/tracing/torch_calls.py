@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -39,8 +39,16 @@ LOOKS: dict[Callable[..., Any], Callable[[Tensor], Any]] = {
     Tensor.__index__: int,
 }
 
-# torch changes running statistics without marking them as changed: its kernels' schemas do not say so.
-NORMALISATIONS = frozenset({torch.batch_norm, torch.instance_norm, nn.functional.batch_norm, nn.functional.instance_norm})
+# torch changes running statistics without marking them as changed: its kernels' schemas do not say so. For each function that
+# does: where the first of the two is among its arguments, the name of the argument at 5 that says whether it does, and what
+# this is by default.
+NORMALISATIONS: dict[Callable[..., Any], tuple[int, str, bool]] = {
+    nn.functional.batch_norm: (1, "training", False),
+    nn.functional.instance_norm: (1, "use_input_stats", True),
+    torch.batch_norm: (3, "training", False),
+    torch.instance_norm: (3, "use_input_stats", False),
+    torch.native_batch_norm: (3, "training", False),
+}
 
 
 # Methods that bear another's name, as `Tensor.__pow__` does, which calls itself `pow`.
@@ -81,6 +89,18 @@ def watch_mutation(tensors: list[Tensor]) -> Iterator[Any]:
     mutated: set[int] = set()
     yield mutated
     mutated.update(storage_key(tensor) for tensor, version in before if version_of(tensor) != version)
+
+
+def changed_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The running statistics that a call of one of :data:`NORMALISATIONS` changes; none for other functions."""
+    if func not in NORMALISATIONS:
+        return []
+    first, switch, default = NORMALISATIONS[func]
+    if not (args[5] if len(args) > 5 else kwargs.get(switch, default)):
+        return []
+    places = enumerate(("running_mean", "running_var"), first)
+    found = (args[place] if len(args) > place else kwargs.get(name) for place, name in places)
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def running_statistics(module: nn.Module) -> set[int]:

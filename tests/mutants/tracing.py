@@ -159,6 +159,13 @@ MUTANTS = [
         "a step writes into a parameter by out=",
     ),
     Mutant(
+        _USE,
+        "_WRITING = _GIVING_MEMORY | NORMALISATIONS.keys()",
+        "_WRITING = _GIVING_MEMORY",
+        ("tracing/test_parameter_use.py::test_running_statistics_are_written_to",),
+        "running statistics outside of the pipeline stay on the last stage",
+    ),
+    Mutant(
         "tracing/torch_calls.py",
         "            torch.set_grad_enabled(self.grad_enabled),\n",
         "",

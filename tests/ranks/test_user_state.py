@@ -160,6 +160,34 @@ def kept_through_data(trainer: Any, module: Any, folder: Path) -> Any:
     return [module.seen, module.mean, module.largest[0]]
 
 
+class Normalises(Net):
+    """Has running statistics outside of the pipeline: what comes after a look at values stays on the last stage. torch writes
+    to them without a sign: neither their version nor the kernel's schema shows it."""
+
+    shuffle = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        for name in ("first", "second", "third", "fourth"):
+            self.register_buffer(f"{name}_mean", torch.zeros(5))
+            self.register_buffer(f"{name}_var", torch.ones(5))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        x = self.norm(logits[:, : max(5, int(batch[1].max()))])
+        y = x.detach() + batch_idx
+        nn.functional.batch_norm(y, self.first_mean, self.first_var, training=True)
+        torch.batch_norm(y, None, None, self.second_mean, self.second_var, True, 0.1, 1e-5, False)
+        nn.functional.instance_norm(y.T[None].expand(2, 5, -1), running_var=self.third_var, running_mean=self.third_mean)
+        nn.functional.batch_norm(y, self.fourth_mean, self.fourth_var)
+        return nn.functional.cross_entropy(x, batch[1])
+
+
+def statistics(trainer: Any, module: Any, folder: Path) -> Any:
+    return dict(module.named_buffers())
+
+
 class Remembers(nn.Sequential):
     """A part of the model that stays whole and keeps things: attention maps, counts, a flag."""
 
@@ -208,6 +236,8 @@ RUNS: dict[str, Run] = {
     "fit+validate": Run(module=Keeper, look=state_of, strategy=ONE, calls=("fit", "validate"), options={"max_epochs": 1}),
     "by data": Run(module=ThroughData, look=kept_through_data, strategy=ONE),
     "by data, in turns": Run(module=ThroughData, look=kept_through_data, strategy={"num_microbatches": 2, "schedule": "1f1b"}),
+    "statistics": Run(module=Normalises, look=statistics, strategy=ONE),
+    "statistics in microbatches": Run(module=Normalises, look=statistics, strategy={"num_microbatches": 2}),
     "in forward": Run(module=InForward, look=kept_by_layers, strategy=ONE),
     "warms up": Run(module=WarmsUp, strategy=ONE),
     "sets the rate": Run(module=SetsRate, strategy=ONE),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.runtime.replay import watched_step
 from lightning_fxpipe.tracing.discovery import regions
@@ -227,3 +228,26 @@ def test_a_step_that_writes_into_a_parameter_by_out_is_refused() -> None:
     with pytest.raises(ParameterMisuse, match="The step changes a parameter"):
         check_call(module, torch.add, (weight, weight), {"out": weight})
     check_call(module, torch.add, (weight, weight), {"out": torch.empty(6, 6)})
+
+
+@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, mean, var, on: nn.functional.batch_norm(x, mean, var, training=on),
+        lambda x, mean, var, on: nn.functional.batch_norm(x, mean, var, None, None, on),
+        lambda x, mean, var, on: nn.functional.instance_norm(x, running_var=var, running_mean=mean, use_input_stats=on),
+        lambda x, mean, var, on: torch.batch_norm(x, None, None, mean, var, on, 0.1, 1e-5, False),
+        lambda x, mean, var, on: torch.instance_norm(x, None, None, mean, var, on, 0.1, 1e-5, False),
+        lambda x, mean, var, on: torch.native_batch_norm(x, None, None, mean, var, on, 0.1, 1e-5),
+    ],
+    ids=["named", "in places", "instances", "torch", "torch, instances", "kernel"],
+)
+def test_running_statistics_are_written_to(call: Callable[..., Any], changes: bool) -> None:
+    """The versions of batch norm's do not show it, so the places where functions have them are known, as torch has them."""
+    mean, var, x = torch.zeros(6), torch.ones(6), torch.randn(4, 6, 5)
+    written: set[int] = set()
+    with watched_step(nn.Linear(6, 6), BatchDraws(BATCH, 0), written):
+        call(x, mean, var, changes)
+    assert mean.any() == (var != 1).any() == changes
+    assert written == ({storage_key(mean), storage_key(var)} if changes else set())
