@@ -47,7 +47,8 @@ class LogEntry:
         num_samples: The weight in epoch means, where the step has named one with ``batch_size``; None leaves it to Lightning,
             which takes the batch's.
         metric: Where a torchmetrics object was logged, the metric's name.
-        is_double: Whether the value was a float64 tensor, or a number where Lightning makes such a tensor of it.
+        is_double: Whether the value was a float64 tensor, or Lightning makes one of it.
+        sums_double: Whether that is the default type in the step, with which Lightning adds values up.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LogEntry:
     num_samples: int | None
     metric: str | None = None
     is_double: bool = False
+    sums_double: bool = False
 
 
 class StepLog:
@@ -126,6 +128,9 @@ class StepLog:
                 require_picklable(given, partial(_unsendable_option, name, option, given))
         metric = self._name_of_metric(name, value) if isinstance(value, Metric) else None
         self.values.append(0.0 if metric is not None else _check_number(name, value))
+        default = torch.get_default_dtype()
+        # Lightning makes its default type of all but these two.
+        is_kept = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
         self._calls.append(
             LogEntry(
                 name=name,
@@ -133,7 +138,8 @@ class StepLog:
                 options=tuple(options.items()),
                 num_samples=None if explicit is None else int(explicit),
                 metric=metric,
-                is_double=(value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()) == torch.float64,
+                is_double=(value.dtype if is_kept else default) == torch.float64,
+                sums_double=default == torch.float64,
             )
         )
 
@@ -244,8 +250,20 @@ def replay(module: Any, entries: Sequence[LogEntry], metrics: Mapping[str, nn.Mo
         device: This rank's device.
     """
     for entry in entries:
-        dtype = torch.float64 if entry.is_double else torch.get_default_dtype()
+        dtype = torch.float64 if entry.is_double else torch.float32
         value: Any = torch.full((), entry.value, dtype=dtype, device=device)  # unlike torch.tensor(), it waits for no copy
         if entry.metric is not None:
             value = metrics[entry.metric]
-        lightning_class(module).log(module, entry.name, value, batch_size=entry.num_samples, **dict(entry.options))
+        with _default_dtype(torch.float64 if entry.sums_double else torch.float32):
+            lightning_class(module).log(module, entry.name, value, batch_size=entry.num_samples, **dict(entry.options))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """In the block torch makes tensors of this type by default, as the precision of the run has it in steps only."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

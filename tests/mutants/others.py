@@ -339,8 +339,15 @@ MUTANTS = [
     ),
     Mutant(
         _LOG,
-        "dtype = torch.float64 if entry.is_double else torch.get_default_dtype()",
-        "dtype = torch.get_default_dtype()",
+        "_default_dtype(torch.float64 if entry.sums_double else torch.float32)",
+        "_default_dtype(torch.float32)",
+        ("strategy/test_one_device.py::test_logged_values_have_the_type_of_one_device",),
+        "values that are logged in double precision are summed in single precision",
+    ),
+    Mutant(
+        _LOG,
+        "dtype = torch.float64 if entry.is_double else torch.float32",
+        "dtype = torch.float32",
         (f"{_TEST_LOG}::test_a_float64_value_is_logged_again_as_one",),
         "a float64 value is rounded where it is logged again",
     ),

@@ -155,7 +155,11 @@ class LogsNumbers(LitModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self._loss((batch[0].to(self.dtype), batch[1]))
-        self.log_dict({"rate": 0.001, "loss": loss, "single": loss.float(), "count": 3})
+        values = {"rate": 0.001, "loss": loss, "single": loss.float(), "count": 3, "number": batch[1].sum()}
+        self.log_dict(values)
+        for reduce_fx in ("mean", "sum", "max"):
+            named = {f"{reduce_fx} {name}": value for name, value in values.items()}
+            self.log_dict(named, on_step=False, on_epoch=True, reduce_fx=reduce_fx)
         return loss
 
     def _loss(self, batch: Any) -> Tensor:
@@ -171,4 +175,5 @@ def test_logged_values_have_the_type_of_one_device(precision: str) -> None:
         found.append(dict(trainer.callback_metrics))
     expected, logged = found
     assert {name: value.dtype for name, value in logged.items()} == {name: value.dtype for name, value in expected.items()}
-    assert logged["rate"] == expected["rate"]
+    exact = [name for name in expected if name.split()[-1] in ("rate", "count", "number")]
+    assert {name: logged[name] for name in exact} == {name: expected[name] for name in exact}
