@@ -102,7 +102,8 @@ def among_replicas(replicas: Replicas) -> Iterator[None]:
     ) -> None:
         if not replicas.are_several or any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(_state(self))):
             return  # as torchmetrics' own where nothing is distributed
-        check_may_talk()
+        if should_sync:  # it does not where a call looks at its own batch, as by default
+            check_may_talk()
         group = process_group or self.process_group or replicas.group
         original(self, dist_sync_fn, group, should_sync, distributed_available)
 
