@@ -98,6 +98,7 @@ class Hooks:
         self._reported: set[str] = set()
         self._installed = ExitStack()
         self._output_readers: frozenset[str] = frozenset()
+        self._returns_predictions = False
         self._batch_readers: frozenset[str] = frozenset()
         self._changes_batches = False
         self._optimizers: Sequence[StageOptimizer] = ()
@@ -124,6 +125,7 @@ class Hooks:
             writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
         self._output_readers = readers(hooks, "output")
+        self._returns_predictions = bool(trainer.predict_loop.return_predictions)
         self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
         self._changes_batches = changes_batches(trainer, self._module)
         self._installed.enter_context(patched_attributes(*patches))
@@ -164,14 +166,16 @@ class Hooks:
         return self._changes_batches or bool(names & self._batch_readers)
 
     def sendable_output(self, step: str, output: Any) -> tuple[Any, ...]:
-        """What a step returned for a batch, on the CPU, where a hook of user code looks at it and other ranks cannot know it.
+        """What a step returned for a batch, on the CPU, where other ranks cannot know it and need it: a hook of user code looks
+        at it, or ``trainer.predict`` returns it.
 
         Returns:
             The output alone, or nothing.
         """
         name = f"on_{short(step)}_batch_end"
+        is_read, is_returned = name in self._output_readers, step == "predict_step" and self._returns_predictions
         # A loss is known on every rank.
-        if name not in self._output_readers or output is None or (step == "training_step" and isinstance(output, Tensor)):
+        if not (is_read or is_returned) or output is None or (step == "training_step" and isinstance(output, Tensor)):
             return ()
 
         def refusal(observed: str) -> UnsupportedError:
@@ -182,7 +186,12 @@ class Hooks:
                 todo="Return a tensor, a number or a dict of them.",
             )
 
-        return (sendable(output, refusal),)
+        try:
+            return (sendable(output, refusal),)
+        except UnsupportedError:
+            if is_read:
+                raise
+            return ()  # rank 0 returns it, the others None
 
     def _wrap(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)

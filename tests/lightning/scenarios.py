@@ -314,7 +314,7 @@ def several_loaders(folder: Path) -> Any:
     validated = trainer.validate(module, [loader(8), loader(4)], verbose=False)
     tested = trainer.test(module, loader(8), verbose=False)
     predicted = trainer.predict(module, [loader(8), loader(4)])
-    return seen(trainer, module, results=(validated, tested, predicted if trainer.is_global_zero else None))
+    return seen(trainer, module, results=(validated, tested, predicted))
 
 
 def datamodule(folder: Path) -> Any:

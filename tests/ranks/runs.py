@@ -137,12 +137,10 @@ def _go(run: Run, folder: Path, stages: int, ckpt_path: str | None) -> dict[str,
         "counters": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
         "looked": run.look(trainer, module, folder),
         "rates": [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups],
+        "returned": [r for c, r in zip(run.calls, returned, strict=False) if c != "fit"],
     }
     if trainer.is_global_zero:
-        seen["at_zero"] = (
-            run.look_at_zero(trainer, module, folder),
-            [r for c, r in zip(run.calls, returned, strict=False) if c != "fit"],
-        )
+        seen["at_zero"] = run.look_at_zero(trainer, module, folder)
     return seen
 
 

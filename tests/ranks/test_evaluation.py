@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.functional.classification import multiclass_f1_score
 
 from lightning_fxpipe import FxPipeStrategy
-from tests.lit import make_trainer
+from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import assert_same
 
@@ -201,7 +201,7 @@ def evaluate(name: str, num_microbatches: int, devices: int) -> dict[str, Any]:
     results["fitted"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
     results["kept"] = (module.correct, module.count, module.batches, float(module.ran), module.sums, module.seen)
     results["draws"] = [float(torch.rand(())), random.random()]
-    results["predicted"] = predicted if trainer.is_global_zero else None
+    results["predicted"] = predicted
     return results
 
 
@@ -217,7 +217,7 @@ def test_evaluation_is_that_of_one_device(runs: list[tuple[str, int]], ranks: Ra
     by_rank = ranks(2).run(evaluate_all, runs, 2)
     for index, (name, _) in enumerate(runs):
         expected = alone[index]
-        for rank, results in enumerate(by_rank):
+        for results in by_rank:
             found = results[index]
             for key in ("validated", "tested"):
                 assert [pytest.approx(one, rel=1e-5, abs=1e-5) for one in found[key]] == expected[key], f"{name} {key}"
@@ -228,8 +228,29 @@ def test_evaluation_is_that_of_one_device(runs: list[tuple[str, int]], ranks: Ra
             assert numbers == expected_numbers, name
             assert sums == pytest.approx(expected_sums, rel=1e-5, abs=1e-5), name
             assert_same(seen, expected_seen, name)
-            if rank == 0:
-                for mine, theirs in zip(found["predicted"], expected["predicted"], strict=True):
-                    assert mine["names"] == theirs["names"]
-                    assert torch.equal(mine["order"], theirs["order"])
-                    assert mine["best"] == theirs["best"]
+            for mine, theirs in zip(found["predicted"], expected["predicted"], strict=True):
+                assert mine["names"] == theirs["names"]
+                assert torch.equal(mine["order"], theirs["order"])
+                assert mine["best"] == theirs["best"]
+
+
+class PredictsClosures(LitModel):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        order = self.model(batch[0]).argsort(1)
+        return lambda: order
+
+
+def predict_closures(returns: bool) -> Any:
+    """Runs on every rank."""
+    trainer = make_trainer(strategy=FxPipeStrategy(num_microbatches=2), devices=2)
+    predicted = trainer.predict(PredictsClosures("mlp"), make_loader("mlp"), return_predictions=returns)
+    return predicted and [one is not None for one in predicted]
+
+
+def test_predictions_that_cannot_be_sent_are_those_of_rank_0(ranks: Ranks) -> None:
+    first, other = ranks(2).run(predict_closures, True)
+    assert first
+    assert all(first)
+    assert len(other) == len(first)
+    assert not any(other)
+    assert ranks(2).run(predict_closures, False) == [None, None]

@@ -221,9 +221,8 @@ def test_monitors_stop_and_keep_the_same_on_every_rank(ranks: Ranks, tmp_path: P
         for kind in ("validated", "tested"):
             assert len(result[kind]) == 1
             assert result[kind][0] == pytest.approx(expected[kind][0], abs=1e-5)
-    # Rank 0 holds the last stage, so that is where the predictions are.
-    for found, wanted in zip(results[0]["predictions"], expected["predictions"], strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+        for found, wanted in zip(result["predictions"], expected["predictions"], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     assert sorted(path.name for path in (tmp_path / "pipe").iterdir()) == expected["kept"]
 
 
