@@ -178,7 +178,7 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     if "at_zero" in seen:
         # Lightning says what is in use, which is not the same; a rich table's borders are as wide as the console.
         lines = [line.split() for text in texts for line in text.splitlines() if line.strip(" -─━┏┓└┘┡┩│")]
-        seen["at_zero"] = (*seen["at_zero"], lines)
+        seen["at_zero"] = (seen["at_zero"], lines)
         assert name == "validate" or any("Params" in line for line in lines), lines
     return seen
 
