@@ -154,11 +154,11 @@ class _RepeatedCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):  # asked twice for each operator
+            return args[0].fake_device
         kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not self._mode:  # there is data in this call
             return func(*args, **kwargs)
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
         follows = self._follows.get(func)
         if follows is None:
             follows = self._follows[func] = _follows_from_metadata(func)

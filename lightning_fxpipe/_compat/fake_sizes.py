@@ -7,6 +7,7 @@ which torch puts into a normal form anew.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _OPERATIONS = "add sub mul int_floordiv mod eq ne ge gt le lt sym_max sym_min and_ or_".split()  # noqa: SIM905
+
+# How often a symbol was found equal to another; before torch 2.13, how often anything about symbols was found.
+_num_replacements = attrgetter(
+    next(filter(vars(ShapeEnv()).__contains__, ("_replacements_version_counter", "_version_counter")))
+)
 
 
 class Sizes(ShapeEnv):
@@ -25,12 +31,6 @@ class Sizes(ShapeEnv):
     def __init__(self) -> None:
         super().__init__()
         self.results: dict[tuple[Any, ...], Any] = {}
-
-    @property
-    def num_replacements_made(self) -> int:
-        """How often a symbol was found equal to another; before torch 2.13, how often anything about symbols was found."""
-        counter = "_replacements_version_counter" if hasattr(self, "_replacements_version_counter") else "_version_counter"
-        return int(getattr(self, counter))
 
     def create_symintnode(self, *args: Any, **kwargs: Any) -> Any:
         """As torch does."""
@@ -51,7 +51,7 @@ def _once(name: str, calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any
         if one._hint is None or other._hint is None:  # it depends on data
             return calculate(one, other)
         operands = (one._expr, one.pytype, one._optimized_summation, other._expr, other.pytype, other._optimized_summation)
-        key = (name, *operands, sizes.num_replacements_made)
+        key = (name, *operands, _num_replacements(sizes))
         result = sizes.results.get(key)
         if result is None:
             result = sizes.results[key] = calculate(one, other)
@@ -63,6 +63,15 @@ def _once(name: str, calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 class _Size(SymNode):
     """A size, a truth about sizes, or a number among them."""
+
+    _as_int: tuple[int, int | None] = (-1, None)  # with the number of replacements for which it holds
+
+    def maybe_as_int(self) -> int | None:
+        """As torch does, which walks through the expression for each size of each tensor that it makes."""
+        num_replacements = _num_replacements(self.shape_env)
+        if self._as_int[0] != num_replacements:
+            self._as_int = (num_replacements, super().maybe_as_int())
+        return self._as_int[1]
 
     def wrap_int(self, num: int) -> Any:
         sizes: Any = self.shape_env

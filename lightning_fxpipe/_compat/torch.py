@@ -267,6 +267,22 @@ def registries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return module._modules, module._parameters, module._buffers
 
 
+def modules_inside(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """What ``named_modules`` gives; in a tenth of the time where reads of modules' attributes are watched. torch 2.11-2.15."""
+    found, seen = dict[str, torch.nn.Module](), set[int]()
+
+    def visit(path: str, inside: torch.nn.Module) -> None:
+        if id(inside) not in seen:
+            seen.add(id(inside))
+            found[path] = inside
+            for name, child in vars(inside)["_modules"].items():
+                if child is not None:
+                    visit(f"{path}.{name}" if path else name, child)
+
+    visit("", module)
+    return found
+
+
 def version_of(tensor: Tensor) -> int:
     """Grows with every in-place change of a tensor or of a view of it. torch 2.11-2.15."""
     return int(tensor._version)
@@ -416,7 +432,8 @@ def tensors_moved_along(root: nn.Module) -> list[Tensor]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether user hooks run around the module's forward."""
-    return any(getattr(module, name) for name in _HOOKS)
+    own = vars(module)
+    return any(own[name] if name in own else getattr(module, name) for name in _HOOKS)
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

@@ -62,8 +62,9 @@ def noted_guards(
     is_nested = False
 
     def note(key: GuardKey, value: Any) -> None:
-        with suppress(Unplain):
-            guards.setdefault(key, snapshot(value))
+        if key not in guards:  # what it was when it was read first
+            with suppress(Unplain):
+                guards[key] = snapshot(value)
 
     def read(module: nn.Module, name: str) -> Any:
         nonlocal is_nested

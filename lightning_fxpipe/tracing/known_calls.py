@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.fake_calls import Likeness, Made, Unlike
 from lightning_fxpipe._compat.modes import unwatched_torch
-from lightning_fxpipe._compat.torch import FakeTensor, has_hooks, storage_key, tree_leaves, tree_map, version_of
+from lightning_fxpipe._compat.torch import FakeTensor, has_hooks, modules_inside, storage_key, tree_leaves, tree_map, version_of
 from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.tracing.guards import TORCHS_OWN
 from lightning_fxpipe.tracing.torch_calls import CallContext
@@ -149,7 +149,7 @@ class KnownCalls:
     def ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Question | None:
         """What is known of a call; None where it can only be made."""
         with unwatched_torch():
-            modules = dict(module.named_modules())
+            modules = modules_inside(module)
             if any(isinstance(child, _UNSEEN) or has_hooks(child) for child in modules.values()):
                 return None
             modes = CallContext.current(self._device_type), torch.get_default_dtype(), torch.is_inference_mode_enabled()

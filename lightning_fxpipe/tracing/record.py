@@ -30,6 +30,7 @@ from lightning_fxpipe._compat.torch import (
     FakeTensor,
     depends_on_data,
     has_hooks,
+    modules_inside,
     storage_key,
     tree_leaves,
     tree_map,
@@ -55,6 +56,7 @@ from lightning_fxpipe.tracing.torch_calls import (
     is_query,
     running_statistics,
     target_of,
+    tensors_among,
     watch_mutation,
 )
 from lightning_fxpipe.tracing.value_looks import Looks
@@ -104,7 +106,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.is_paused and self._seen is not None:
-            self._seen.update(id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self._seen.update(map(id, tensors_among((args, kwargs))))
         if self.is_paused or is_query(func):
             if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
@@ -125,7 +127,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             raise RecordError("torch.autograd.grad differentiates what several stages compute")
         longest = self._bind(self._record_function(torch.max, args[1:2], {})) if func is PACK_PADDED else None
         operation, target, extra = target_of(func)
-        touched = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        touched = list(tensors_among((args, kwargs)))
         with self.pause(), watch_mutation(touched) as mutated:
             result = self._packed_sequences.result(func, args, longest)
             if result is None:
@@ -470,8 +472,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @contextmanager
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
+        # As long as nothing at all has changed while the model runs, it does not matter by whom it would have been.
+        inside = modules_inside(module).values() if self._settings.learned.watches_state else ()
         # Recurrent layers of torch keep lists of their weights, which are exchanged for the run.
-        has_any = any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in module.modules())
+        has_any = any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in inside)
         with passing_over(self._watches if has_any else ()):
             yield
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import FakeTensor, storage_key, version_of
+from lightning_fxpipe._compat.torch import FakeTensor, modules_inside, storage_key, tree_leaves, version_of
 from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe.user_code.objects import PLAIN_TYPES
 
 # Attributes and methods that ask about a tensor and make none; they are answered by the fake tensor and leave no node.
 _QUERY_ATTRIBUTES = frozenset(
@@ -105,9 +106,22 @@ def changed_statistics(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 def running_statistics(module: nn.Module) -> set[int]:
     """Storages that the module's normalisation layers change; see :data:`NORMALISATIONS`."""
-    layers = [child for child in module.modules() if child.training]
+    layers = [child for child in modules_inside(module).values() if child.training]
     tensors = [getattr(layer, name, None) for layer in layers for name in ("running_mean", "running_var")]
     return {storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors in arguments of a torch call: those that ``tree_leaves`` finds, which takes five times as long."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list):
+            yield from tensors_among(value)
+        elif type(value) is dict:
+            yield from tensors_among(value.values())
+        elif value is not None and type(value) not in PLAIN_TYPES:
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
 def is_query(func: Callable[..., Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import modules_inside
 from lightning_fxpipe.user_code.contents import MODULE, changed_in_module
 from lightning_fxpipe.user_code.snapshot import user_state
 
@@ -75,6 +76,6 @@ def with_assigned_tensors(
     call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[tuple[str, str], Tensor]]:
     """What a call returns, and the tensors that it sets on the module and those inside it, by relative path and attribute."""
-    before = {path: OwnAttributes(child) for path, child in module.named_modules()}
+    before = {path: OwnAttributes(child) for path, child in modules_inside(module).items()}
     result = call(module, *args, **kwargs)
     return result, {(path, name): t for path, own in before.items() for name, t in own.assigned_tensors().items()}

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import is_in_memory, version_of
+from lightning_fxpipe._compat.torch import is_in_memory, modules_inside, version_of
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of, globals_of
 from lightning_fxpipe.user_code.contents import (
     ABSENT,
@@ -408,7 +408,7 @@ def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) ->
 
 def state_of_opened(module: nn.Module) -> Snapshot:
     """What a module's own code may change: all that it reaches but for modules, and of those inside it the attributes."""
-    below = {f"self.{path}": inside for path, inside in module.named_modules() if path}
+    below = {f"self.{path}": inside for path, inside in modules_inside(module).items() if path}
     return Snapshot({"self": module}, shallow=below, enters_modules=False)
 
 

@@ -62,6 +62,24 @@ def test_a_symbol_that_is_found_to_be_a_number_is_that_in_results_from_then_on()
     assert symbolic_expression(a + b) == 6 + symbolic_expression(b)
 
 
+def test_whether_a_size_is_a_number_is_asked_once_for_each_symbol_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, a, b = sizes()
+    asked: list[SymNode] = []
+    original = SymNode.maybe_as_int
+
+    def maybe_as_int(node: SymNode) -> int | None:
+        asked.append(node)
+        return original(node)
+
+    monkeypatch.setattr(SymNode, "maybe_as_int", maybe_as_int)
+    assert a.node.maybe_as_int() is None
+    asked.clear()
+    assert a.node.maybe_as_int() is None
+    assert asked == []
+    assert a == 6  # a guard
+    assert [a.node.maybe_as_int(), b.node.maybe_as_int()] == [6, None]
+
+
 def test_results_are_forgotten_with_the_trace() -> None:
     world, a, b = sizes()
     with world.active():

@@ -268,6 +268,17 @@ def test_registries_are_the_dictionaries_that_a_module_itself_uses() -> None:
     assert parameters["bias"] is None
 
 
+def test_modules_inside_are_those_of_torch() -> None:
+    shared = nn.Linear(2, 2)
+    module = nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": nn.Module()}))
+    module.register_module("missing", None)
+    module.scripted = torch.jit.script(nn.Sequential(nn.Tanh()))
+    module.again = module[1]
+    found = _compat.modules_inside(module)
+    assert list(found.items()) == list(module.named_modules())
+    assert "scripted.0" in found
+
+
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 def test_version_of_grows_with_changes_of_a_tensor_and_its_views(fake: bool) -> None:
     world = FakeWorld()

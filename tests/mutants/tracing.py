@@ -66,8 +66,8 @@ MUTANTS = [
     ),
     Mutant(
         _GUARDS,
-        "            guards.setdefault(key, snapshot(value))\n",
-        "            guards[key] = snapshot(value)\n",
+        "        if key not in guards:  # what it was when it was read first\n",
+        "        if True:\n",
         (f"{_TEST_GUARDS}::test_what_is_compared_is_the_value_that_was_read_first",),
         "what the code has read before it changed it is not compared",
     ),
