@@ -244,14 +244,17 @@ def instrument(parts: Parts) -> None:
 
     from lightning_fxpipe.data.loading import _InStep
     from lightning_fxpipe.distributed.commands import Commands
+    from lightning_fxpipe.hooks.old_gradients import OldGradients
     from lightning_fxpipe.hooks.user_hooks import Hooks
     from lightning_fxpipe.metrics.step_log import ResultChannel, StepLog
     from lightning_fxpipe.runtime import batch_run, one_f_one_b, region_pass, region_run
     from lightning_fxpipe.runtime.attributes import StepAttributes
+    from lightning_fxpipe.runtime.batch_gradients import BatchGradients
     from lightning_fxpipe.schedules.pipelining import Pipeline
     from lightning_fxpipe.strategy import session
     from lightning_fxpipe.strategy.strategy import FxPipeStrategy
     from lightning_fxpipe.user_code.members import Members
+    from lightning_fxpipe.user_code.step import Step
 
     L.LightningModule.log = timed_log(L.LightningModule.log)  # before the strategy puts its own in place
     parts.wrap("strategy's hooks", FxPipeStrategy, "training_step", "backward", "optimizer_step", "batch_to_device", "reduce")
@@ -279,13 +282,16 @@ def instrument(parts: Parts) -> None:
     parts.wrap("metrics of the module", session.MetricStates, "__init__", "changes")
     parts.wrap("around the microbatches", region_pass.RegionPass, "_forward_one", "_backward_one")
     parts.wrap("around the microbatches", one_f_one_b.InterleavedPass, "_one")
-    parts.wrap("gradients put in place", one_f_one_b.InterleavedPass, "install")
+    parts.wrap("gradients put in place", BatchGradients, "install")
+    parts.wrap_context("gradients put in place", BatchGradients, "computing")
+    parts.wrap("gradients put in place", OldGradients, "parameters", "keep_new", "release")
     parts.wrap("step of each microbatch, undone", one_f_one_b.StepTail, "run")
     parts.wrap("whole batch", batch_run.PipelineRuntime, "run")
     parts.wrap("torch's schedule", Pipeline, "step")
     parts.wrap("backward", torch.autograd, "backward")
     parts.wrap("optimizer", torch.optim.AdamW, "step")
     parts.wrap("optimizer", torch.optim.Optimizer, "zero_grad")
+    parts.wrap("optimizer", Step, "drop_outdated")  # in place of the former
     time_stages(parts, region_pass.StageRun)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,10 +87,18 @@ def changes_batches(trainer: Trainer, module: LightningModule) -> bool:
 
 def zero_gradients(trainer: Trainer, module: LightningModule) -> bool:
     """Whether a hook sets gradients to zero in place of Lightning, or sees them before that."""
-    names = ("on_before_zero_grad", "optimizer_zero_grad")
-    return any(is_overridden(name, module, of_root(LightningModule, module)) for name in names) or any(
-        is_overridden("on_before_zero_grad", callback, of_root(Callback, callback)) for callback in callbacks(trainer)
-    )
+    return _have_any(trainer, module, ("on_before_zero_grad", "optimizer_zero_grad"))
+
+
+def before_backward(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether user code runs after gradients have been set to zero and before the backward pass, or is that pass."""
+    return _have_any(trainer, module, ("on_before_backward", "backward"))
+
+
+def _have_any(trainer: Trainer, module: LightningModule, names: Sequence[str]) -> bool:
+    owners: list[tuple[Any, Any]] = [(module, of_root(LightningModule, module))]
+    owners += [(callback, of_root(Callback, callback)) for callback in callbacks(trainer)]
+    return any(hasattr(kind, name) and is_overridden(name, owner, kind) for owner, kind in owners for name in names)
 
 
 def readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:

@@ -1,20 +1,22 @@
 """Gradients of the batch before, which nobody looks at any more when a training step comes to the model.
 
 Lightning sets them to zero between a step and its backward pass. Kept until then they are there beside all activations, and
-with 1F1B beside the new gradients.
+with 1F1B beside the new gradients. Those need not wait elsewhere for Lightning to do so, where nobody looks before the backward
+pass.
 """
 
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat.lightning import zeroes_gradients
-from lightning_fxpipe._compat.torch import hooks_of
-from lightning_fxpipe.hooks.hook_code import zero_gradients
+from lightning_fxpipe._compat.torch import hooks_of, patched_attributes
+from lightning_fxpipe.hooks.hook_code import before_backward, is_own, zero_gradients
 from lightning_fxpipe.user_code.bytecode import codes_in
 from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
@@ -29,11 +31,17 @@ class OldGradients:
     Args:
         trainer: The Trainer.
         module: Its LightningModule.
+
+    Attributes:
+        new_may_stay: Whether nobody looks for gradients between the training step and its backward pass. New ones that are
+            there must be kept from Lightning, see :meth:`keep_new`.
     """
 
     def __init__(self, trainer: Any, module: Any) -> None:
         self._trainer = trainer
         self._may_go = not (zero_gradients(trainer, module) or _are_named_in_submodules(module))
+        self.new_may_stay = not before_backward(trainer, module) and is_own(type(trainer.precision_plugin))
+        self._keeping = ExitStack()
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's parameters, of whose gradients the running training step leaves nothing, whatever it returns."""
@@ -44,6 +52,19 @@ class OldGradients:
         if inspect.unwrap(optimizer.zero_grad) is not inspect.unwrap(Optimizer.zero_grad):
             return []
         return [parameter for group in optimizer.param_groups for parameter in group["params"] if not parameter.is_meta]
+
+    def keep_new(self) -> None:
+        """Lightning sets no gradients to zero until :meth:`release`: they are those of the step that has run."""
+        self.release()
+        self._keeping.enter_context(patched_attributes((self._trainer.optimizers[0], "zero_grad", _leave_gradients)))
+
+    def release(self) -> None:
+        """The backward pass begins, or another step."""
+        self._keeping.close()
+
+
+def _leave_gradients(set_to_none: bool = True) -> None:
+    """In place of ``Optimizer.zero_grad`` where the gradients are new ones already."""
 
 
 def _are_named_in_submodules(module: nn.Module) -> bool:

@@ -14,8 +14,9 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.step_log import LogEntry
 from lightning_fxpipe.recording.recorder import Recorder
+from lightning_fxpipe.runtime.batch_gradients import BatchGradients, ParkedLoss
 from lightning_fxpipe.runtime.known_numbers import KnownNumbers
-from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, ParkedLoss, StepTail
+from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass, StepTail
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from lightning_fxpipe.runtime.region_pass import PassSetup, RegionPass
 from lightning_fxpipe.runtime.schedule_choice import Interleaving
@@ -71,6 +72,11 @@ class BatchPasses:
         """Whether the batch has been through the stages."""
         return self._forward is not None or self._interleaved is not None
 
+    @property
+    def gradients_are_in_place(self) -> bool:
+        """Whether the batch's gradients are there already, before its backward pass."""
+        return self._interleaved is not None and self._interleaved.gradients.are_in_place
+
     # ------------------------------------------------------------------ forward
 
     def run(
@@ -91,8 +97,7 @@ class BatchPasses:
             :attr:`has_ended_step`.
         """
         self._commands.expect()
-        for parameter in step.outdated:
-            parameter.grad = None
+        step.drop_outdated()
         if self._must_look(step, setup, trace) and not self._look(setup, values, step, trace, tail):
             return False, None
         if self.may_interleave(step) and self._interleaving.is_on and setup.can_be_interleaved:
@@ -145,7 +150,7 @@ class BatchPasses:
             setup=setup,
             values=values,
             random_key=step.random_key,
-            parameters=self._members.own_parameters(),
+            gradients=BatchGradients(self._members.own_parameters(), may_stay=step.gradients_may_stay),
             tail=tail,
             weights=() if tail is None else self._interleaving.weights(tail),
             scale=1.0 if tail is None else step.scale(),
@@ -159,6 +164,8 @@ class BatchPasses:
             self._changes_nothing = False
             self._interleaving.note_change()
         self.has_ended_step = may_end and setup.is_last and not self._interleaved.does_more
+        if setup.is_last and not self.has_ended_step:
+            self._interleaved.gradients.park()  # the step's code goes on
         # The look at the end of the batch cannot tell the step's changes from the model's, and has undone both.
         is_late = self._interleaved.has_assigned
         lacks_results = joined is None and not self.has_ended_step
@@ -241,7 +248,7 @@ class BatchPasses:
         def install(gradient: Tensor) -> None:
             factor = self._numbers.read(gradient) / interleaved.scale
             self._installed.append(factor)
-            interleaved.install(factor)
+            interleaved.gradients.install(factor)
 
         anchor = torch.zeros((), requires_grad=True)
         parked: Tensor = ParkedLoss.apply(anchor, loss.detach(), install)  # type: ignore[no-untyped-call]
@@ -269,7 +276,7 @@ class BatchPasses:
             if command is Command.DONE:
                 for factor in numbers:
                     assert self._interleaved is not None
-                    self._interleaved.install(factor)
+                    self._interleaved.gradients.install(factor)
                 return
             assert self._forward is not None
             self._forward.retains = bool(numbers[0])

@@ -44,6 +44,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
+from lightning_fxpipe.runtime.batch_gradients import BatchGradients
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.tracing.prelude import dry_run
@@ -295,13 +296,11 @@ class StepTail:
 class InterleavedPass:
     """The region's one call in a training batch, forward and backward at once. Made by every rank.
 
-    Gradients of this rank's parameters are parked until :meth:`install`: Lightning sets ``.grad`` to zero in between.
-
     Attributes:
         setup: The stage and the microbatches.
         values: The region's inputs and draws for the whole batch.
         random_key: Identifies the batch within the run.
-        parameters: This rank's.
+        gradients: Those of this rank's parameters.
         tail: On the last stage, the rest of the step.
         weights: On the last stage, the factor of each microbatch's loss in the batch's loss.
         scale: On the last stage, by which the loss is multiplied for its backward pass.
@@ -314,7 +313,7 @@ class InterleavedPass:
     setup: PassSetup
     values: Sequence[Tensor | None]
     random_key: tuple[int | str, ...]
-    parameters: Sequence[nn.Parameter]
+    gradients: BatchGradients
     tail: StepTail | None
     weights: Sequence[float]
     scale: float
@@ -327,7 +326,6 @@ class InterleavedPass:
         self._results = self.setup.joining()
         self._done: dict[int, TailRun] = {}  # on the last stage, by number of the microbatch
         self.has_assigned = False
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def run(self) -> tuple[Tensor, ...] | None:
         """Runs all microbatches. Called by every rank of the pipeline.
@@ -335,23 +333,10 @@ class InterleavedPass:
         Returns:
             On the last stage the joined results, without gradient; None where they are not kept.
         """
-        before = [(parameter, gradient) for parameter in self.parameters if (gradient := parameter.grad) is not None]
-        for parameter, _ in before:
-            parameter.grad = None
-        found: list[tuple[nn.Parameter, Tensor]] = []
-        try:
-            with self.setup.norms.deferring(), isolated_rng(), self._undone_runs():
-                for leg in self.setup.legs:
-                    assert leg.interleaved is not None
-                    leg.interleaved().step(partial(self._one, leg))
-            self._gradients = found
-        finally:
-            for parameter in self.parameters:
-                if (gradient := parameter.grad) is not None:
-                    found.append((parameter, gradient))
-                    parameter.grad = None
-            for parameter, gradient in before:
-                parameter.grad = gradient
+        with self.gradients.computing(), self.setup.norms.deferring(), isolated_rng(), self._undone_runs():
+            for leg in self.setup.legs:
+                assert leg.interleaved is not None
+                leg.interleaved().step(partial(self._one, leg))
         return self._results.take() if self.setup.is_last and self._results.are_complete else None
 
     @contextmanager
@@ -419,18 +404,6 @@ class InterleavedPass:
         entries = [replace(e, value=value, num_samples=None if e.num_samples is None else num_samples) for e in logged]
         return torch.full_like(last, total), value, entries
 
-    def install(self, factor: float) -> None:
-        """Adds the parked gradients to ``.grad``, as a backward pass does.
-
-        Args:
-            factor: Derivative of what is differentiated by the batch's loss, over the scale.
-        """
-        for parameter, gradient in self._gradients:
-            if factor != 1:
-                gradient.mul_(factor)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        self._gradients = []
-
     def check(self, value: float, losses: Sequence[float], dtype: torch.dtype, step: Step) -> None:
         """Compares the whole batch's loss with that of its microbatches. Called on the last stage.
 
@@ -454,26 +427,3 @@ class InterleavedPass:
             expected="a mean or a sum over samples, which 1F1B can train",
             todo='Set FxPipeStrategy(schedule="gpipe"), which trains any loss.',
         )
-
-
-class ParkedLoss(torch.autograd.Function):
-    """The batch's loss, whose backward pass has been: it tells by which factor the gradients count."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, install: Callable[[Tensor], None]) -> Tensor:
-        """The loss.
-
-        Args:
-            ctx: Of autograd.
-            anchor: Requires a gradient, so that the loss does.
-            loss: Its value.
-            install: Gets the factor.
-        """
-        ctx.install = install
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Installs the gradients."""
-        ctx.install(gradient)
-        return None, None, None

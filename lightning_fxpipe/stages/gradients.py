@@ -36,6 +36,11 @@ class SharedParameters:
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
 
+    @property
+    def are_held(self) -> bool:
+        """Whether this rank has a copy of any."""
+        return bool(self._mine)
+
     @contextmanager
     def summed_gradients(self) -> Iterator[None]:
         """Sums, over the copies, the gradients that the block computes. Called by every rank that holds one."""

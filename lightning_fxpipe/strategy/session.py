@@ -189,6 +189,8 @@ class Session:
             throughput.available_flops = monitor.available_flops and monitor.available_flops * self._topology.num_ranks
         self.replicated.begin_run(trains=trainer.state.fn == TrainerFn.FITTING)
         self.hooks.install(trainer)
+        if self._old_gradients is not None:
+            self._old_gradients.release()  # where the run before ended in a step
         self._old_gradients = None
         if self._topology.num_ranks > 1:
             self.hooks.patch(*ExampleRuns(self.module, self.hooks, self._topology).patches(trainer))
@@ -248,11 +250,15 @@ class Session:
             return output
         if self._old_gradients is None:
             self._old_gradients = OldGradients(self.module.trainer, self.module)
-        loss, output = self._run(replace(step, outdated=self._old_gradients.parameters()), batch)
+        outdated = self._old_gradients.parameters()
+        may_stay = bool(outdated) and self._old_gradients.new_may_stay and not self._shared.are_held
+        loss, output = self._run(replace(step, outdated=outdated, gradients_may_stay=may_stay), batch)
         check_none_exchanged(before, self._members.renewed().parameters)
         if loss is None:
             self._runtime.passes.end_batch()
             return None
+        if self._runtime.passes.gradients_are_in_place:
+            self._old_gradients.keep_new()
         if self._topology.is_last:
             return output
         with step.context():  # in which the default dtype is that of the precision plugin
@@ -261,6 +267,8 @@ class Session:
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """In the block a backward pass runs. Called by every rank."""
+        if self._old_gradients is not None:
+            self._old_gradients.release()
         if self._joint is None:
             return self.hooks.suspend()
         return self._joint.user_code()  # a module may have a backward of its own

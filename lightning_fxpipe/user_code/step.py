@@ -37,6 +37,8 @@ class Step:
         random_key: Identifies the batch within the run, for the stages' random numbers.
         scale: Says, in training, by which the loss is probably multiplied before its backward pass.
         outdated: Parameters whose gradients nobody looks at any more once the step has come to the model.
+        gradients_may_stay: Whether nobody looks at the gradients from then on until the backward pass is over, nor sets them to
+            zero: new ones may be there at once.
     """
 
     kind: StepKind
@@ -46,6 +48,12 @@ class Step:
     random_key: tuple[int | str, ...]
     scale: Callable[[], float] = lambda: 1.0
     outdated: Sequence[nn.Parameter] = ()
+    gradients_may_stay: bool = False
+
+    def drop_outdated(self) -> None:
+        """Drops the gradients of :attr:`outdated`, as Lightning's ``zero_grad`` would do a moment later."""
+        for parameter in self.outdated:
+            parameter.grad = None
 
     @property
     def is_training(self) -> bool:

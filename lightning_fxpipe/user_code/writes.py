@@ -103,7 +103,7 @@ class WritesOfCalls(TorchFunctionMode):
             memory = storage_key(tensor)
         except NotImplementedError:  # inside torch.func's transformations
             return True
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is torch.nn.Parameter:  # which is all that there can be here, and asked without torch's own isinstance
             self._memory.add(memory)
         return memory in self._memory
 

@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,3 +120,53 @@ class SeesAll(L.Callback):
 )
 def test_they_are_kept_where_user_code_may_look_at_them(module: Callable[[], Asks], callbacks: tuple[Any, ...]) -> None:
     assert asked(module(), *callbacks).found == [[]] * 6
+
+
+class SeesLoss(L.Callback):
+    def on_before_backward(self, *args: Any) -> None:
+        pass
+
+
+class OwnBackward(L.LightningModule):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class OwnPrecision(Precision):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "expected"),
+    [
+        (L.LightningModule, {}, True),
+        (L.LightningModule, {"callbacks": [SeesLoss()]}, False),
+        (Asks, {}, False),
+        (OwnBackward, {}, False),
+        (L.LightningModule, {"plugins": [OwnPrecision()]}, False),
+        (L.LightningModule, {"precision": "bf16-mixed"}, True),
+    ],
+    ids=["nobody", "callback", "hook", "backward", "precision", "Lightning's precision"],
+)
+def test_new_ones_may_stay_where_no_code_of_users_runs_before_the_backward_pass(
+    module: Callable[[], Any], options: dict[str, Any], expected: bool
+) -> None:
+    trainer, made = make_trainer(**options), module()
+    assert OldGradients(trainer, made).new_may_stay is expected
+
+
+def test_new_ones_are_kept_from_lightning_until_they_are_released() -> None:
+    parameter: Any = nn.Parameter(torch.zeros(1))
+    trainer, optimizer = make_trainer(), torch.optim.SGD([parameter])
+    trainer.strategy.optimizers = [optimizer]
+    gradients = OldGradients(trainer, L.LightningModule())
+    for _ in range(2):
+        parameter.grad = torch.ones(1)
+        gradients.keep_new()
+        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)
+        assert parameter.grad.tolist() == [1.0]
+    gradients.release()
+    optimizer.zero_grad()
+    assert parameter.grad is None
+    assert "zero_grad" not in vars(optimizer)

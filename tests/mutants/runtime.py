@@ -5,6 +5,8 @@ from tests.mutants.mutant import Mutant
 _REGION, _SETUP, _JOINED = "runtime/region_pass.py", "runtime/pass_setup.py", "runtime/joined_results.py"
 _CHOICE, _TURNS, _CHANGES = "runtime/schedule_choice.py", "runtime/one_f_one_b.py", "runtime/stage_changes.py"
 _TEST_REGION, _TEST_CHOICE = "runtime/test_region_pass.py", "runtime/test_schedule_choice.py"
+_GRADIENTS, _TEST_GRADIENTS = "runtime/batch_gradients.py", "runtime/test_batch_gradients.py"
+_OLD = "ranks/test_old_gradients.py"
 _NUMBERS, _TEST_NUMBERS = "runtime/known_numbers.py", "runtime/test_known_numbers.py"
 _ONE_DEVICE = "strategy/test_one_device.py::test_fit_is_that_of_the_default_strategy"
 
@@ -199,11 +201,46 @@ MUTANTS = [
         "microbatches' gradients are not scaled, and vanish in half precision",
     ),
     Mutant(
-        _TURNS,
+        _GRADIENTS,
         "parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)",
         "parameter.grad = gradient",
-        ("runtime/test_one_f_one_b.py::test_parked_gradients_are_added_to_those_of_batches_before_once",),
+        (f"{_TEST_GRADIENTS}::test_parked_gradients_are_added_to_those_of_batches_before_once",),
         "gradients of accumulated batches are lost",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "if before or not self._may_stay:",
+        "if not self._may_stay:",
+        (f"{_TEST_GRADIENTS}::test_they_do_not_stay_beside_those_of_batches_before",),
+        "new gradients that stay are lost beside those of accumulated batches",
+    ),
+    Mutant(
+        _GRADIENTS,
+        "        if factor != 1:\n            self.park()\n",
+        "",
+        (f"{_TEST_GRADIENTS}::test_those_that_may_stay_are_there_and_count_by_the_factor",),
+        "gradients that stay are not divided by the number of accumulated batches",
+    ),
+    Mutant(
+        "strategy/session.py",
+        "            self._old_gradients.keep_new()\n",
+        "            pass\n",
+        (f"{_OLD}::test_gradients_are_those_of_one_device[few]",),
+        "Lightning sets new gradients to zero before the optimizer's step",
+    ),
+    Mutant(
+        "strategy/session.py",
+        " and not self._shared.are_held",
+        "",
+        (f"{_OLD}::test_gradients_are_those_of_one_device[few]",),
+        "gradients of tied weights are not summed where they stay",
+    ),
+    Mutant(
+        "strategy/session.py",
+        "bool(outdated) and self._old_gradients.new_may_stay",
+        "bool(outdated)",
+        (f"{_OLD}::test_gradients_are_those_of_one_device[few]",),
+        "a hook before the backward pass sees its gradients",
     ),
     Mutant(
         _TURNS,

@@ -1,4 +1,7 @@
-"""Gradients of the batch before: given up before the next batch runs where nobody looks, and there where somebody does."""
+"""Gradients of the batch before: given up before the next batch runs where nobody looks, and there where somebody does.
+
+With 1F1B, those of the batch: there from the step on where nobody looks before the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +103,12 @@ class LooksAfter(L.Callback):
         self._look(module)
 
 
+class LooksAtEnd(LooksAfter):
+    """As above, but not before the backward pass: until then 1F1B's new gradients may be there."""
+
+    on_before_backward = L.Callback.on_before_backward
+
+
 def norms(trainer: Any, module: Any, folder: Path) -> Any:
     return [callback.norms for callback in trainer.callbacks if isinstance(callback, (LooksBefore, LooksAfter))]
 
@@ -107,17 +116,19 @@ def norms(trainer: Any, module: Any, folder: Path) -> Any:
 LOOKS: dict[str, Callable[[Path], Any]] = {
     "before": lambda folder: [LooksBefore()],
     "after": lambda folder: [LooksAfter()],
+    "end": lambda folder: [LooksAtEnd()],
     "nobody": lambda folder: (),
 }
 KINDS: dict[str, Any] = {each.__name__: each for each in (Skips, SkipsByValue, Zeros, OfBackbone, Tied, Decayed)}
 # Module, who looks, batches that are accumulated, schedule.
 FEW = (
     *("Zeros after 1 1f1b", "SkipsByValue after 1 1f1b", "OfBackbone after 1 1f1b", "Decayed before 1 gpipe"),
-    *("SkipsByValue nobody 2 1f1b", "Tied nobody 2 1f1b", "Decayed before 2 1f1b"),
+    *("SkipsByValue nobody 2 1f1b", "Tied nobody 2 1f1b", "Decayed before 2 1f1b", "Skips end 1 1f1b", "OfBackbone end 2 1f1b"),
 )
 MORE = (
     *("Zeros after 1 gpipe", "Skips after 1 gpipe", "Tied after 1 1f1b", "OfBackbone after 1 gpipe", "Decayed before 1 1f1b"),
     *("Decayed after 2 1f1b", "OfBackbone nobody 2 1f1b", "Skips nobody 2 1f1b", "Zeros nobody 2 1f1b"),
+    *("Decayed end 1 1f1b", "Decayed end 2 1f1b", "SkipsByValue end 1 1f1b", "Tied end 1 1f1b", "Zeros end 1 1f1b"),
 )
 
 

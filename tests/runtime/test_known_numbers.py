@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_fxpipe.runtime.batch_gradients import ParkedLoss
 from lightning_fxpipe.runtime.known_numbers import KnownNumbers
-from lightning_fxpipe.runtime.one_f_one_b import ParkedLoss
 from tests.ranks.synchronisations import DEVICE, renamed_device
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_fxpipe import UnsupportedError
+from lightning_fxpipe.runtime.batch_gradients import BatchGradients
 from lightning_fxpipe.runtime.one_f_one_b import InterleavedPass
 from lightning_fxpipe.user_code.step import Step, StepKind
 from tests.runtime.test_region_pass import Gives, setup_of, spec
@@ -18,13 +17,13 @@ from tests.runtime.test_region_pass import Gives, setup_of, spec
 STEP = Step(kind=StepKind.TRAIN, function=lambda: None, rest=(), context=nullcontext, random_key=())
 
 
-def one(*losses: float, parameters: list[nn.Parameter] | None = None) -> InterleavedPass:
+def one(*losses: float) -> InterleavedPass:
     """After a run of as many microbatches, in a mean."""
     return InterleavedPass(
         setup=setup_of(Gives(torch.sin), 4, 2, spec(4, 3)),
         values=[],
         random_key=(0,),
-        parameters=parameters or [],
+        gradients=BatchGradients([], may_stay=False),
         tail=None,
         weights=[1 / len(losses) for _ in losses],
         scale=1.0,
@@ -46,14 +45,3 @@ def test_a_batch_with_another_loss_than_that_of_its_microbatches_is_refused(loss
     """Its gradients are those of another loss than the one that is logged."""
     with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
         one(*losses).check(whole, losses, torch.float32, STEP)
-
-
-def test_parked_gradients_are_added_to_those_of_batches_before_once() -> None:
-    parameter: Any = nn.Parameter(torch.zeros(2))
-    made = one(1.0, parameters=[parameter])
-    for factor, expected in ((1.0, 1.0), (0.5, 1.5)):
-        made._gradients = [(parameter, torch.ones(2))]
-        made.install(factor)
-        assert parameter.grad.tolist() == [expected] * 2
-    made.install(1.0)
-    assert parameter.grad.tolist() == [1.5] * 2
