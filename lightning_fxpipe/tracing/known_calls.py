@@ -149,14 +149,14 @@ class KnownCalls:
     def ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Question | None:
         """What is known of a call; None where it can only be made."""
         with unwatched_torch():
-            modules = modules_inside(module)
-            if any(isinstance(child, _UNSEEN) or has_hooks(child) for child in modules.values()):
-                return None
             modes = CallContext.current(self._device_type), torch.get_default_dtype(), torch.is_inference_mode_enabled()
             parts, tensors, own = list[Any](modes), list[FakeTensor](), list[FakeTensor]()
             try:
                 likeness = self._likeness_for(args, kwargs)
                 likeness.describe((args, dict(kwargs)), parts, tensors)
+                modules = modules_inside(module)
+                if any(isinstance(child, _UNSEEN) or has_hooks(child) for child in modules.values()):
+                    return None
                 for path, child in modules.items():
                     _describe_module(path, child, likeness, parts, own)
             except Unlike:
