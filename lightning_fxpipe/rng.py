@@ -1,4 +1,4 @@
-"""States of the default random generators: those of Python, numpy and torch. Whoever watches torch calls sees none of these."""
+"""States of the default random generators: those of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_fxpipe._compat.modes import unwatched_torch
 
 
 @contextmanager
@@ -39,8 +37,7 @@ def kept_generators(generators: Iterable[torch.Generator]) -> Iterator[None]:
 
 def rng_state() -> dict[str, Any]:
     """States of the generators of python, numpy (where it is in use) and torch, of the current device too."""
-    with unwatched_torch():
-        state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _numpy_generator.state(numpy)
@@ -52,8 +49,7 @@ def rng_state() -> dict[str, Any]:
 def set_rng_state(state: dict[str, Any]) -> None:
     """Inverse of :func:`rng_state`."""
     random.setstate(state["python"])
-    with unwatched_torch():
-        torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
         _numpy_generator.set_state(sys.modules["numpy"], state["numpy"])
     if "cuda" in state and torch.cuda.is_available():
@@ -89,8 +85,7 @@ def same_rng(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
-    with unwatched_torch():
-        return one is other if one is None or other is None else torch.equal(one, other)
+    return one is other if one is None or other is None else torch.equal(one, other)
 
 
 class _NumpyGenerator:

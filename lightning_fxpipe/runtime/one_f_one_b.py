@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe.distributed.replica_tensors import TalksToReplicas, for_microbatch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
@@ -265,7 +266,8 @@ class StepTail:
         with dry_run(
             self.root, function, (batch, *self.step.rest), {}, undoing=undoing, logging=self.log.redirected(log)
         ) as again:
-            set_rng_state(self.rng_at_start)
+            with unwatched_torch():
+                set_rng_state(self.rng_at_start)
             self.draws.begin_microbatch(*samples)
             in_place = region_in_place(
                 self.root,
@@ -279,7 +281,8 @@ class StepTail:
             )
             with self.step.context(), in_place, for_microbatch():
                 result = function(*again.args)
-            draws = at_region is not None and not same_rng(at_region, rng_state())
+            with unwatched_torch():
+                draws = at_region is not None and not same_rng(at_region, rng_state())
         loss = None if result is None else loss_of(result)
         gives_more = isinstance(result, dict) and len(result) > 1
         return TailRun(
