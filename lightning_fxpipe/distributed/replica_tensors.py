@@ -6,9 +6,7 @@ the same results; where only the ranks with the last stages come, as at the end 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -19,29 +17,19 @@ from lightning_fxpipe._compat.modes import makes_fakes, unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.user_code.for_microbatch import NeedsWholeBatch, is_for_microbatch
 from lightning_fxpipe.user_code.frames import user_source
 
-# Whether user code runs for a microbatch alone, of which other replicas may have fewer or none.
-_is_for_microbatch: ContextVar[bool] = ContextVar("is_for_microbatch", default=False)
 
+class TalksToReplicas(NeedsWholeBatch):
+    """A step talks to other replicas where it runs for each microbatch, of which these may have fewer or none."""
 
-class TalksToReplicas(UnsupportedError):
-    """A step talks to other replicas where it runs for each microbatch."""
-
-
-@contextmanager
-def for_microbatch() -> Iterator[None]:
-    """In the block a step runs for a microbatch, or for the batch to be compared with these: it must not talk to replicas."""
-    token = _is_for_microbatch.set(True)
-    try:
-        yield
-    finally:
-        _is_for_microbatch.reset(token)
+    does = "talks to other replicas"
 
 
 def check_may_talk() -> None:
     """Raises :class:`TalksToReplicas` where that is forbidden. Called before user code's values go to other replicas."""
-    if _is_for_microbatch.get():
+    if is_for_microbatch():
         raise TalksToReplicas(
             "The step talks to other replicas, and with this schedule it runs for each microbatch.",
             where=user_source(),

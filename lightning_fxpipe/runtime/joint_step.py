@@ -172,14 +172,20 @@ class _Calls(TorchFunctionMode):
         arguments = inspect.signature(grad).bind(outputs, inputs, *args, **kwargs).arguments
         allows_unused = bool(arguments.get("allow_unused"))
         others = [tensor for tensor, fqn in zip(asked, names, strict=True) if fqn is None]
+        parameters = [(tensor, fqn) for tensor, fqn in zip(asked, names, strict=True) if fqn is not None]
+        here = [parameter for parameter, _ in parameters if not parameter.is_meta]
         backwards, found = self._steps.backwards, iter(())
 
         def run() -> None:
             nonlocal found
-            ends = [*others, *backwards.anchors]
-            found = iter(grad(**{**arguments, "inputs": ends, "allow_unused": True}))
+            ends = [*others, *here, *backwards.anchors]
+            gradients = grad(**{**arguments, "inputs": ends, "allow_unused": True})
+            found = iter(gradients)
+            # Those that the step uses by itself; what flows through the stages is in `.grad`.
+            for parameter, gradient in zip(here, gradients[len(others) :], strict=False):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-        parameters = [(tensor, fqn) for tensor, fqn in zip(asked, names, strict=True) if fqn is not None]
         own = backwards.gradients_of([tensor for tensor, _ in parameters if isinstance(tensor, nn.Parameter)], run)
         staged = iter(self._steps.outside(self._steps.spread_gradients)(list(zip(parameters, own, strict=True))))
         result = tuple(next(found) if fqn is None else next(staged) for fqn in names)

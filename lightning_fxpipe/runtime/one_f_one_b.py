@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_fxpipe._compat.modes import unwatched_torch
-from lightning_fxpipe.distributed.replica_tensors import TalksToReplicas, for_microbatch
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
 from lightning_fxpipe.metrics.step_log import LogEntry, StepLog
@@ -50,6 +49,7 @@ from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.user_code.for_microbatch import NeedsWholeBatch, for_microbatch
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.step import Step, loss_of
@@ -192,8 +192,8 @@ class StepTail:
         try:
             with torch.no_grad():
                 whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
-        except TalksToReplicas as error:
-            return Finding(verdict=Verdict.DIFFERS, observed=f"the step talks to other replicas in {error.where}")
+        except NeedsWholeBatch as error:
+            return Finding(verdict=Verdict.DIFFERS, observed=f"the step {error.does} in {error.where}")
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
         (value, logged), *of_parts = _read([whole, *parts])

@@ -34,9 +34,10 @@ from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.reporting.wording import argument_words
 from lightning_fxpipe.stages.build import concrete_size
 from lightning_fxpipe.tracing.distributions import unvalidated_distributions
+from lightning_fxpipe.tracing.input_gradient import check_may_differentiate
 from lightning_fxpipe.tracing.parameter_use import check_call
 from lightning_fxpipe.tracing.step_record import RecordedCall, TensorKey
-from lightning_fxpipe.tracing.torch_calls import LOOKS, CallContext, is_query
+from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS, CallContext, is_query
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.calls import call_name, calls_through, classes_with_own_call
 from lightning_fxpipe.user_code.frames import user_source
@@ -85,6 +86,8 @@ class StepMode(TorchFunctionMode):
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
+        if func in DIFFERENTIATING:
+            check_may_differentiate()
         # What is asked here is no call of the step, and of no interest to others who watch it.
         with unwatched_torch():
             try:  # not in a block of :meth:`refusing`, which costs more than the check

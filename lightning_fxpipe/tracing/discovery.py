@@ -23,7 +23,7 @@ from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.calls_aside import attribute_tensors
 from lightning_fxpipe.tracing.fake_run import fake_run
-from lightning_fxpipe.tracing.input_gradient import InputGradient, functions_before, input_gradient
+from lightning_fxpipe.tracing.input_gradient import InputGradient, OwnGradient, functions_before, input_gradient, own_gradient
 from lightning_fxpipe.tracing.parameter_use import (
     ParameterMisuse,
     check_call,
@@ -39,7 +39,7 @@ from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, fin
 from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
-from lightning_fxpipe.tracing.torch_calls import LOOKS
+from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS
 from lightning_fxpipe.tracing.trace import is_torch_leaf
 from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source
@@ -151,7 +151,7 @@ def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
             if discovery.users:
                 raise _hiding_error(step, error) from error
             discovery.note_end(error, error.source)
-        except (ParameterMisuse, InputGradient):
+        except (ParameterMisuse, InputGradient, OwnGradient):
             raise
         except (Exception, MustStayWhole, RecordError) as error:
             _logger.debug("%s does not run to its end without data", step_name(step), exc_info=error)
@@ -233,8 +233,8 @@ class _Discovery(SpanRecorder):
         if not self._is_nested:
             with self._noted_misuse():
                 check_call(self._root, func, args, kwargs)
-            if func is torch.autograd.grad and self.users:
-                self._check_gradient(*args, **(kwargs or {}))
+            if func in DIFFERENTIATING and self.users:
+                self._check_gradient(*args[: 1 + (func is torch.autograd.grad)], **(kwargs or {}))
         if self.is_second_run and func in LOOKS and isinstance(args[0], FakeTensor) and not self._num_running:
             return look_at_ones(func, args[0])
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
@@ -277,13 +277,15 @@ class _Discovery(SpanRecorder):
         look = f"{self._first_look} looks at values of tensors, which may decide what is called after it"
         return f"{look}; {self._end}" if self._has_failed else look
 
-    def _check_gradient(self, outputs: Any, inputs: Any, *rest: Any, **options: Any) -> None:
-        """Raises :class:`InputGradient` where a step differentiates the model by what it is called with."""
-        keys = [self.key_of(tensor) for tensor in Template.of(inputs).tensors if not isinstance(tensor, nn.Parameter)]
-        if any(key is not None and key.call < self.users[0] for key in keys):
-            made = {tensor.grad_fn for key, tensor in self.tensors.items() if key.call in self.users} - {None}
-            if any(function in made for function in functions_before(Template.of(outputs).tensors)):
-                raise input_gradient()
+    def _check_gradient(self, outputs: Any, inputs: Any = None, **options: Any) -> None:
+        """Raises :class:`InputGradient` where a step differentiates the model by what it is called with, :class:`OwnGradient`
+        where it goes through calls that use parameters for other gradients."""
+        tensors, ends = Template.of(outputs).tensors, Template.of(inputs).tensors
+        made = {tensor.grad_fn for key, tensor in self.tensors.items() if key.call in self.users} - {None}
+        keys = [self.key_of(tensor) for tensor in ends if not isinstance(tensor, nn.Parameter)]
+        is_by_inputs = any(key is not None and key.call < self.users[0] for key in keys)
+        if any(function in made for function in functions_before(tensors, up_to=() if is_by_inputs else ends)):
+            raise input_gradient() if is_by_inputs else own_gradient()
 
     @contextmanager
     def _noted_misuse(self) -> Iterator[None]:

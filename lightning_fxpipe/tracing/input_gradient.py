@@ -1,6 +1,8 @@
-"""A step that differentiates the model by its inputs: gradient penalties, adversarial examples, forces from energies.
+"""Steps that differentiate by themselves what the stages compute together.
 
-Its loss holds a derivative of what the stages compute together, so that its backward pass would go through all of them twice.
+By the model's inputs: gradient penalties, adversarial examples, forces from energies. The loss holds a derivative, so that its
+backward pass would go through all stages twice. By parameters: weights of several losses by their gradients, ``backward()`` of
+a part of the loss. No rank's autograd knows the others' stages.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.user_code.for_microbatch import NeedsWholeBatch, is_for_microbatch
 from lightning_fxpipe.user_code.frames import user_source
 
 
@@ -30,10 +33,48 @@ def input_gradient(where: str | None = None) -> InputGradient:
     )
 
 
-def functions_before(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """What autograd runs backward for the tensors."""
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen = set(waiting)
+class OwnGradient(UnsupportedError):
+    """A step differentiates by itself what several stages compute."""
+
+
+def own_gradient() -> OwnGradient:
+    """The refusal, of the user's code that runs now."""
+    return OwnGradient(
+        "The step computes gradients by itself, of what the stages compute together.",
+        where=user_source(),
+        observed="torch.autograd.grad or backward() that goes through calls with parameters",
+        expected="a loss, whose backward pass Lightning calls after the step",
+        todo="Differentiate by the model's results only, or return the loss and use what gradients it gave in a hook.",
+    )
+
+
+class DifferentiatesMicrobatch(NeedsWholeBatch):
+    """A step differentiates by itself where it runs for each microbatch."""
+
+    does = "computes gradients by itself"
+
+
+def check_may_differentiate() -> None:
+    """Called before a step differentiates by the model's results, or by what it has made of these.
+
+    Raises:
+        DifferentiatesMicrobatch: It runs for a microbatch, whose gradient is another one; a look at the batch has none.
+    """
+    if is_for_microbatch():
+        raise DifferentiatesMicrobatch(
+            "The step computes gradients by itself, and with this schedule it runs for each microbatch.",
+            where=user_source(),
+            observed="torch.autograd.grad or backward()",
+            expected="a loss, whose backward pass Lightning calls after the step",
+            todo='Set FxPipeStrategy(schedule="gpipe"), with which the step runs once for each batch.',
+        )
+
+
+def functions_before(tensors: Iterable[Tensor], up_to: Iterable[Tensor] = ()) -> Iterator[Any]:
+    """What autograd runs backward for the tensors, up to what has made the others."""
+    seen: set[Any] = {tensor.grad_fn for tensor in up_to}
+    waiting: list[Any] = list({tensor.grad_fn for tensor in tensors} - seen - {None})
+    seen |= set(waiting)
     while waiting:
         function = waiting.pop()
         yield function

@@ -111,6 +111,10 @@ def running_statistics(module: nn.Module) -> set[int]:
     return {storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor)}
 
 
+# What computes gradients of a step's own.
+DIFFERENTIATING = frozenset({torch.autograd.grad, Tensor.backward})
+
+
 def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors in arguments of a torch call: those that ``tree_leaves`` finds, which takes five times as long."""
     for value in values:

@@ -13,12 +13,12 @@ from lightning_fxpipe.distributed.replica_calls import ReplicaCalls
 from lightning_fxpipe.distributed.replica_tensors import (
     TalksToReplicas,
     broadcast_object,
-    for_microbatch,
     gathered,
     reduced,
     voted,
 )
 from lightning_fxpipe.distributed.topology import Replicas
+from lightning_fxpipe.user_code.for_microbatch import for_microbatch
 
 TWO = Replicas(count=2)
 TALKS: list[Callable[[], Any]] = [

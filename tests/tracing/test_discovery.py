@@ -97,6 +97,37 @@ def test_a_gradient_penalty_in_a_step_with_several_calls_is_refused_by_its_name(
     assert "test_discovery.py" in str(caught.value)
 
 
+OWN_GRADIENTS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "of a parameter": lambda module, h, loss: torch.autograd.grad(loss, module.encoder.weight, retain_graph=True),
+    "of an earlier result": lambda module, h, loss: torch.autograd.grad(loss, h, retain_graph=True),
+    "of all": lambda module, h, loss: loss.backward(retain_graph=True),
+}
+
+
+@pytest.mark.parametrize("differentiate", OWN_GRADIENTS.values(), ids=OWN_GRADIENTS)
+def test_a_gradient_through_calls_with_parameters_is_refused(differentiate: Callable[[Any, Tensor, Tensor], Any]) -> None:
+    """Of the loss autograd knows the last stage's results, and nothing before these."""
+
+    def step(module: Any, x: Tensor) -> Tensor:
+        h = module.encoder(x)
+        loss = module.decoder(h.chunk(2, 1)[0]).square().mean()
+        differentiate(module, h, loss)
+        return loss  # type: ignore[no-any-return]
+
+    with pytest.raises(UnsupportedError, match="The step computes gradients by itself, of what the stages compute") as caught:
+        found(step)
+    assert "test_discovery.py" in str(caught.value)
+
+
+def test_a_gradient_up_to_the_last_results_is_the_steps_own_affair() -> None:
+    def step(module: Any, x: Tensor) -> Tensor:
+        out = module.decoder(module.encoder(x).chunk(2, 1)[0])
+        (gradient,) = torch.autograd.grad(out.square().mean(), out, retain_graph=True)
+        return (out * gradient.detach()).mean()
+
+    assert isinstance(found(step), StepRegion)
+
+
 def test_a_gradient_of_something_else_is_no_penalty() -> None:
     def step(module: Any, x: Tensor) -> Tensor:
         h = module.decoder(module.encoder(x).chunk(2, 1)[0])
