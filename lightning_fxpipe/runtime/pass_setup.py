@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import fx, nn
 
+from lightning_fxpipe._compat.autograd import has_gradient_hooks
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import PartitionError
@@ -43,11 +44,13 @@ from lightning_fxpipe.simulation.actions import BACKWARD, FORWARD
 from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, build_stage
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
+from lightning_fxpipe.user_code.step import StepKind
 
 # Each is made in about 15 ms, and holds no memory between batches. A step that every rank runs makes several calls, each with
 # and without gradients.
 _MAX_SETUPS = 8
 _MAX_SETUPS_OF_CALLS = 40
+_HOOKS = "hooks on gradients"  # of which has been told
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,20 +164,32 @@ class PassSetups:
         Returns:
             Whether they may be cut on all ranks; if not, the trace's batches are not cut any more.
         """
-        shown = gather_values(self._topology.control_group, (reason, [*buffers]))
-        reasons = [each for each, _ in shown if each is not None]
+        hooked = [fqn for fqn, each in self._root.named_parameters() if not each.is_meta and has_gradient_hooks(each)]
+        shown = gather_values(self._topology.control_group, (reason, [*buffers], hooked))
+        reasons = [each for each, *_ in shown if each is not None]
         self._proven.add(trace.traced)
         if reasons:
             self._divided.put(trace, reasons[0])
             self._setups = self._no_setups()
-        elif names := sorted({name for _, changed in shown for name in changed} - self._told_of):
+        elif names := sorted({name for _, changed, _ in shown for name in changed} - self._told_of):
             self._told_of.update(names)
             self._log.warn(
                 "The model changes buffers while it runs, once for each microbatch, as with accumulation: "
                 f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. For those of one device, set "
                 "FxPipeStrategy(num_microbatches=1)."
             )
+        if not reasons and trace.kind is StepKind.TRAIN:
+            self._tell_of_gradient_hooks(sorted({name for *_, hooked in shown for name in hooked}))
         return not reasons
+
+    def _tell_of_gradient_hooks(self, names: Sequence[str]) -> None:
+        if names and _HOOKS not in self._told_of:
+            self._told_of.add(_HOOKS)
+            self._log.warn(
+                "Hooks on gradients of parameters run once for each microbatch, with its part of the gradient: "
+                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. What is not linear in it, such as clipping, is "
+                "another thing then: do it in on_after_backward, or set FxPipeStrategy(num_microbatches=1)."
+            )
 
     def _make(self, trace: StageTrace, sizes: Mapping[Any, int], num_samples: int, count: int, training: bool) -> PassSetup:
         passes = plan_passes(num_samples, count)

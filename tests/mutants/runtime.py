@@ -139,7 +139,7 @@ MUTANTS = [
     ),
     Mutant(
         _SETUP,
-        "        reasons = [each for each, _ in shown if each is not None]\n",
+        "        reasons = [each for each, *_ in shown if each is not None]\n",
         "        reasons = [reason] if reason is not None else []\n",
         ("ranks/test_stage_changes.py::test_a_forward_that_counts_or_teaches_runs_once_for_a_batch",),
         "a rank whose own stage may be cut goes on to cut batches that another must not",

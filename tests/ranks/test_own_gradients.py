@@ -1,4 +1,4 @@
-"""Steps of automatic optimization that compute gradients by themselves, as to weigh several losses by them."""
+"""Steps of automatic optimization that compute gradients by themselves, as to weigh losses by them; hooks on gradients."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_they_are_those_of_one_device(ranks: Callable[[int], RankPool], names: t
     compare(ranks, do, names, tmp_path, 2)
 
 
-def fit(module: L.LightningModule) -> None:
-    strategy = FxPipeStrategy(num_stages=2, schedule="1f1b", num_microbatches=4)
+def fit(module: L.LightningModule, schedule: str = "1f1b", num_microbatches: int = 4) -> None:
+    strategy = FxPipeStrategy(num_stages=2, schedule=schedule, num_microbatches=num_microbatches)
     make_trainer(strategy=strategy, devices=1, max_steps=4).fit(module)
 
 
@@ -111,3 +111,34 @@ def test_a_step_that_begins_to_is_refused_by_then() -> None:
         UnsupportedError, match="The step computes gradients by itself, and with this schedule it runs for each"
     ):
         fit(Later())
+
+
+class Clips(Net):
+    """Clips by hooks on parameters: each microbatch's part, where there are several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.head[0].weight.register_hook(self.clip)
+
+    def clip(self, gradient: Tensor) -> Tensor:
+        self.seen += 1
+        return gradient.clamp(-0.01, 0.01)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_hooks_on_parameters_are_told_to_run_for_each_microbatch(schedule: str) -> None:
+    module = Clips()
+    with pytest.warns(UserWarning, match="Hooks on gradients of parameters run once for each microbatch") as caught:
+        fit(module, schedule)
+    told = [str(each.message) for each in caught if "Hooks on gradients" in str(each.message)]
+    assert len(told) == 1
+    assert "head.0.weight" in told[0]
+    assert module.seen >= 4 * 4
+
+
+def test_hooks_on_parameters_run_once_with_one_microbatch(recwarn: pytest.WarningsRecorder) -> None:
+    module = Clips()
+    fit(module, "gpipe", num_microbatches=1)
+    assert module.seen == 4
+    assert not [each for each in recwarn if "Hooks on gradients" in str(each.message)]
