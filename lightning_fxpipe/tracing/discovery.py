@@ -234,6 +234,7 @@ class _Discovery(SpanRecorder):
             with self._noted_misuse():
                 check_call(self._root, func, args, kwargs)
             if func in DIFFERENTIATING and self.users:
+                # The inputs are the second argument of `grad`; to `backward` they come by name.
                 self._check_gradient(*args[: 1 + (func is torch.autograd.grad)], **(kwargs or {}))
         if self.is_second_run and func in LOOKS and isinstance(args[0], FakeTensor) and not self._num_running:
             return look_at_ones(func, args[0])
