@@ -18,8 +18,13 @@ import torch
 import torch.distributed.distributed_c10d as dist
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.torch_version import TorchVersion
 
 from lightning_fxpipe._compat.torch import patched_attributes
+
+
+# Before 2.13 each tensor that a stage gives to another of its rank must have a gradient, which whole numbers cannot have.
+_GIVES_ANY_DTYPE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
 
 class Skips(Protocol):
@@ -85,7 +90,11 @@ class FrugalStage(PipelineStage):
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """What another stage of this rank gives; gives buffers that nobody needs away."""
         self._drop_at_first(self.args_recv_info)
-        super().set_local_fwd_input(prev_stage_outputs, mb_index)
+        if _GIVES_ANY_DTYPE:
+            super().set_local_fwd_input(prev_stage_outputs, mb_index)
+            return
+        for info, tensor in zip(self.args_recv_info[mb_index], prev_stage_outputs, strict=True):
+            info.buffer = tensor.detach().requires_grad_(tensor.requires_grad)  # type: ignore[union-attr]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Gives the buffers away."""

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fxpipe import FxPipeStrategy, Recording, make_plan, read_recording
 from lightning_fxpipe.stages.memory import memory_for_rank
 from tests.devicemodules import MODULES
+from tests.gpu.waits import noting
 from tests.lit import Recorder, make_trainer, snapshot
 from tests.ranks.runs import Net, assert_same
 
@@ -184,6 +185,22 @@ def test_dropout_draws_the_numbers_of_the_plain_trainer(tmp_path: Path) -> None:
     assert_same(results[1], results[0], "dropout")
 
 
+@pytest.mark.parametrize("options", [{}, {"num_stages": 2, "num_microbatches": 4, "schedule": "gpipe"}], ids=["one", "two"])
+def test_the_host_waits_once_in_a_step_at_most(options: dict[str, Any], tmp_path: Path) -> None:
+    class Quiet(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    waits: list[list[str]] = []
+    strategy = FxPipeStrategy(**options)
+    trainer = make_trainer(
+        accelerator="gpu", max_epochs=2, strategy=strategy, callbacks=[noting(waits)], default_root_dir=tmp_path
+    )
+    trainer.fit(Quiet(), loader())
+    assert len(waits) == 3
+    assert all(len(batch) <= 1 for batch in waits), waits
+
+
 def test_a_gpu_counts_what_torch_holds_and_does_not_use() -> None:
     device = torch.device("cuda", 0)
     tensor = torch.empty(2**28, dtype=torch.uint8, device=device)
@@ -197,7 +214,7 @@ def test_a_gpu_counts_what_torch_holds_and_does_not_use() -> None:
 
 def test_a_recorded_step_has_the_gpus_times_and_memory(tmp_path: Path) -> None:
     strategy = FxPipeStrategy(
-        num_stages=2, num_microbatches=2, schedule="1f1b", record=Recording(tmp_path, first_step=1, num_steps=1)
+        num_stages=2, num_microbatches=2, schedule="gpipe", record=Recording(tmp_path, first_step=1, num_steps=1)
     )
     L.seed_everything(3, verbose=False)
     make_trainer(accelerator="gpu", max_epochs=1, strategy=strategy).fit(Net(), loader())

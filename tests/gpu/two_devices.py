@@ -3,21 +3,26 @@
     python tests/gpu/two_devices.py gpu alone FILE
     python -m torch.distributed.run --nproc-per-node=2 tests/gpu/two_devices.py gpu fxpipe FILE     # or ddp
 
-writes into the file what each run ends with.
+writes into the file what each run ends with, and beside it, for each rank, for what its host has waited. With ``shared_gpu``
+in place of ``gpu`` all ranks are on one GPU: NCCL refuses that, but for ranks of different hosts, and so each rank says that it
+is a host. They send over a socket then, not through the GPU.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fxpipe import FxPipeStrategy
+from tests.gpu.waits import noting
 
 # By name: options of the strategy, and of the Trainer. In low precision one microbatch: sums of rounded gradients are others
 # with more.
@@ -64,21 +69,35 @@ class Lit(L.LightningModule):
         return DataLoader(TensorDataset(tokens, tokens.roll(1)), batch_size=8)
 
 
+class SharedGpu(CUDAAccelerator):
+    """As many devices as are asked for, which are all the first GPU."""
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(int(devices)))
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        return [torch.device("cuda", 0) for _ in devices]
+
+
 def fitted(accelerator: str, way: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """What a fit ends with."""
     L.seed_everything(1, verbose=False)
     place: dict[str, Any] = {"devices": 1} if way == "alone" else {"devices": 2, "strategy": "ddp"}
     if way == "fxpipe":
         place["strategy"] = FxPipeStrategy(**strategy)
+    waits: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
-            accelerator=accelerator,
+            accelerator=SharedGpu() if accelerator == "shared_gpu" else accelerator,
             max_epochs=3,
             default_root_dir=folder,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            callbacks=[] if accelerator == "cpu" else [noting(waits)],
             **place,
             **options,
         )
@@ -88,6 +107,7 @@ def fitted(accelerator: str, way: str, strategy: dict[str, Any], options: dict[s
         "state": {fqn: value.detach().cpu().clone() for fqn, value in module.state_dict().items()},
         "loss": trainer.callback_metrics["loss"].cpu(),
         "steps": trainer.global_step,
+        "waits": waits,
         "is_first": trainer.is_global_zero,
     }
 
@@ -95,8 +115,12 @@ def fitted(accelerator: str, way: str, strategy: dict[str, Any], options: dict[s
 def main(accelerator: str, way: str, path: str) -> None:
     """Runs all that there is to run in this way."""
     torch.backends.cuda.matmul.allow_tf32 = False
+    if accelerator == "shared_gpu":
+        os.environ["NCCL_HOSTID"] = f"host of rank {os.environ.get('RANK', 0)}"
+        os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     runs = {"alone": STAGES, "ddp": REPLICAS}.get(way, {**STAGES, **REPLICAS})
     found = {name: fitted(accelerator, way, *options) for name, options in runs.items()}
+    torch.save({name: run.pop("waits") for name, run in found.items()}, f"{path}.waits{os.environ.get('RANK', 0)}")
     if all(run.pop("is_first") for run in found.values()):
         torch.save(found, path)
 
