@@ -123,6 +123,8 @@ class Meter:
         if self._num_steps == work.warmup_steps:
             self._wait()
             self._begun = time.perf_counter()
+        elif self._num_steps == work.warmup_steps + work.steps + work.counted_steps:
+            self._watching.__exit__(None, None, None)
         elif self._num_steps == work.warmup_steps + work.steps:
             self._found["host_ms"] = 1000 * (time.perf_counter() - self._begun) / work.steps
             self._wait()
@@ -139,7 +141,6 @@ class Meter:
     def report(self) -> dict[str, Any]:
         import torch
 
-        self._watching.__exit__(None, None, None)
         waits = {line: count / self._work.counted_steps for line, count in self._waits.items()}
         peak = torch.cuda.max_memory_allocated() if self._work.accelerator == "gpu" else 0
         losses = [float(loss) for loss in self.losses]
@@ -174,8 +175,7 @@ def measure(candidate: str, work: Work) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     meter = Meter(work)
     if candidate.startswith("by hand"):
-        with torch.device("cuda" if work.accelerator == "gpu" else "cpu"):
-            run_by_hand(replace(work, microbatches=work.microbatches if "parts" in candidate else 1), meter)
+        run_by_hand(replace(work, microbatches=work.microbatches if "parts" in candidate else 1), meter)
     else:
         run_trainer(candidate, work, meter)
     return meter.report()
@@ -187,18 +187,19 @@ def make_batches(work: Work) -> Any:
 
     generator = torch.Generator().manual_seed(1)
     num_steps = work.warmup_steps + work.steps + work.counted_steps
-    start, stride = (torch.randint(1, 8, (num_steps, work.batch_size, 1), generator=generator, device="cpu") for _ in range(2))
-    batches = (start + stride * torch.arange(work.context + 1, device="cpu")) % 256
+    start, stride = (torch.randint(1, 8, (num_steps, work.batch_size, 1), generator=generator) for _ in range(2))
+    batches = (start + stride * torch.arange(work.context + 1)) % 256
     return batches.pin_memory() if work.accelerator == "gpu" else batches
 
 
 def run_by_hand(work: Work, meter: Meter) -> None:
     import torch
 
-    model = make_model(work)
-    optimizer, device = make_optimizer(model.parameters()), next(model.parameters()).device
+    device = torch.device("cuda" if work.accelerator == "gpu" else "cpu")
+    model = make_model(work).to(device)
+    optimizer = make_optimizer(model.parameters())
     for batch in make_batches(work):
-        batch, total = batch.to(device, non_blocking=True), torch.zeros(())
+        batch, total = batch.to(device, non_blocking=True), torch.zeros((), device=device)
         for part in batch.chunk(work.microbatches):
             with torch.autocast(device.type, torch.bfloat16, enabled=work.precision == "bf16-mixed"):
                 loss = loss_of(model(part[:, :-1]), part[:, 1:]) / work.microbatches

@@ -22,7 +22,6 @@ from torch.torch_version import TorchVersion
 
 from lightning_fxpipe._compat.torch import patched_attributes
 
-
 # Before 2.13 each tensor that a stage gives to another of its rank must have a gradient, which whole numbers cannot have.
 _GIVES_ANY_DTYPE = TorchVersion(torch.__version__) >= TorchVersion("2.13")
 
@@ -94,7 +93,7 @@ class FrugalStage(PipelineStage):
             super().set_local_fwd_input(prev_stage_outputs, mb_index)
             return
         for info, tensor in zip(self.args_recv_info[mb_index], prev_stage_outputs, strict=True):
-            info.buffer = tensor.detach().requires_grad_(tensor.requires_grad)  # type: ignore[union-attr]
+            info.buffer = tensor.detach().requires_grad_(tensor.requires_grad)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Gives the buffers away."""

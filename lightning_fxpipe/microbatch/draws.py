@@ -50,26 +50,34 @@ def _seed_outside_torch(key: tuple[int | str, ...]) -> int:
     return seed
 
 
-def set_generator_state(state: Tensor) -> None:
-    """Inverse of :func:`generator_state`, for the current device."""
-    (torch.cuda.set_rng_state if state.is_cuda else torch.set_rng_state)(state.cpu())
-
-
 def generator_state(device: torch.device) -> Tensor:
-    """State of the device's default generator, on the device."""
-    return torch.cuda.get_rng_state(device).to(device) if device.type == "cuda" else torch.get_rng_state()
+    """State of the device's default generator, in memory of the host, which has it on CUDA, too."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(state: Tensor, device: torch.device) -> None:
+    """Inverse of :func:`generator_state`. Where a state has come over the device, the host waits for it."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state.cpu(), device)
+    else:
+        torch.set_rng_state(state)
+
+
+def sent_state(state: Tensor, device: torch.device) -> Tensor:
+    """A state where messages between devices take it from; the host does not wait for the copy."""
+    return state.to(device, non_blocking=True)
 
 
 @contextmanager
-def continued_random_numbers(state: Tensor | None, *key: int | str) -> Iterator[None]:
-    """Runs the block with the default generator of the state's device at ``state``, or where it is for None.
+def continued_random_numbers(state: Tensor | None, device: torch.device, *key: int | str) -> Iterator[None]:
+    """Runs the block with the device's default generator at ``state``, or where it is for None.
 
     Python's and numpy's generators are seeded from ``key``.
     """
     with isolated_rng():
         _seed_outside_torch(key)
         if state is not None:
-            set_generator_state(state)
+            set_generator_state(state, device)
         yield
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.autograd import after_backward, backward_keeps_graph, runs_before
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.microbatch.draws import generator_state, set_generator_state
+from lightning_fxpipe.microbatch.draws import generator_state, sent_state, set_generator_state
 from lightning_fxpipe.pytree.sizes import as_bytes
 from lightning_fxpipe.runtime.region_pass import Operation, PassSetup, RegionPass
 from lightning_fxpipe.runtime.stage_changes import StageChanges
@@ -146,12 +146,12 @@ class JointPass:
             else:
                 results = [tensor.contiguous() for tensor in joined]
             if self.setup.carries_random_state:  # the random numbers go on where the last stage's have ended
-                results.append(generator_state(topology.device))
+                results.append(sent_state(generator_state(topology.device), topology.device))
             for tensor in results:
                 if tensor.numel():
                     dist.broadcast(as_bytes(tensor), src=topology.last_rank, group=topology.group)
         if self.setup.carries_random_state:
-            set_generator_state(results.pop())
+            set_generator_state(results.pop(), topology.device)
         self._joined = tuple(results)
 
     def results(self) -> list[Tensor]:

@@ -30,6 +30,7 @@ from lightning_fxpipe.microbatch.draws import (
     continued_random_numbers,
     generator_state,
     seed_generators,
+    sent_state,
     set_generator_state,
 )
 from lightning_fxpipe.microbatch.split import Pass
@@ -199,11 +200,12 @@ class StageRun:
         """
         setup = self.setup
         key = (*self.random_key, leg.number(index), stage.index)
-        if not setup.carries_random_state:
+        carried = setup.carries_random_state
+        if not carried:
             seed_generators(*key)
-        with continued_random_numbers(state, *key) if setup.carries_random_state else nullcontext(), setup.norms.noting():
+        with continued_random_numbers(state, setup.device, *key) if carried else nullcontext(), setup.norms.noting():
             outputs = stage.module(*received, *self._inputs(leg, stage, index))
-            after = generator_state(setup.device) if setup.carries_random_state else None
+            after = generator_state(setup.device) if carried else None
         for output, spec, node in zip(outputs, leg.crossings[stage.index].sent, stage.boundary_out, strict=True):
             # A transport does not compare shapes or dtypes.
             loses_gradient = training and output.requires_grad and not spec.requires_grad
@@ -342,9 +344,11 @@ class RegionPass:
         detached = tuple(output.detach() for output in outputs)
         if of != setup.last_stage:
             contiguous = tuple(output.contiguous() for output in detached)
-            return contiguous if state is None else (*contiguous, state)
+            if state is None:
+                return contiguous
+            return *contiguous, state if of + 1 in setup.stages else sent_state(state, setup.device)
         if state is not None:
-            set_generator_state(state)
+            set_generator_state(state, setup.device)
         self._results.put(detached, leg.row(index), leg.rows)
         return (torch.zeros((), device=setup.device),)
 

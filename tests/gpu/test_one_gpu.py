@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_fxpipe import FxPipeStrategy, Recording, make_plan, read_recording
 from lightning_fxpipe.stages.memory import memory_for_rank
 from tests.devicemodules import MODULES
-from tests.gpu.waits import noting
+from tests.gpu.waits import noted, noting
 from tests.lit import Recorder, make_trainer, snapshot
 from tests.ranks.runs import Net, assert_same
 
@@ -191,12 +191,12 @@ def test_the_host_waits_once_in_a_step_at_most(options: dict[str, Any], tmp_path
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    waits: list[list[str]] = []
     strategy = FxPipeStrategy(**options)
     trainer = make_trainer(
-        accelerator="gpu", max_epochs=2, strategy=strategy, callbacks=[noting(waits)], default_root_dir=tmp_path
+        accelerator="gpu", max_epochs=2, strategy=strategy, callbacks=[noting(tmp_path / "waits")], default_root_dir=tmp_path
     )
     trainer.fit(Quiet(), loader())
+    waits = noted(tmp_path / "waits")
     assert len(waits) == 3
     assert all(len(batch) <= 1 for batch in waits), waits
 

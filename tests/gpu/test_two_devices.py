@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.gpu.two_devices import REPLICAS, STAGES
+from tests.gpu.waits import noted
 
 PROGRAM = Path(__file__).with_name("two_devices.py")
 ROOT = PROGRAM.parents[2]
@@ -53,9 +54,12 @@ def test_two_devices_equal_one_and_two_of_ddp(accelerator: str, tmp_path: Path) 
     for name, result in found.items():
         tolerance = 2e-2 if name in ("fp16", "bf16") else 1e-4
         torch.testing.assert_close({name: result}, {name: expected[name]}, rtol=tolerance, atol=tolerance)
-    for rank, most in ((0, 1), (1, 0)):  # rank 0 has the last stage
-        waits = torch.load(tmp_path / f"fxpipe.pt.waits{rank}", weights_only=True)
-        for name in STAGES:
-            scaled = 1 if name == "fp16" else 0  # torch's scaler asks for an overflow, on one device as well
-            assert all(len(batch) <= most + scaled for batch in waits[name]), (rank, name, waits[name])
-            assert accelerator == "cpu" or len(waits[name]) == 6
+    if accelerator == "cpu":
+        return
+    for name in STAGES:
+        # With one microbatch random numbers go from stage to stage; torch's scaler asks for an overflow, on one device as well.
+        more = {"fp16": 2, "bf16": 1}.get(name, 0)
+        for rank, most in ((0, 1 + more), (1, {"fp16": 1}.get(name, 0))):  # rank 0 has the last stage
+            waits = noted(tmp_path / f"fxpipe.pt.{name.replace(' ', '_')}.{rank}")
+            assert len(waits) == 6
+            assert all(len(batch) <= most for batch in waits), (rank, name, waits)

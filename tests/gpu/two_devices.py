@@ -3,9 +3,9 @@
     python tests/gpu/two_devices.py gpu alone FILE
     python -m torch.distributed.run --nproc-per-node=2 tests/gpu/two_devices.py gpu fxpipe FILE     # or ddp
 
-writes into the file what each run ends with, and beside it, for each rank, for what its host has waited. With ``shared_gpu``
-in place of ``gpu`` all ranks are on one GPU: NCCL refuses that, but for ranks of different hosts, and so each rank says that it
-is a host. They send over a socket then, not through the GPU.
+writes into the file what each run ends with, and into files beside it, by run and rank, what the host has waited for. With
+``shared_gpu`` in place of ``gpu`` all ranks are on one GPU: NCCL refuses that, but for ranks of different hosts, and so each
+rank says that it is a host. They send over a socket then, not through the GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -81,13 +82,12 @@ class SharedGpu(CUDAAccelerator):
         return [torch.device("cuda", 0) for _ in devices]
 
 
-def fitted(accelerator: str, way: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What a fit ends with."""
+def fitted(accelerator: str, way: str, strategy: dict[str, Any], options: dict[str, Any], waits: Path) -> dict[str, Any]:
+    """What a fit ends with; what its host waits for comes into a file."""
     L.seed_everything(1, verbose=False)
     place: dict[str, Any] = {"devices": 1} if way == "alone" else {"devices": 2, "strategy": "ddp"}
     if way == "fxpipe":
         place["strategy"] = FxPipeStrategy(**strategy)
-    waits: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = L.Trainer(
             accelerator=SharedGpu() if accelerator == "shared_gpu" else accelerator,
@@ -107,7 +107,6 @@ def fitted(accelerator: str, way: str, strategy: dict[str, Any], options: dict[s
         "state": {fqn: value.detach().cpu().clone() for fqn, value in module.state_dict().items()},
         "loss": trainer.callback_metrics["loss"].cpu(),
         "steps": trainer.global_step,
-        "waits": waits,
         "is_first": trainer.is_global_zero,
     }
 
@@ -119,8 +118,8 @@ def main(accelerator: str, way: str, path: str) -> None:
         os.environ["NCCL_HOSTID"] = f"host of rank {os.environ.get('RANK', 0)}"
         os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     runs = {"alone": STAGES, "ddp": REPLICAS}.get(way, {**STAGES, **REPLICAS})
-    found = {name: fitted(accelerator, way, *options) for name, options in runs.items()}
-    torch.save({name: run.pop("waits") for name, run in found.items()}, f"{path}.waits{os.environ.get('RANK', 0)}")
+    waits = {name: Path(f"{path}.{name.replace(' ', '_')}.{os.environ.get('RANK', 0)}") for name in runs}
+    found = {name: fitted(accelerator, way, *options, waits[name]) for name, options in runs.items()}
     if all(run.pop("is_first") for run in found.values()):
         torch.save(found, path)
 

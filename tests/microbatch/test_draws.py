@@ -102,7 +102,7 @@ def test_generators_continue_where_they_were() -> None:
 
 def test_generators_continue_where_they_were_after_an_exception() -> None:
     def fail() -> None:
-        with continued_random_numbers(None, 1):
+        with continued_random_numbers(None, torch.device("cpu"), 1):
             draw()
             raise KeyError
 
@@ -230,10 +230,10 @@ def test_generator_state_goes_on_where_another_stopped() -> None:
     expected = torch.rand(4)
     seed_everything(2)
     before = torch.get_rng_state()
-    with continued_random_numbers(state, "key"):
+    with continued_random_numbers(state, torch.device("cpu"), "key"):
         assert torch.equal(torch.rand(4), expected)
     assert torch.equal(torch.get_rng_state(), before)
-    set_generator_state(state)
+    set_generator_state(state, torch.device("cpu"))
     assert torch.equal(torch.rand(4), expected)
 
 
