@@ -199,3 +199,23 @@ def test_the_overhead_benchmark_divides_the_whole_step(tmp_path: Path) -> None:
         # A part that is never charged has lost its function's name; what is the last stage's only, the others do not have.
         assert not {name for name, (worked, _) in rank.items() if worked <= 0 and name != "around the user's step"}
         assert len(rank) >= 18
+
+
+@pytest.mark.slow
+def test_the_benchmark_on_one_device_does_the_same_work_with_every_candidate() -> None:
+    sizes = [
+        "--accelerator=cpu",
+        "--size=tiny",
+        "--stages=2",
+        "--warmup-steps=2",
+        "--steps=2",
+        "--counted-steps=1",
+        "--rounds=1",
+    ]
+    command = [sys.executable, EXAMPLES / "benchmarks" / "gpu_time.py", *sizes]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split() for line in run.stdout.splitlines() if " (" in line and "Work(" not in line]
+    differences = [float(row[-1]) for row in rows]
+    assert len(differences) == 5
+    assert max(differences) < 1e-4

@@ -47,6 +47,7 @@ from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_gradients import BatchGradients
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
+from lightning_fxpipe.stages.shared_casts import sharing_casts
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.for_microbatch import NeedsWholeBatch, for_microbatch
@@ -336,7 +337,8 @@ class InterleavedPass:
         Returns:
             On the last stage the joined results, without gradient; None where they are not kept.
         """
-        with self.gradients.computing(), self.setup.norms.deferring(), isolated_rng(), self._undone_runs():
+        norms, casts = self.setup.norms.deferring(), sharing_casts(self.setup.device)
+        with self.gradients.computing(), norms, casts, isolated_rng(), self._undone_runs():
             for leg in self.setup.legs:
                 assert leg.interleaved is not None
                 leg.interleaved().step(partial(self._one, leg))

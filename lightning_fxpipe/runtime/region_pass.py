@@ -40,6 +40,7 @@ from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from lightning_fxpipe.stages.build import Stage, TensorSpec
 from lightning_fxpipe.stages.memory import SavedBytes
+from lightning_fxpipe.stages.shared_casts import sharing_casts
 from lightning_fxpipe.tracing.input_gradient import no_second_derivative
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -310,7 +311,8 @@ class RegionPass:
 
     def run_forward(self) -> tuple[Tensor, ...] | None:
         """As :meth:`forward`, but the results do not say how they were made: the caller sees to the backward pass."""
-        with self.setup.norms.deferring(), nullcontext() if self.setup.carries_random_state else isolated_rng():
+        isolated = nullcontext() if self.setup.carries_random_state else isolated_rng()
+        with self.setup.norms.deferring(), isolated, sharing_casts(self.setup.device):
             for leg in self.setup.legs:
                 leg.forward.step(partial(self._forward_one, leg))
         if self.tries is not None:

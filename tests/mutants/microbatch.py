@@ -164,7 +164,7 @@ MUTANTS = [
     ),
     Mutant(
         _DRAWS,
-        "        if state is not None:\n            set_generator_state(state)\n        yield\n",
+        "        if state is not None:\n            set_generator_state(state, device)\n        yield\n",
         "        yield\n",
         (f"{_TEST_DRAWS}::test_generator_state_goes_on_where_another_stopped",),
         "the random state that a stage receives is not used",

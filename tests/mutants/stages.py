@@ -6,9 +6,24 @@ _BUILD, _SHARD, _GATHER = "stages/build.py", "stages/shard.py", "stages/gather.p
 _GRADIENTS, _MEMORY = "stages/gradients.py", "stages/memory.py"
 _TEST_BUILD, _TEST_CALLS, _TEST_SHARD = "stages/test_build.py", "stages/test_build_calls.py", "stages/test_shard.py"
 _TEST_GRADIENTS = "ranks/test_gradients.py"
+_CASTS, _TEST_CASTS = "stages/shared_casts.py", "stages/test_shared_casts.py"
 _REPLICAS, _TEST_TENSORS = "stages/replicas.py", "ranks/test_replica_tensors.py"
 
 MUTANTS = [
+    Mutant(
+        _CASTS,
+        "cache_enabled=True",
+        "cache_enabled=torch.is_autocast_cache_enabled()",
+        (f"{_TEST_CASTS}::test_a_batch_makes_as_many_copies_as_on_one_device",),
+        "each microbatch casts the weights anew where Lightning has switched the cache off",
+    ),
+    Mutant(
+        _CASTS,
+        "            torch.clear_autocast_cache()\n",
+        "            pass\n",
+        (f"{_TEST_CASTS}::test_nothing_is_kept_behind_the_block",),
+        "what autocast made of weights before they were trained is used after it",
+    ),
     Mutant(
         _BUILD,
         '        if context is not None:\n            operation, target = "call_function", _under(target, context)\n',
