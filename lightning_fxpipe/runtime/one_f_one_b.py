@@ -36,6 +36,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     LossOptions,
     Verdict,
     compare,
+    loss_weights,
     reaches,
     tolerance,
     weighted_sum,
@@ -47,6 +48,7 @@ from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_gradients import BatchGradients
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
+from lightning_fxpipe.runtime.result_gradients import ResultGradients
 from lightning_fxpipe.stages.shared_casts import sharing_casts
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -190,8 +192,10 @@ class StepTail:
             weights: Factor of each microbatch's loss.
             undoes_together: Whether the step has changed nothing so far: one look at the end shows that it still does not.
         """
+        gradients = ResultGradients(joined, self.setup.joined_specs)
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(gradients.are_looked_at):
+                joined = gradients.given(joined)
                 whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
         except NeedsWholeBatch as error:
             return Finding(verdict=Verdict.DIFFERS, observed=f"the step {error.does} in {error.where}")
@@ -199,6 +203,11 @@ class StepTail:
             return Finding(verdict=Verdict.UNCLEAR)
         (value, logged), *of_parts = _read([whole, *parts])
         found = compare(value, [loss for loss, _ in of_parts], self.sizes, options, weights, whole.loss.dtype)
+        if found.verdict is Verdict.FITS and gradients.are_looked_at:
+            assert found.reduction is not None
+            factors = weights if options.weight is not None else loss_weights(found.reduction, self.sizes)
+            if differs := gradients.difference(whole.loss, [part.loss for part in parts], factors):
+                found = replace(found, verdict=Verdict.DIFFERS, observed=differs)
         only_logs = logged is not None and all(own == logged for _, own in of_parts)
         return replace(
             found,

@@ -12,6 +12,20 @@ _ONE_DEVICE = "strategy/test_one_device.py::test_fit_is_that_of_the_default_stra
 
 MUTANTS = [
     Mutant(
+        "runtime/one_f_one_b.py",
+        "            if differs := gradients.difference(whole.loss, [part.loss for part in parts], factors):\n",
+        "            if differs := None:\n",
+        ("runtime/test_result_gradients.py::test_1f1b_refuses_such_a_term_and_trains_a_mean",),
+        "gradients by results are not compared",
+    ),
+    Mutant(
+        "runtime/result_gradients.py",
+        "max(8 * eps * most, ",
+        "max(0.0, ",
+        ("runtime/test_result_gradients.py::test_means_are_sums_over_microbatches",),
+        "what rounding leaves of a gradient of zero is a difference",
+    ),
+    Mutant(
         "runtime/batch_passes.py",
         "self._runs_again(lacks_results or is_late)",
         "self._runs_again(lacks_results)",

@@ -1,0 +1,84 @@
+"""Whether a loss that is a sum over microbatches has gradients that are such sums, too.
+
+A term that is none, as the balance of a mixture of experts over the batch, may be too small beside the loss to be seen in it,
+and yet be all that trains some weights. It shows in how the loss depends on what the stages gave: by each such result, of which
+one has the tokens' logits and another the router's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fxpipe.stages.build import TensorSpec
+
+# A larger result and its gradient should not be there once more, as logits of a large vocabulary.
+_MOST_BYTES = 2**26
+# Of a gradient's norm. What rounding does is far less; a term that is no mean differs by a tenth or more.
+_TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 5e-2
+
+
+class ResultGradients:
+    """Of one batch. Where one result trains only, there is nothing to look at: its terms show by their share in the loss.
+
+    Args:
+        joined: What the stages gave for the batch.
+        specs: What they are.
+    """
+
+    def __init__(self, joined: Sequence[Tensor], specs: Sequence[TensorSpec]) -> None:
+        trained = [i for i, spec in enumerate(specs) if spec.requires_grad]
+        small = [i for i in trained if joined[i].numel() * joined[i].element_size() <= _MOST_BYTES]
+        self._leaves = {i: joined[i].detach().requires_grad_() for i in small if len(trained) > 1}
+
+    @property
+    def are_looked_at(self) -> bool:
+        """Whether the step must run with gradients."""
+        return bool(self._leaves)
+
+    def given(self, joined: Sequence[Tensor]) -> list[Tensor]:
+        """The results for the step, which may change them."""
+        return [self._leaves[i].clone() if i in self._leaves else tensor for i, tensor in enumerate(joined)]
+
+    def difference(self, whole: Tensor, losses: Sequence[Tensor | None], weights: Sequence[float]) -> str | None:
+        """What differs, in words; None where nothing does, or nothing can be said.
+
+        Args:
+            whole: The loss of the batch, a scalar.
+            losses: Those of the microbatches.
+            weights: Factor of each in the batch's.
+        """
+        parts = [loss * weight for loss, weight in zip(losses, weights, strict=True) if loss is not None and weight]
+        try:
+            found = [self._by_results(loss) for loss in (whole, torch.stack(parts).sum())]
+        except RuntimeError:  # the step's code cannot be differentiated twice, or has changed what it needs
+            return None
+        most = max(float(one.norm()) for one in found[0])
+        for leaf, one, other in zip(self._leaves.values(), *found, strict=True):
+            norm, parts_norm, distance = (float(value) for value in (one.norm(), other.norm(), (one - other).norm()))
+            tolerance = _TOLERANCE if leaf.dtype.itemsize > 2 else _TOLERANCE_16_BIT
+            if distance > tolerance * max(norm, parts_norm) and distance > self._rounding(leaf, most, whole):
+                return (
+                    f"gradients by a result of the model, of shape {tuple(leaf.shape)}, of norm {norm:.4g} for the whole batch "
+                    f"and {parts_norm:.4g} from its {len(losses)} microbatches, {distance:.2g} away from each other"
+                )
+        return None
+
+    def _rounding(self, leaf: Tensor, most: float, loss: Tensor) -> float:
+        """Where a gradient should be zero, as of what softmax does not notice, it is what rounding has left.
+
+        Args:
+            leaf: The result.
+            most: Norm of the largest gradient by a result.
+            loss: Of the batch; a gradient by which moving the whole result would not change it does not matter.
+        """
+        eps = torch.finfo(leaf.dtype).eps
+        return max(8 * eps * most, eps * abs(float(loss)) / max(1.0, float(leaf.detach().norm())))
+
+    def _by_results(self, loss: Tensor) -> list[Tensor]:
+        leaves = [*self._leaves.values()]
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+        zipped = zip(gradients, leaves, strict=True)
+        return [torch.zeros_like(leaf, dtype=torch.float64) if each is None else each.double() for each, leaf in zipped]
