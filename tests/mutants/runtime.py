@@ -20,8 +20,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/result_gradients.py",
-        "max(8 * eps * most, ",
-        "max(0.0, ",
+        " and distance > self._rounding(leaf, most, whole):",
+        ":",
         ("runtime/test_result_gradients.py::test_means_are_sums_over_microbatches",),
         "what rounding leaves of a gradient of zero is a difference",
     ),
