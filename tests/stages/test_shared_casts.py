@@ -84,7 +84,7 @@ class Lit(L.LightningModule):
 
 
 class Noting(L.Callback):
-    """How many copies each batch makes, but for the first two, in which stages are tried."""
+    """Notes how many copies there have been, when a batch begins."""
 
     def __init__(self, casts: Casts, noted: list[int]) -> None:
         self._read = lambda: casts.num_casts
@@ -99,6 +99,7 @@ def copies_in_a_batch(**place: Any) -> list[int]:
     loader = DataLoader(TensorDataset(torch.randn(48, WIDTH)), batch_size=8)
     with Casts() as casts:
         make_trainer(max_epochs=1, precision="bf16-mixed", callbacks=[Noting(casts, noted)], **place).fit(Lit(), loader)
+    # In the first two batches stages are tried.
     return [later - earlier for earlier, later in zip(noted[2:], noted[3:], strict=False)]
 
 
