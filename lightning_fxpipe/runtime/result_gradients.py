@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_fxpipe.pytree.sizes import plain_number
 from lightning_fxpipe.stages.build import TensorSpec
 
 # A larger result and its gradient should not be there once more, as logits of a large vocabulary.
@@ -75,7 +76,7 @@ class ResultGradients:
             loss: Of the batch; a gradient by which moving the whole result would not change it does not matter.
         """
         eps = torch.finfo(leaf.dtype).eps
-        return max(8 * eps * most, eps * abs(float(loss)) / max(1.0, float(leaf.detach().norm())))
+        return max(8 * eps * most, eps * abs(plain_number(loss)) / max(1.0, float(leaf.detach().norm())))
 
     def _by_results(self, loss: Tensor) -> list[Tensor]:
         leaves = [*self._leaves.values()]
