@@ -8,6 +8,7 @@ all ranks, and each rank has an equal share of the memory.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat.torch import FakeTensor, outside_fakes, patched_attributes, size_hint
+from lightning_fxpipe._compat.torch import FakeTensor, has_hooks, outside_fakes, patched_attributes, size_hint, tree_map
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import batch_size
 from lightning_fxpipe.planner.cost import canonical_fqns
@@ -32,8 +33,9 @@ from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any
 from lightning_fxpipe.tracing.signals import MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import run_step, step_name
-from lightning_fxpipe.tracing.torch_calls import LOOKS
+from lightning_fxpipe.tracing.torch_calls import LOOKS, tensors_among
 from lightning_fxpipe.user_code.calls import calls_through, classes_with_own_call
+from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.objects import lasting_objects
 from lightning_fxpipe.user_code.placement import device_of
 
@@ -69,6 +71,7 @@ def find_units(
 
     Raises:
         NoModelCall: There is none.
+        UnitNotRecorded: The step uses what a call has left elsewhere than in its result: as an attribute, or by a hook.
     """
     device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
     whole = WholeStep(step=step, batch_size=num_samples, batch_dim=batch_dim, root=root)
@@ -81,6 +84,8 @@ def find_units(
         except (Exception, RecordError, MustStayWhole) as error:
             logger.debug("%s does not run to its end without data", step_name(step), exc_info=True)
             end = error
+    if calls.left is not None:
+        raise calls.left
     if isinstance(end, Exception) and not (calls.found and accepts_part):
         raise end
     if not calls.found:
@@ -199,14 +204,27 @@ class _Calls(TorchFunctionMode):
         self._root = root
         self._batch_dim = batch_dim
         self._paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
-        self._is_inside = False
+        self._inside: str | None = None  # the module whose call runs
+        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # in such calls, by id, and no results
+        self.left: UnitNotRecorded | None = None  # a call that leaves a tensor which the step uses
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in LOOKS and isinstance(args[0], FakeTensor):
             return look_at_ones(func, args[0])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self._inside is not None:
+            self._made |= {id(tensor): (weakref.ref(tensor), self._inside) for tensor in tensors_among((result,))}
+        elif self.left is None:
+            makers = map(self._maker, tensors_among((args, kwargs)))
+            self.left = next((_leaving(path) for path in makers if path is not None), None)
+        return result
+
+    def _maker(self, tensor: Tensor) -> str | None:
+        """The module whose call has made a tensor, and not returned it."""
+        ref, path = self._made.get(id(tensor), (None, None))
+        return path if ref is not None and ref() is tensor else None
 
     def classes_with_own_call(self) -> set[type[nn.Module]]:
         """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
@@ -215,15 +233,20 @@ class _Calls(TorchFunctionMode):
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Makes the call, on fakes."""
         path = self._paths.get(id(module))
-        if self._is_inside or path is None or path in self._opened or not holds_any(module):
+        if self._inside is not None or path is None or path in self._opened or not holds_any(module):
             return original_call(module, *args, **kwargs)
         if path not in self.found:
             self._note(path, args, kwargs)
-        self._is_inside = True
+        self._inside = path
         try:
-            return original_call(module, *args, **kwargs)
+            result = original_call(module, *args, **kwargs)
+            if any(map(has_hooks, module.modules())):  # which may have kept it
+                result = tree_map(lambda leaf: leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf, result)
         finally:
-            self._is_inside = False
+            self._inside = None
+        for tensor in tensors_among((result,)):
+            self._made.pop(id(tensor), None)
+        return result
 
     def _note(self, path: str, args: Any, kwargs: Any) -> None:
         try:
@@ -244,6 +267,18 @@ class _Calls(TorchFunctionMode):
             batch_dim=self._batch_dim,
             is_one_of_many=True,
         )
+
+
+def _leaving(path: str) -> UnitNotRecorded:
+    name = path or "the module"
+    error = TraceError(
+        f"The step uses a tensor that {name} has left somewhere during its call.",
+        where=user_source(),
+        observed="a tensor that is no result of the call, but an attribute of a module, or kept by a hook",
+        expected="results of calls, where every rank runs the step",
+        todo="Return the tensor from the module's forward.",
+    )
+    return UnitNotRecorded(path, error)
 
 
 def _made_up(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ a tenth of a millisecond of each microbatch, on every rank that the others wait 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,6 +18,10 @@ from torch import Tensor
 
 from lightning_fxpipe.schedules.places import Noting, Place, RunMicrobatch
 from lightning_fxpipe.simulation.actions import FORWARD
+
+# What may be asked for between CPUs before its turn, besides the next microbatch. A sender holds a message back until told that
+# somebody waits, which takes longer than a small microbatch on busy cores. More than that would only be memory.
+AHEAD_BYTES = 1024 * 1024
 
 
 class OneWay:
@@ -46,7 +51,8 @@ class OneWay:
         self._noting = noting
         # A message between CPUs begins to arrive when somebody waits for it: the next one while this one is computed. Those
         # between GPUs follow one another, and one that is sent would wait for the one that is to come.
-        self._num_ahead = 1 if device.type == "cpu" else 0
+        num_bytes = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in place.received)
+        self._num_ahead = max(1, AHEAD_BYTES // max(1, num_bytes)) if device.type == "cpu" else 0
 
     def step(self, run: RunMicrobatch) -> None:
         """Runs all microbatches. Called by every rank of the group.

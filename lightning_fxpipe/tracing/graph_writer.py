@@ -19,8 +19,10 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, depends_on_data, tree_leaves
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Template
+from lightning_fxpipe.tracing.activation_checkpointing import Checkpoint
 from lightning_fxpipe.tracing.examples import draws
 from lightning_fxpipe.tracing.signals import HiddenTensor, RecordError
+from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.objects import PLAIN_TYPES, refill, tensor_of
 
@@ -34,6 +36,7 @@ class GraphWriter:
         tensor_fqns: FQN of each (fake) parameter and buffer, by ``id``.
         lasting: By ``id``, objects that modules keep from one call to the next.
         region_path: Path of the module whose forward is written down.
+        device_type: Device whose autocast state is part of a node's context.
 
     Attributes:
         graph: The graph.
@@ -41,7 +44,7 @@ class GraphWriter:
         is_paused: Whether calls leave no nodes now.
     """
 
-    def __init__(self, tensor_fqns: Mapping[int, str], lasting: Mapping[int, Any], region_path: str) -> None:
+    def __init__(self, tensor_fqns: Mapping[int, str], lasting: Mapping[int, Any], region_path: str, device_type: str) -> None:
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self._tensor_fqns = tensor_fqns
@@ -51,6 +54,9 @@ class GraphWriter:
         self._alive: list[Any] = []  # a freed tensor's id would be given to another
         self._module_stack = [region_path]
         self._last_input: fx.Node | None = None
+        self._device_type = device_type
+        self._ambient = CallContext.current(device_type)
+        self._checkpoints: tuple[Checkpoint, ...] = ()  # that run now, the outermost first
         self.is_paused = False
 
     def add_input(self, name: str, tensor: Tensor) -> fx.Node:
@@ -99,6 +105,26 @@ class GraphWriter:
         node = self._call_here(refill(template.structure, sent), (tensors, sizes))
         return node, [self._call_here(operator.getitem, (node, index)) for index in range(count)]
 
+    def _append(
+        self,
+        operation: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        path: str,
+        mutated: set[int],
+        result: Any,
+    ) -> fx.Node:
+        """Writes down a call."""
+        node = self.graph.create_node(operation, target, args, kwargs)
+        node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated, checkpoints=self._checkpoints)
+        context = CallContext.current(self._device_type)
+        if context != self._ambient:
+            # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
+            node.meta["context"] = context
+        self._bind_output(result, node)
+        return node
+
     def _call_here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
         """The node of a call that the code does not make, but that what it does now needs."""
         node = self.graph.call_function(function, args)
@@ -110,6 +136,16 @@ class GraphWriter:
         node = self.graph.call_function(function, args)
         node.meta.update(module_path=call.meta["module_path"], source=call.meta.get("source"), part_of=call)
         return node
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the graph has a tensor: as an input, or made by a call."""
+        return id(tensor) in self._nodes
+
+    def recorded_by(self, tensor: Tensor) -> str | None:
+        """The path of the opened module, with the region's for its own, whose call has made a tensor; None for others, and for
+        those of modules, which a call may have changed."""
+        node = None if id(tensor) in self._tensor_fqns else self._nodes.get(id(tensor))
+        return None if node is None or node.op in ("placeholder", "get_attr") else str(node.meta.get("module_path", ""))
 
     def _tensor_argument(self, tensor: Tensor) -> fx.Node:
         node = self._nodes.get(id(tensor))
@@ -188,6 +224,15 @@ class GraphWriter:
             yield
         finally:
             self.is_paused = before
+
+    @contextmanager
+    def under_checkpoint(self, options: Mapping[str, Any]) -> Iterator[None]:
+        """Marks the nodes made during the block as recorded under a checkpoint."""
+        before, self._checkpoints = self._checkpoints, (*self._checkpoints, Checkpoint(options))
+        try:
+            yield
+        finally:
+            self._checkpoints = before
 
 
 def erase_unused(graph: fx.Graph) -> None:

@@ -14,7 +14,7 @@ stage is built (``stages.build``), on whichever tensor that stage has. So no int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,6 @@ from lightning_fxpipe.pytree.structure import graft
 from lightning_fxpipe.reporting.messages import went_on
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
-from lightning_fxpipe.tracing.activation_checkpointing import Checkpoint
 from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.inner_results import InnerCalls
@@ -49,9 +48,9 @@ from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
+from lightning_fxpipe.tracing.state_reads import StateReads
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
-    CallContext,
     changed_statistics,
     is_query,
     running_statistics,
@@ -78,7 +77,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         TorchFunctionMode.__init__(self)
-        GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path)
+        GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
@@ -90,14 +89,13 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
+        self._state_reads = StateReads(settings.learned, self.lessons, self)
         self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
         self._module_call = nn.Module.__call__
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
         self._watches: list[Snapshot] = []  # of what opened code may change, which is running
-        self._checkpoints: tuple[Checkpoint, ...] = ()  # that run now, the outermost first
-        self._ambient = CallContext.current(settings.device_type)
 
     # ------------------------------------------------------------------ torch calls
 
@@ -111,7 +109,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
             if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
                 self.known_calls.note_draw()
-            return shape_only(func, args)(*args, **kwargs)
+            result = shape_only(func, args)(*args, **kwargs)
+            self._state_reads.note((args, kwargs), result)
+            return result
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -175,25 +175,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
             except ProbeFailed as failure:
                 raise RecordError(f"{getattr(func, '__name__', func)} needs values: {failure}") from error
             return result
-
-    def _append(
-        self,
-        operation: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        path: str,
-        mutated: set[int],
-        result: Any,
-    ) -> fx.Node:
-        node = self.graph.create_node(operation, target, args, kwargs)
-        node.meta.update(module_path=path, source=user_source(), mutated_storages=mutated, checkpoints=self._checkpoints)
-        context = CallContext.current(self._settings.device_type)
-        if context != self._ambient:
-            # Kept with the node rather than as enter/exit nodes, so that no cut can fall inside a no_grad block.
-            node.meta["context"] = context
-        self._bind_output(result, node)
-        return node
 
     # ------------------------------------------------------------------ module calls
 
@@ -264,6 +245,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._inner_calls.note(self._module_paths.get(id(question.modules[inner]), ""), None)
         if self._seen is not None:
             self._seen.update(map(id, question.tensors))
+        self._state_reads.note((question.tensors, question.own), result)
         if known.draws:
             self.drawing.add(self._whole_path or path or "")
         return result
@@ -304,6 +286,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
+            self._state_reads.of(path, module, touched),
             self._inner_calls.of(path),
         ):
             result, sides = self._result_without_data(original_call, path, module, args, kwargs, asked)
@@ -448,15 +431,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
         (expected,) = outcomes
         self._call_here(same_answer(expected, user_source()), (node,)).meta["checks"] = True
         return expected
-
-    @contextmanager
-    def under_checkpoint(self, options: Mapping[str, Any]) -> Iterator[None]:
-        """Marks the nodes made during the block as recorded under a checkpoint."""
-        before, self._checkpoints = self._checkpoints, (*self._checkpoints, Checkpoint(options))
-        try:
-            yield
-        finally:
-            self._checkpoints = before
 
     # ------------------------------------------------------------------ state
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,7 @@ class Learned:
         probed_inside: Whole modules in which only the modules inside that look at values run on made-up data.
         watches_state: Whether it matters who sets what while the model runs.
         given: Paths of what the model has been given since.
+        opened: Modules that must be open, as tensors come or go that are no arguments and no results.
     """
 
     kept_whole: dict[str, str] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Learned:
     probed_inside: set[str] = field(default_factory=set)
     watches_state: bool = False
     given: set[tuple[Any, ...]] = field(default_factory=set)
+    opened: set[str] = field(default_factory=set)
 
     def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
         """The same for another recording, which has ``given`` other values, and may learn more."""
@@ -85,11 +87,16 @@ class Learned:
             probed_inside=set(self.probed_inside),
             watches_state=self.watches_state,
             given=given,
+            opened=set(self.opened),
         )
 
     def add_inner_result(self, path: str, place: InnerPlace) -> None:
         """A tensor is used that a module inside a whole one has returned: the whole one, at ``path``, is to return it, too."""
         self.inner_results[path] = tuple(dict.fromkeys((*self.inner_results.get(path, ()), place)))
+
+    def open(self, paths: Collection[str]) -> None:
+        """These modules leave tensors for each other: the graph has them only if they are open."""
+        self.opened.update(paths)
 
     def watch_state(self) -> None:
         """An opened module has set something: it matters what else is set, and by whom."""

@@ -259,7 +259,7 @@ def _record(
     actually_opened: dict[str, None] = {} if call.opened_path is None else {call.opened_path: None}
 
     def is_whole(path: str, module: nn.Module) -> bool:
-        wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened
+        wanted_whole = is_torch_leaf(path, module) if opened is None else path not in opened and path not in learned.opened
         if not wanted_whole and path not in learned.kept_whole and has_hooks(module):
             learned.kept_whole[path] = "hooks run around its forward"
         whole = (wanted_whole or path in learned.kept_whole) and path != ""

@@ -322,4 +322,18 @@ MUTANTS = [
         ("planner/test_recompute_rule.py::test_as_few_are_taken_as_the_memory_needs",),
         "everything is recomputed where there is room for it",
     ),
+    Mutant(
+        "planner/units.py",
+        "    if calls.left is not None:\n        raise calls.left\n",
+        "",
+        ("planner/test_units.py::test_a_call_that_leaves_the_step_a_tensor_by_a_hook_is_opened",),
+        "the step uses what a hook has kept on one rank, of a microbatch",
+    ),
+    Mutant(
+        "planner/units.py",
+        "            if any(map(has_hooks, module.modules())):  # which may have kept it\n",
+        "            if False:\n",
+        ("planner/test_units.py::test_a_call_that_leaves_the_step_a_tensor_by_a_hook_is_opened",),
+        "a result that a hook has kept is taken for the call's",
+    ),
 ]

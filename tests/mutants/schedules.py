@@ -231,4 +231,11 @@ MUTANTS = [
         ("runtime/test_stage_changes.py::test_what_counts_in_one_of_several_stages_is_seen",),
         "a stage that counts its calls is not seen beside others",
     ),
+    Mutant(
+        "schedules/one_way.py",
+        "max(1, AHEAD_BYTES // max(1, num_bytes))",
+        "1",
+        ("schedules/test_one_way.py::test_between_cpus_small_messages_are_asked_for_long_before",),
+        "each small message waits for its receiver",
+    ),
 ]

@@ -342,4 +342,39 @@ MUTANTS = [
             ),
         )
     ),
+    *(
+        Mutant("tracing/state_reads.py", before, after, (f"tracing/test_state_reads.py::{test}",), harm)
+        for before, after, test, harm in (
+            (
+                "                self._note_read(tensor, inside.path)\n",
+                "                pass\n",
+                "test_who_uses_a_tensor_that_the_graph_has_is_opened",
+                "a block in another stage finds what was left for it before",
+            ),
+            (
+                "self._maker(value) != path and id(value) not in kept",
+                "False",
+                "test_what_is_left_and_an_argument_as_well_may_be_used_as_either",
+                "what is left for a block is taken to come as an argument only",
+            ),
+            (
+                " and id(value) not in kept",
+                "",
+                "test_a_module_that_keeps_what_it_is_called_with_may_be_called_with_it_again",
+                "a block that keeps what it is called with is refused",
+            ),
+            (
+                "follows |= maker is not None or isinstance(tensor, nn.Parameter)",
+                "follows |= maker is not None",
+                "test_what_a_module_would_have_to_be_opened_for_while_it_changes_others_is_refused",
+                "what follows from weights is lost between stages",
+            ),
+            (
+                "for tensor in tensors_among((result,)) if follows else ():",
+                "for tensor in tensors_among((result,)):",
+                "test_what_each_stage_has_by_itself_opens_nothing",
+                "tables that blocks share are refused",
+            ),
+        )
+    ),
 ]

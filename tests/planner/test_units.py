@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import PartitionError, TraceError
 from lightning_fxpipe.planner.step_plan import plan_jointly
-from lightning_fxpipe.planner.units import find_units, plan_units
+from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
 
@@ -181,3 +181,59 @@ def test_more_stages_than_the_modules_have_parts_are_refused() -> None:
     module = Single()
     with pytest.raises(PartitionError, match="one in 1, other in 1"):
         plan_units(module, units_of(module, torch.ones(6, 4)), num_stages=3)
+
+
+class Hooked(Pair):
+    """A hook keeps what a block returns, and the step uses that."""
+
+    def __init__(self, keep: Any) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.one[1].register_forward_hook(lambda module, args, output: self.kept.append(keep(output)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.kept.clear()
+        self.manual_backward(self.one(batch).mean() + self.kept[0].mean())
+
+
+@pytest.mark.parametrize("keep", [lambda output: output, lambda output: output.abs()], ids=["the result", "what follows"])
+def test_a_call_that_leaves_the_step_a_tensor_by_a_hook_is_opened(keep: Any) -> None:
+    """Where the hook runs in a stage, only that stage's rank would have the tensor, and of a microbatch."""
+    module, batch = Hooked(keep), torch.ones(6, 4)
+    with pytest.raises(UnitNotRecorded) as raised:
+        units_of(module, batch)
+    assert raised.value.path == "one"
+    assert raised.value.error.what == "The step uses a tensor that one has left somewhere during its call."
+    assert "test_units.py:" in str(raised.value.error.where)
+    found = find_units(module, StepCall.of_step(module.training_step, batch), num_samples=6, opened={"one", "one.1"})
+    assert [unit.path for unit in found] == ["one.0", "one.2"]
+
+
+def test_a_hooked_call_whose_result_the_step_uses_stays_as_it_is() -> None:
+    class Looks(Hooked):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.manual_backward(self.one(batch).mean())
+
+    assert [unit.path for unit in units_of(Looks(torch.abs), torch.ones(6, 4))] == ["one"]
+
+
+def test_a_call_that_leaves_the_step_a_tensor_as_an_attribute_is_opened() -> None:
+    """The module with the attribute is another one on the other ranks."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            self.penalty, self.penalties = result.square().mean(), [result.abs().mean()]
+            return result
+
+    class Adds(Pair):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            result = self.one(batch)
+            self.manual_backward(result.mean() + (self.one[0].penalties[0] if self.takes_from_list else self.one[0].penalty))
+
+    module = Adds()
+    module.one[0] = Keeps(4, 6)
+    for module.takes_from_list in (False, True):
+        with pytest.raises(UnitNotRecorded) as raised:
+            units_of(module, torch.ones(6, 4))
+        assert raised.value.path == "one"

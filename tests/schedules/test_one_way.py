@@ -43,9 +43,12 @@ class Ending:
         self._messages.events.append(self._words)
 
 
-def events_of(monkeypatch: pytest.MonkeyPatch, device: str, *, index: int = 1, is_last: bool = False) -> list[str]:
-    """What happens on a rank of a pass of three microbatches."""
+def events_of(
+    monkeypatch: pytest.MonkeyPatch, device: str, *, index: int = 1, is_last: bool = False, ahead_bytes: int = 0
+) -> list[str]:
+    """What happens on a rank of a pass of three microbatches, of eight bytes each."""
     messages = Messages()
+    monkeypatch.setattr(one_way, "AHEAD_BYTES", ahead_bytes)
     monkeypatch.setattr(one_way, "dist", messages)
     received = (SPEC,) if index else ()
     place = Place(stage=7, index=index, received=received, sent=None if is_last else (SPEC,))
@@ -62,7 +65,7 @@ def events_of(monkeypatch: pytest.MonkeyPatch, device: str, *, index: int = 1, i
     return messages.events
 
 
-def test_between_cpus_the_next_message_arrives_while_one_is_computed_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_cpus_the_next_message_arrives_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events_of(monkeypatch, "cpu") == [
         *("ask 0 for 0", "ask 0 for 1", "0 is here", "compute 0", "send 10 to 2"),
         *("ask 0 for 2", "1 is here", "compute 1", "send 11 to 2"),
@@ -71,9 +74,19 @@ def test_between_cpus_the_next_message_arrives_while_one_is_computed_and_no_more
     ]
 
 
+@pytest.mark.parametrize(("ahead_bytes", "num_asked"), [(15, 2), (16, 3), (1000, 3)])
+def test_between_cpus_small_messages_are_asked_for_long_before(
+    monkeypatch: pytest.MonkeyPatch, ahead_bytes: int, num_asked: int
+) -> None:
+    """Their sender need not wait to hear that they may come."""
+    events = events_of(monkeypatch, "cpu", ahead_bytes=ahead_bytes)
+    assert events[: num_asked + 1] == [*(f"ask 0 for {number}" for number in range(num_asked)), "0 is here"]
+    assert [event for event in events if event.startswith("ask")] == ["ask 0 for 0", "ask 0 for 1", "ask 0 for 2"]
+
+
 def test_between_other_devices_messages_are_in_the_order_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a message that is sent would wait for one that was asked for before, which may be a microbatch away."""
-    assert events_of(monkeypatch, "meta")[:6] == [
+    assert events_of(monkeypatch, "meta", ahead_bytes=1000)[:6] == [
         *("ask 0 for 0", "0 is here", "compute 0", "send 10 to 2"),
         *("ask 0 for 1", "1 is here"),
     ]

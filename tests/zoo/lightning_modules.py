@@ -21,6 +21,7 @@ from tests.zoo import (
     steps_calls,
     steps_distributions,
     steps_evaluation,
+    steps_leftovers,
     steps_looks,
     steps_losses,
     steps_models,
@@ -48,6 +49,7 @@ CASES: dict[str, Case] = {
     **steps_wrapped.CASES,
     **steps_distributions.CASES,
     **steps_looks.CASES,
+    **steps_leftovers.CASES,
 }
 
 

@@ -1,0 +1,136 @@
+"""Finds modules that read what other code has left for them in an object that both know.
+
+A block may set a tensor on the next block, or put it in a dictionary that all blocks have. Nothing inside a whole module is
+recorded, so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. The
+recording is made again with the reader open, and the other, too, if it does not return the tensor: then the graph has it. What
+follows neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fxpipe._compat.torch import modules_inside
+from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.signals import Learned, Lesson, RecordError
+from lightning_fxpipe.tracing.torch_calls import tensors_among
+from lightning_fxpipe.user_code.frames import user_source
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """A whole module that runs: its path, and the ids of the tensors that its arguments bring."""
+
+    path: str
+    brought: Collection[int]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A tensor that is used where no argument has brought it: who has made it, by whom it is used, and where; and which modules
+    must be open for the graph to have it."""
+
+    maker: str
+    reader: str
+    source: str | None
+    to_open: Collection[str]
+
+
+class StateReads:
+    """Who has made which tensors, in one recording.
+
+    Args:
+        learned: What earlier recordings have shown.
+        lessons: Gets what else is to be known.
+        writer: Writes the graph.
+    """
+
+    def __init__(self, learned: Learned, lessons: list[Lesson], writer: GraphWriter) -> None:
+        self._learned, self._lessons, self._writer = learned, lessons, writer
+        # By id, which another tensor can get later: those in whole modules that follow from inputs or weights.
+        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._kept: dict[str, Collection[int]] = {}  # ids of the tensors that were on a module after its last call, by path
+        self._inside: _Inside | None = None
+        self._read: _Read | None = None
+
+    @contextmanager
+    def of(self, path: str, module: nn.Module, brought: Iterable[Tensor]) -> Iterator[None]:
+        """The block runs a whole module.
+
+        Args:
+            path: The module's.
+            module: It.
+            brought: The tensors among its arguments.
+
+        Raises:
+            RecordError: It has read what is left for it, and the graph cannot have that.
+        """
+        tensors = {id(tensor): tensor for tensor in brought}
+        self._inside, self._read = _Inside(path, tensors.keys()), None
+        kept = self._kept.get(path, ())
+        for value in _attributes(module):  # what it finds on itself may be among its arguments, too
+            if id(value) in tensors and self._maker(value) != path and id(value) not in kept:
+                self._note_read(value, path)
+        for tensor in tensors.values():  # which it can leave, too
+            if self._maker(tensor) is None:
+                self._made[id(tensor)] = weakref.ref(tensor), path
+        try:
+            yield
+        finally:
+            self._inside = None
+        self._kept[path] = frozenset(map(id, _attributes(module)))
+        if self._read is not None:
+            self._open(self._read)
+
+    def note(self, arguments: tuple[Any, ...], result: Any) -> None:
+        """A torch call has been made inside a whole module.
+
+        Args:
+            arguments: Those of the call.
+            result: What it gave.
+        """
+        inside = self._inside
+        if inside is None:
+            return
+        follows = False
+        for tensor in tensors_among(arguments):
+            maker = self._maker(tensor)
+            follows |= maker is not None or isinstance(tensor, nn.Parameter)
+            if maker not in (None, inside.path) and id(tensor) not in inside.brought:
+                self._note_read(tensor, inside.path)
+        for tensor in tensors_among((result,)) if follows else ():
+            if id(tensor) not in inside.brought:
+                self._made[id(tensor)] = weakref.ref(tensor), inside.path
+
+    def _maker(self, tensor: Tensor) -> str | None:
+        """The path of the module that has made a tensor; None where it follows neither from inputs nor from weights."""
+        ref, path = self._made.get(id(tensor), (None, None))
+        return path if ref is not None and ref() is tensor else self._writer.recorded_by(tensor)
+
+    def _note_read(self, tensor: Tensor, reader: str) -> None:
+        if self._read is None:
+            maker = self._maker(tensor) or ""
+            to_open = {reader} if self._writer.has(tensor) else {maker, reader}
+            self._read = _Read(maker, reader, user_source(), to_open)
+
+    def _open(self, read: _Read) -> None:
+        paths = {*read.to_open} - self._learned.opened - self._learned.kept_whole.keys()
+        if not paths:
+            maker = read.maker or "the code that calls it"
+            error = RecordError(f"{read.reader} uses a tensor that {maker} has left for it, and that no argument brings")
+            error.source = read.source
+            raise error
+        self._lessons.append(partial(self._learned.open, paths))
+
+
+def _attributes(module: nn.Module) -> Iterator[Tensor]:
+    """The tensors that a module and those inside it have as plain attributes."""
+    for child in modules_inside(module).values():
+        yield from (value for value in vars(child).values() if isinstance(value, Tensor))

@@ -1,0 +1,147 @@
+"""Tensors that code leaves for a whole module in an object that both know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
+from tests.staging import WIDTH, batch, call_of
+
+
+class Block(nn.Module):
+    """Does what it is told, and may set ``left`` on the last block."""
+
+    left: Tensor | None = None
+
+    def __init__(self, does: Callable[[Block, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(WIDTH, WIDTH), does
+        self.known: list[Block] = []  # no module of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self, x)
+
+
+class Blocks(nn.Module):
+    def __init__(self, *does: Callable[[Block, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(each) for each in does)
+        for block in self.blocks:
+            block.known.append(self.blocks[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def leaves(block: Block, x: Tensor) -> Tensor:
+    y = block.linear(x)
+    block.known[0].left = y.sigmoid()
+    return y
+
+
+def leaves_what_it_gets(block: Block, x: Tensor) -> Tensor:
+    block.known[0].left = x
+    return block.linear(x)
+
+
+def leaves_its_result(block: Block, x: Tensor) -> Tensor:
+    block.known[0].left = y = block.linear(x)
+    return y
+
+
+def leaves_what_follows_from_weights(block: Block, x: Tensor) -> Tensor:
+    block.known[0].left = block.linear.weight.sum(0)
+    return block.linear(x)
+
+
+def leaves_a_table(block: Block, x: Tensor) -> Tensor:
+    block.known[0].left = torch.arange(x.shape[1], dtype=x.dtype).cos()
+    return block.linear(x)
+
+
+def only_computes(block: Block, x: Tensor) -> Tensor:
+    return block.linear(x)
+
+
+def reads(block: Block, x: Tensor) -> Tensor:
+    assert block.left is not None
+    return block.linear(x) * block.left
+
+
+def keeps_what_it_gets(block: Block, x: Tensor) -> Tensor:
+    block.left = x
+    return block.linear(x)
+
+
+def reads_its_own(block: Block, x: Tensor) -> Tensor:
+    block.left = block.linear(x)
+    return torch.tanh(block.left)
+
+
+def recorded(model: nn.Module) -> TracedRegion:
+    return trace_region(model, call_of(batch()), opened=())
+
+
+@pytest.mark.parametrize("left", [leaves_what_it_gets, leaves_its_result])
+def test_who_uses_a_tensor_that_the_graph_has_is_opened(left: Any) -> None:
+    """Each block may be in a stage of its own, where what is left for the reader is never seen."""
+    model = Blocks(left, only_computes, reads)
+    check_opens_the_last(model)
+
+
+def test_what_is_left_and_an_argument_as_well_may_be_used_as_either() -> None:
+    check_opens_the_last(Blocks(only_computes, leaves_its_result, reads))
+
+
+def check_opens_the_last(model: Blocks) -> None:
+    """And computes what the model does, where nobody leaves anything."""
+    traced = recorded(model)
+    expected = copy.deepcopy(model)(batch())
+    assert traced.opened == ("blocks.2",)
+    assert model.blocks[2].left is None
+    for block in model.blocks[:2]:
+        block.does = only_computes
+    torch.testing.assert_close(fx.Interpreter(fx.GraphModule(model, traced.graph)).run(batch())[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("left", [leaves, leaves_what_follows_from_weights])
+def test_what_a_module_would_have_to_be_opened_for_while_it_changes_others_is_refused(left: Any) -> None:
+    """In a step, whose code runs on the last stage, it is not: ``gates_the_next_block`` of the zoo."""
+    with pytest.raises(TraceError, match="The forward of Blocks cannot be recorded as a graph") as raised:
+        recorded(Blocks(left, only_computes, reads))
+    assert raised.value.observed == "its forward changes self.blocks.2.left"
+
+
+def test_a_module_that_keeps_what_it_is_called_with_may_be_called_with_it_again() -> None:
+    class CallsTwice(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.blocks[0](x)
+            return self.blocks[1](y) + self.blocks[1](y)
+
+    assert recorded(CallsTwice(only_computes, keeps_what_it_gets)).opened == ()
+
+
+@pytest.mark.parametrize("blocks", [(leaves_a_table, reads), (reads_its_own, reads_its_own)], ids=["table", "its own"])
+def test_what_each_stage_has_by_itself_opens_nothing(blocks: Any) -> None:
+    assert recorded(Blocks(*blocks)).opened == ()
+
+
+@pytest.mark.parametrize("left", [leaves, leaves_its_result])
+def test_a_reader_that_cannot_be_opened_is_refused(left: Any) -> None:
+    model = Blocks(left, only_computes, reads)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(TraceError, match="The forward of Blocks cannot be recorded as a graph") as raised:
+        recorded(model)
+    assert raised.value.observed == "blocks.2 uses a tensor that blocks.0 has left for it, and that no argument brings"
+    assert "test_state_reads.py:" in str(raised.value.where)

@@ -1,0 +1,152 @@
+"""Modules that leave tensors for each other, or for the step, where no argument and no result has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.steps_case import CLASSES, DIM, Case, Sgd, cross_entropy, labelled
+
+NUM_BLOCKS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.known: dict[str, Any] = {}  # what it knows besides itself; a dict, so that no module is registered twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(DIM, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Step(Sgd):
+    block: type[Block] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Net(self.block)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.model(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+class GatesTheNext(Block):
+    gate: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "next" in self.known:
+            self.known["next"].gate = x.mean(1, keepdim=True).sigmoid()
+        x = super().forward(x)
+        return x if self.gate is None else x * self.gate
+
+
+class Gates(Step):
+    """Each block sets a tensor on the next one."""
+
+    block = GatesTheNext
+
+    def __init__(self) -> None:
+        super().__init__()
+        for before, after in zip(self.model.blocks, self.model.blocks[1:], strict=False):
+            before.known["next"] = after
+
+
+class ReadsTheLast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.known["shared"]
+        if "last" in shared:
+            x = x + shared["last"]
+        shared["last"] = x.mean(1, keepdim=True)
+        return super().forward(x)
+
+
+class SharesADict(Step):
+    """All blocks know one dictionary, which the step empties."""
+
+    block = ReadsTheLast
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: dict[str, Tensor] = {}
+        for block in self.model.blocks:
+            block.known["shared"] = self.shared
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shared.clear()
+        return super().training_step(batch, batch_idx)
+
+
+class MakesATable(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        tables = self.known["tables"]
+        if x.shape[1] not in tables:
+            tables[x.shape[1]] = torch.arange(x.shape[1], dtype=x.dtype, device=x.device).cos()
+        return super().forward(x * tables[x.shape[1]])
+
+
+class SharesTables(Step):
+    """What follows from no input and no weight each stage makes for itself: nothing has to be opened for it."""
+
+    block = MakesATable
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables: dict[int, Tensor] = {}
+        for block in self.model.blocks:
+            block.known["tables"] = tables
+
+
+class KeepsNorms(Step):
+    """Hooks compute from what the blocks return, and keep that; the step logs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+        for block in self.model.blocks:
+            block.register_forward_hook(lambda module, inputs, output: self.norms.append(output.detach().norm(dim=1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norms.clear()
+        loss = super().training_step(batch, batch_idx)
+        self.log("norm", torch.stack(self.norms).mean())
+        return loss
+
+
+class TrainsFeatures(Step):
+    """Hooks keep what the blocks return, and the loss is made of it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: dict[str, Tensor] = {}
+        for name, block in self.model.blocks.named_children():
+            block.register_forward_hook(lambda module, inputs, output, name=name: self.features.update({name: output}))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(feature.square().mean() for feature in self.features.values())
+
+
+CASES: dict[str, Case] = {
+    "gates_the_next_block": Case(make=Gates, batches=labelled, microbatches=(1, 4), always=True),
+    "shares_a_dict": Case(make=SharesADict, batches=labelled, microbatches=(1, 4), always=True),
+    "shares_tables": Case(make=SharesTables, batches=labelled, microbatches=(4,)),
+    "hooks_keep_norms": Case(make=KeepsNorms, batches=labelled, microbatches=(1, 4), always=True),
+    "hooks_keep_features": Case(make=TrainsFeatures, batches=labelled, microbatches=(1, 4), always=True),
+}
