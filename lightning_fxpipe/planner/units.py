@@ -272,7 +272,7 @@ class _Calls(TorchFunctionMode):
 def _leaving(path: str) -> UnitNotRecorded:
     name = path or "the module"
     error = TraceError(
-        f"The step uses a tensor that {name} has left somewhere during its call.",
+        f"The step uses a tensor that its call of {name} has made and does not return.",
         where=user_source(),
         observed="a tensor that is no result of the call, but an attribute of a module, or kept by a hook",
         expected="results of calls, where every rank runs the step",

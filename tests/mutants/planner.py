@@ -333,7 +333,7 @@ MUTANTS = [
         "planner/units.py",
         "            if any(map(has_hooks, module.modules())):  # which may have kept it\n",
         "            if False:\n",
-        ("planner/test_units.py::test_a_call_that_leaves_the_step_a_tensor_by_a_hook_is_opened",),
+        ("planner/test_units.py::test_a_result_that_a_hook_has_kept_is_not_the_call_s_own",),
         "a result that a hook has kept is taken for the call's",
     ),
 ]

@@ -203,10 +203,22 @@ def test_a_call_that_leaves_the_step_a_tensor_by_a_hook_is_opened(keep: Any) -> 
     with pytest.raises(UnitNotRecorded) as raised:
         units_of(module, batch)
     assert raised.value.path == "one"
-    assert raised.value.error.what == "The step uses a tensor that one has left somewhere during its call."
+    assert raised.value.error.what == "The step uses a tensor that its call of one has made and does not return."
     assert "test_units.py:" in str(raised.value.error.where)
     found = find_units(module, StepCall.of_step(module.training_step, batch), num_samples=6, opened={"one", "one.1"})
     assert [unit.path for unit in found] == ["one.0", "one.2"]
+
+
+def test_a_result_that_a_hook_has_kept_is_not_the_call_s_own() -> None:
+    class KeepsResults(Pair):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            kept: list[Tensor] = []
+            handle = self.one.register_forward_hook(lambda module, args, output: kept.append(output))
+            self.manual_backward(self.one(batch).mean() + kept[0].mean())
+            handle.remove()
+
+    with pytest.raises(UnitNotRecorded):
+        units_of(KeepsResults(), torch.ones(6, 4))
 
 
 def test_a_hooked_call_whose_result_the_step_uses_stays_as_it_is() -> None:
