@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import modules_inside
@@ -22,6 +23,9 @@ from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.signals import Learned, Lesson, RecordError
 from lightning_fxpipe.tracing.torch_calls import tensors_among
 from lightning_fxpipe.user_code.frames import user_source
+
+# Of questions about tensors, which are most calls, and have nothing to do with values.
+_ANSWERS = frozenset({torch.Size, int, bool, torch.dtype, torch.device, torch.layout, torch.SymInt, torch.SymBool})
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class StateReads:
             result: What it gave.
         """
         inside = self._inside
-        if inside is None:
+        if inside is None or type(result) in _ANSWERS:
             return
         follows = False
         for tensor in tensors_among(arguments):
