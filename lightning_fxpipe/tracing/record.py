@@ -89,7 +89,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
-        self._state_reads = StateReads(settings.learned, self.lessons, self)
+        self.state_reads = StateReads(settings, self.lessons, self)
         self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
@@ -110,7 +110,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 self.drawing.add(self._whole_path)
                 self.known_calls.note_draw()
             result = shape_only(func, args)(*args, **kwargs)
-            self._state_reads.note((args, kwargs), result)
+            self.state_reads.note((args, kwargs), result)
             return result
         return self._record_function(func, args, kwargs)
 
@@ -245,7 +245,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._inner_calls.note(self._module_paths.get(id(question.modules[inner]), ""), None)
         if self._seen is not None:
             self._seen.update(map(id, question.tensors))
-        self._state_reads.note((question.tensors, question.own), result)
+        self.state_reads.note((question.tensors, question.own), result)
         if known.draws:
             self.drawing.add(self._whole_path or path or "")
         return result
@@ -286,7 +286,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
-            self._state_reads.of(path, module, touched),
+            self.state_reads.of(path, module, touched),
             self._inner_calls.of(path),
         ):
             result, sides = self._result_without_data(original_call, path, module, args, kwargs, asked)

@@ -1,9 +1,10 @@
 """Finds modules that read what other code has left for them in an object that both know.
 
-A block may set a tensor on the next block, or put it in a dictionary that all blocks have. Nothing inside a whole module is
-recorded, so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. The
-recording is made again with the reader open, and the other, too, if it does not return the tensor: then the graph has it. What
-follows neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
+A block may set a tensor on the next block, or put it in a list that all blocks have. Nothing inside a whole module is recorded,
+so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. A tensor that is
+an attribute of a module is recorded: once more, with the reader open, and with who has made it unless it is a result. What is in
+a list or a dict is not: where one block puts it in and another takes it out, each list in its stage would only grow or be empty.
+What follows neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import modules_inside
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
-from lightning_fxpipe.tracing.signals import Learned, Lesson, RecordError
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
+from lightning_fxpipe.tracing.signals import Lesson, RecordError
 from lightning_fxpipe.tracing.torch_calls import tensors_among
 from lightning_fxpipe.user_code.frames import user_source
 
@@ -51,13 +54,18 @@ class StateReads:
     """Who has made which tensors, in one recording.
 
     Args:
-        learned: What earlier recordings have shown.
+        settings: What the recorder knows.
         lessons: Gets what else is to be known.
         writer: Writes the graph.
+
+    Attributes:
+        refusal: Why what was recorded does not run in stages, if it does not.
     """
 
-    def __init__(self, learned: Learned, lessons: list[Lesson], writer: GraphWriter) -> None:
-        self._learned, self._lessons, self._writer = learned, lessons, writer
+    def __init__(self, settings: RecorderSettings, lessons: list[Lesson], writer: GraphWriter) -> None:
+        self.refusal: UnsupportedError | None = None
+        self._learned, self._modules = settings.learned, settings.modules.values()
+        self._lessons, self._writer = lessons, writer
         # By id, which another tensor can get later: those in whole modules that follow from inputs or weights.
         self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         self._kept: dict[str, Collection[int]] = {}  # ids of the tensors that were on a module after its last call, by path
@@ -119,7 +127,9 @@ class StateReads:
         return path if ref is not None and ref() is tensor else self._writer.recorded_by(tensor)
 
     def _note_read(self, tensor: Tensor, reader: str) -> None:
-        if self._read is None:
+        if not any(value is tensor for module in self._modules for value in vars(module).values()):
+            self.refusal = self.refusal or _in_a_container(reader, self._maker(tensor))
+        elif self._read is None:
             maker = self._maker(tensor) or ""
             to_open = {reader} if self._writer.has(tensor) else {maker, reader}
             self._read = _Read(maker, reader, user_source(), to_open)
@@ -138,3 +148,13 @@ def _attributes(module: nn.Module) -> Iterator[Tensor]:
     """The tensors that a module and those inside it have as plain attributes."""
     for child in modules_inside(module).values():
         yield from (value for value in vars(child).values() if isinstance(value, Tensor))
+
+
+def _in_a_container(reader: str, maker: str | None) -> UnsupportedError:
+    return UnsupportedError(
+        "Modules pass tensors on in a list, a dict or another object.",
+        where=f"{reader}, {user_source() or 'source unknown'}",
+        observed=f"a tensor of {maker or 'the code that calls it'}, which is no argument and no attribute of a module",
+        expected="arguments and results: in another stage the object is another one",
+        todo="Return the tensor, and give it to the module that uses it as an argument.",
+    )

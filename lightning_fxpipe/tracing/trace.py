@@ -209,6 +209,7 @@ def trace_region(
 
     Raises:
         TraceError: The Python of the called module itself cannot be recorded.
+        UnsupportedError: Modules pass tensors on in an object that is theirs together.
     """
     signature, _ = sign(root, call)
     if first is not None and (opened is None or {*opened} != {*first.opened, *first.kept_whole}):
@@ -292,6 +293,8 @@ def _record(
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             settle()
+            if recorder.state_reads.refusal is not None:
+                raise recorder.state_reads.refusal
             output = _taken_apart(result, run.lasting)
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import WIDTH, batch, call_of
 
@@ -129,6 +130,26 @@ def test_a_module_that_keeps_what_it_is_called_with_may_be_called_with_it_again(
             return self.blocks[1](y) + self.blocks[1](y)
 
     assert recorded(CallsTwice(only_computes, keeps_what_it_gets)).opened == ()
+
+
+@pytest.mark.parametrize("opened", [["blocks"], ["blocks", "blocks.0"]], ids=len)
+def test_tensors_in_a_list_are_refused(opened: list[str]) -> None:
+    """Where one block is in a stage and the other is in another, the list only grows in the one, and is empty in the other."""
+    skips: list[Tensor] = []
+
+    def puts(block: Block, x: Tensor) -> Tensor:
+        skips.append(x)
+        return block.linear(x)
+
+    def takes(block: Block, x: Tensor) -> Tensor:
+        return block.linear(x) + skips.pop()
+
+    model = nn.ModuleDict({"blocks": nn.Sequential(Block(puts), Block(takes))})
+    call = replace(call_of(batch()), path="blocks")
+    with pytest.raises(UnsupportedError, match=r"pass tensors on in a list, a dict or another object\.") as raised:
+        trace_region(model, call, opened=opened)
+    assert str(raised.value.where).startswith("blocks.1, ")
+    assert skips == []
 
 
 @pytest.mark.parametrize("blocks", [(leaves_a_table, reads), (reads_its_own, reads_its_own)], ids=["table", "its own"])

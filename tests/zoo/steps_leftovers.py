@@ -93,6 +93,38 @@ class SharesADict(Step):
         return super().training_step(batch, batch_idx)
 
 
+class Down(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.known["skips"].append(x)
+        return super().forward(x)
+
+
+class Up(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.known["skips"].pop()
+
+
+class PassesSkips(Step):
+    """As a U-Net whose blocks put skips in a list, and take them from there: in its stage alone a list would only grow."""
+
+    depth = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [*(Down() for _ in range(self.depth)), *(Up() for _ in range(self.depth))]
+        self.model = nn.Sequential(*blocks, nn.Linear(DIM, CLASSES))
+        skips: list[Tensor] = []
+        for block in blocks:
+            block.known["skips"] = skips
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
+
+
+class PassesASkip(PassesSkips):
+    depth = 1
+
+
 class MakesATable(Block):
     def forward(self, x: Tensor) -> Tensor:
         tables = self.known["tables"]
@@ -146,6 +178,8 @@ class TrainsFeatures(Step):
 CASES: dict[str, Case] = {
     "gates_the_next_block": Case(make=Gates, batches=labelled, microbatches=(1, 4), always=True),
     "shares_a_dict": Case(make=SharesADict, batches=labelled, microbatches=(1, 4), always=True),
+    "skips_in_a_list": Case(make=PassesSkips, batches=labelled, microbatches=(1, 4), evaluations=("validate",), always=True),
+    "a_skip_in_a_list": Case(make=PassesASkip, batches=labelled, microbatches=(4,), evaluations=("validate",), always=True),
     "shares_tables": Case(make=SharesTables, batches=labelled, microbatches=(4,)),
     "hooks_keep_norms": Case(make=KeepsNorms, batches=labelled, microbatches=(1, 4), always=True),
     "hooks_keep_features": Case(make=TrainsFeatures, batches=labelled, microbatches=(1, 4), always=True),

@@ -65,6 +65,8 @@ WHOLE = {
     "translates": ["validation_step"],
     "denoises": ["validation_step"],
     "decodes_first": ["validation_step", "predict_step"],
+    "skips_in_a_list": ["validation_step"],
+    "a_skip_in_a_list": ["validation_step"],
 }
 
 # On every change a third of the cases run, with one number of microbatches, those with a verdict among them; the others
