@@ -38,6 +38,7 @@ from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
 from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
+from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
 from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS
 from lightning_fxpipe.tracing.trace import is_torch_leaf
@@ -158,6 +159,7 @@ def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
             discovery.note_end(error, raising_source(error))
         if discovery.misuse is not None:
             raise discovery.misuse
+        check_values_read(discovery.attributes_read, discovery.left_values, step_name(step))
         check_same_parameters(root, discovery.parameters)
     return discovery
 

@@ -127,7 +127,9 @@ def fake_run(
             silencing(),
             tracing_friendly_torch(),
             world.active(),
-            noted_guards(root, lambda: recorder.is_recording, recorder.known_calls.names_read) as guards,
+            noted_guards(
+                root, lambda: recorder.is_recording, recorder.known_calls.names_read, recorder.attributes_read
+            ) as guards,
             StepIterators().one_run(),
             recording(recorder),
         ):

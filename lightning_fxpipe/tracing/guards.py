@@ -45,7 +45,10 @@ class Unplain(Exception):
 
 @contextmanager
 def noted_guards(
-    root: nn.Module, is_recording: Callable[[], bool], names_read: set[str] | None = None
+    root: nn.Module,
+    is_recording: Callable[[], bool],
+    names_read: set[str] | None = None,
+    attributes_read: set[GuardKey] | None = None,
 ) -> Iterator[dict[GuardKey, Any]]:
     """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``.
 
@@ -53,8 +56,10 @@ def noted_guards(
         root: The module.
         is_recording: Whether what is read now is noted.
         names_read: Gets the names of all attributes that are read, whether that is noted or not.
+        attributes_read: Gets what is noted, and attributes that are not plain.
     """
     all_names: set[str] = set() if names_read is None else names_read
+    all_attributes: set[GuardKey] = set() if attributes_read is None else attributes_read
     # Metrics are read by whoever asks for their hash, such as `named_modules`; what they have counted is no setting.
     modules = [(path, module) for path, module in root.named_modules() if not isinstance(module, METRICS)]
     paths = {id(module): path for path, module in reversed(modules)}
@@ -80,6 +85,7 @@ def noted_guards(
             is_nested = False
         path = paths.get(id(module))
         if path is not None:
+            all_attributes.add((path, name))
             note((path, name), value)
         return value
 
@@ -113,10 +119,11 @@ def _value_of(root: nn.Module, key: GuardKey) -> Any:
 def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any]) -> list[str]:
     """Names of those that have another value now."""
     now = guarded_values(root, guards)
-    return [_name(key) for key, value in guards.items() if now[key] != value]
+    return [name_of_guard(key) for key, value in guards.items() if now[key] != value]
 
 
-def _name(key: GuardKey) -> str:
+def name_of_guard(key: GuardKey) -> str:
+    """As code would write it."""
     if not isinstance(key, tuple):
         return str(key)
     path, name = key

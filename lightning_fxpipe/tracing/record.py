@@ -42,6 +42,7 @@ from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.guards import GuardKey
 from lightning_fxpipe.tracing.inner_results import InnerCalls
 from lightning_fxpipe.tracing.known_calls import Known, KnownCalls, Question
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
@@ -79,6 +80,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
         self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
+        self.attributes_read: set[GuardKey] = set()  # by code that is recorded: path and name
+        self.left_values: set[GuardKey] = set()  # plain attributes that whole modules have set: by path and name
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
@@ -344,8 +347,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if packed is not None:
             return packed, {}
         before = self._template_of((args, kwargs))
+        values: set[tuple[str, str]] = set()
         try:
-            return with_assigned_tensors(partial(self.known_calls.made, asked, original_call), module, *args, **kwargs)
+            made = partial(self.known_calls.made, asked, original_call)
+            return with_assigned_tensors(values, made, module, *args, **kwargs)
         except Exception as error:
             try:
                 graft((args, kwargs), before.fill(before.tensors))  # what it did to them before it failed
@@ -353,7 +358,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
                     self._seen.update(map(id, before.tensors))
                 self._inner_calls.starts_again()
                 probe = Probe(
-                    call=partial(with_assigned_tensors, original_call), module=module, template=before, example=self._example
+                    call=partial(with_assigned_tensors, values, original_call),
+                    module=module,
+                    template=before,
+                    example=self._example,
                 )
                 with self._inner_calls.on_made_up_data():
                     (result, sides), changed_args, changed_kwargs = probe.result()
@@ -363,6 +371,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 return result, sides
             except ProbeFailed as failure:
                 raise RecordError(f"{path} cannot run without data ({error_words(error)}), nor {failure}") from error
+        finally:
+            self.left_values.update((f"{path}.{inner}".strip("."), name) for inner, name in values)
 
     def _name_unknown(self, tensor: Tensor) -> str:
         way = self._inner_calls.way_to(tensor, self._settings.learned)

@@ -1,10 +1,12 @@
-"""Finds modules that read what other code has left for them in an object that both know.
+"""Finds code that reads what other code has left for it in an object that both know.
 
 A block may set a tensor on the next block, or put it in a list that all blocks have. Nothing inside a whole module is recorded,
-so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. A tensor that is
-an attribute of a module is recorded: once more, with the reader open, and with who has made it unless it is a result. What is in
-a list or a dict is not: where one block puts it in and another takes it out, each list in its stage would only grow or be empty.
-What follows neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
+so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. A tensor that
+is an attribute of a module is recorded: once more, with the reader open, and with who has made it unless it is a result. What
+is in a list or a dict is not: where one puts it in and another takes it out, a list would only grow in one stage. What follows
+neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
+
+Numbers that a module's forward sets on it are refused where code outside of it reads them.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import modules_inside
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.guards import GuardKey, name_of_guard
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import Lesson, RecordError
 from lightning_fxpipe.tracing.torch_calls import tensors_among
@@ -127,7 +131,8 @@ class StateReads:
         return path if ref is not None and ref() is tensor else self._writer.recorded_by(tensor)
 
     def _note_read(self, tensor: Tensor, reader: str) -> None:
-        if not any(value is tensor for module in self._modules for value in vars(module).values()):
+        held = (chain(vars(module).values(), module.buffers(recurse=False)) for module in self._modules)
+        if not any(value is tensor for value in chain.from_iterable(held)):
             self.refusal = self.refusal or _in_a_container(reader, self._maker(tensor))
         elif self._read is None:
             maker = self._maker(tensor) or ""
@@ -158,3 +163,24 @@ def _in_a_container(reader: str, maker: str | None) -> UnsupportedError:
         expected="arguments and results: in another stage the object is another one",
         todo="Return the tensor, and give it to the module that uses it as an argument.",
     )
+
+
+def check_values_read(read: Iterable[GuardKey], left: Collection[GuardKey], label: str) -> None:
+    """Refuses code that reads numbers and the like which a module's forward sets: in another stage they stay what they are.
+
+    Args:
+        read: The attributes that recorded code has read.
+        left: Those that whole modules have set while they ran.
+        label: The code.
+
+    Raises:
+        FxPipeError: There are such. No other region, and no way to run the step, would be right.
+    """
+    names = sorted(name_of_guard(key) for key in read if key in left)
+    if names:
+        raise FxPipeError(
+            f"{label} reads what the forward of a submodule sets: {', '.join(names)}.",
+            observed="no tensor: it stays what it was on ranks that do not run that submodule",
+            expected="tensors, which are handed over, or values that the forward does not change",
+            todo="Return it from the forward, or set it as a tensor.",
+        )

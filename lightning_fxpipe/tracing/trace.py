@@ -34,6 +34,7 @@ from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError
+from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import StepRecord
 from lightning_fxpipe.tracing.structure_guards import StructureKey
 from lightning_fxpipe.tracing.value_looks import Look, looks_hold
@@ -295,6 +296,7 @@ def _record(
             settle()
             if recorder.state_reads.refusal is not None:
                 raise recorder.state_reads.refusal
+            check_values_read(recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])

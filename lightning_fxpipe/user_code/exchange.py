@@ -68,14 +68,23 @@ class OwnAttributes:
 
     def assigned_tensors(self) -> dict[str, Tensor]:
         """Tensors that the module has got as plain attributes since, by name."""
-        keys = changed_in_module(self._before, MODULE.take(self._module))
-        return {key: value for key in keys if isinstance(value := vars(self._module).get(key), Tensor)}
+        return {key: value for key in self._changed() if isinstance(value := vars(self._module).get(key), Tensor)}
+
+    def changed_values(self) -> list[str]:
+        """Names of plain attributes that are something else since, and no tensors."""
+        changed = (key for key in self._changed() if isinstance(key, str))
+        return [key for key in changed if not isinstance(vars(self._module).get(key), Tensor)]
+
+    def _changed(self) -> list[Any]:
+        return changed_in_module(self._before, MODULE.take(self._module))
 
 
 def with_assigned_tensors(
-    call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+    values: set[tuple[str, str]], call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[tuple[str, str], Tensor]]:
-    """What a call returns, and the tensors that it sets on the module and those inside it, by relative path and attribute."""
+    """What a call returns, and the tensors that it sets on the module and those inside it, by relative path and attribute; what
+    else it sets there is added to ``values``."""
     before = {path: OwnAttributes(child) for path, child in modules_inside(module).items()}
     result = call(module, *args, **kwargs)
+    values.update((path, name) for path, own in before.items() for name in own.changed_values())
     return result, {(path, name): t for path, own in before.items() for name, t in own.assigned_tensors().items()}

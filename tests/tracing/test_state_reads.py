@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe.errors import TraceError, UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import WIDTH, batch, call_of
 
@@ -20,6 +20,7 @@ class Block(nn.Module):
     """Does what it is told, and may set ``left`` on the last block."""
 
     left: Tensor | None = None
+    number = 0.0
 
     def __init__(self, does: Callable[[Block, Tensor], Tensor]) -> None:
         super().__init__()
@@ -166,3 +167,33 @@ def test_a_reader_that_cannot_be_opened_is_refused(left: Any) -> None:
         recorded(model)
     assert raised.value.observed == "blocks.2 uses a tensor that blocks.0 has left for it, and that no argument brings"
     assert "test_state_reads.py:" in str(raised.value.where)
+
+
+def sets_a_number(block: Block, x: Tensor) -> Tensor:
+    block.number = x.shape[0]
+    return block.linear(x)
+
+
+def sets_a_value(block: Block, x: Tensor) -> Tensor:
+    block.number = x.sum().item()
+    return block.linear(x)
+
+
+@pytest.mark.parametrize("sets", [sets_a_number, sets_a_value])
+def test_numbers_that_a_block_leaves_on_itself_are_refused_where_others_read_them(sets: Any) -> None:
+    """In a stage without the block its number is the one of the beginning."""
+
+    class Reads(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.blocks[0].number
+
+    model = Reads(sets, only_computes)
+    model.blocks[0].number = 1.0
+    with pytest.raises(FxPipeError, match="reads what the forward of a submodule sets: blocks.0.number") as raised:
+        recorded(model)
+    assert type(raised.value) is FxPipeError  # no other way to run the step is tried: none would be right
+
+
+@pytest.mark.parametrize("sets", [sets_a_number, sets_a_value])
+def test_numbers_that_nobody_else_reads_are_nobodys_business(sets: Any) -> None:
+    assert recorded(Blocks(sets, only_computes)).opened == ()

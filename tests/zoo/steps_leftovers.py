@@ -175,7 +175,38 @@ class TrainsFeatures(Step):
         return loss + 0.01 * sum(feature.square().mean() for feature in self.features.values())
 
 
+class CountsFeatures(Block):
+    """Leaves a number on itself."""
+
+    num_positive = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_positive = int((x > 0).sum())
+        return super().forward(x)
+
+
+class DividesByACount(Step):
+    block = CountsFeatures
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / (1 + self.model.blocks[0].num_positive)
+
+
+class ValidatesByACount(Step):
+    """Only a validation step reads it: that runs on one rank."""
+
+    block = CountsFeatures
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = cross_entropy(self.model(batch[0]), batch[1])
+        self.log("validated", loss / (1 + self.model.blocks[0].num_positive))
+
+
 CASES: dict[str, Case] = {
+    "divides_by_a_count": Case(make=DividesByACount, batches=labelled, microbatches=(4,), always=True),
+    "validates_by_a_count": Case(
+        make=ValidatesByACount, batches=labelled, microbatches=(4,), evaluations=("validate",), always=True
+    ),
     "gates_the_next_block": Case(make=Gates, batches=labelled, microbatches=(1, 4), always=True),
     "shares_a_dict": Case(make=SharesADict, batches=labelled, microbatches=(1, 4), always=True),
     "skips_in_a_list": Case(make=PassesSkips, batches=labelled, microbatches=(1, 4), evaluations=("validate",), always=True),
