@@ -377,4 +377,18 @@ MUTANTS = [
             ),
         )
     ),
+    Mutant(
+        "tracing/discovery.py",
+        "        check_values_read(discovery.attributes_read, discovery.left_values, step_name(step))\n",
+        "",
+        ("tracing/test_discovery.py::test_a_number_that_a_submodule_leaves_on_itself_is_refused_where_the_step_reads_it",),
+        "the loss is made of a number of the beginning",
+    ),
+    Mutant(
+        "tracing/state_reads.py",
+        "self.refusal = self.refusal or _in_a_container(reader, self._maker(tensor))",
+        "pass",
+        ("tracing/test_state_reads.py::test_tensors_in_a_list_are_refused",),
+        "a list of skips only grows in one stage, and is empty in another",
+    ),
 ]

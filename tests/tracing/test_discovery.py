@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fxpipe.errors import TraceError, UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, TraceError, UnsupportedError
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.region import StepCall
@@ -333,6 +333,23 @@ class KeepsOnce(Keeps):
         if isinstance(self.penalty, float):
             self.penalty = torch.ones(6) / 2
         return self.layer(x) * self.penalty
+
+
+class KeepsANumber(Keeps):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        self.penalty = h.square().mean().item()
+        return h
+
+
+def test_a_number_that_a_submodule_leaves_on_itself_is_refused_where_the_step_reads_it() -> None:
+    """Tensors are handed over; a number stays what it was on the ranks that do not run the submodule."""
+    module = Lit(lambda module, x: module.keeps(x).mean() * (1 + module.keeps.penalty))
+    module.keeps = KeepsANumber()
+    with pytest.raises(FxPipeError, match="reads what the forward of a submodule sets: keeps.penalty"):
+        regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    module.step = lambda module, x: module.keeps(x).mean()
+    assert regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
 
 
 def test_a_tensor_that_a_hook_has_taken_from_inside_the_model_is_refused() -> None:
