@@ -8,7 +8,6 @@ all ranks, and each rank has an equal share of the memory.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -28,6 +27,7 @@ from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.discovery import WholeStep, look_at_ones
 from lightning_fxpipe.tracing.fake_run import fake_run
+from lightning_fxpipe.tracing.made_tensors import MadeTensors
 from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any
@@ -205,7 +205,7 @@ class _Calls(TorchFunctionMode):
         self._batch_dim = batch_dim
         self._paths = {id(module): path for path, module in reversed(list(root.named_modules()))}
         self._inside: str | None = None  # the module whose call runs
-        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # in such calls, by id, and no results
+        self._made = MadeTensors()  # in such calls, and no results
         self.left: UnitNotRecorded | None = None  # a call that leaves a tensor which the step uses
 
     def __torch_function__(
@@ -215,16 +215,12 @@ class _Calls(TorchFunctionMode):
             return look_at_ones(func, args[0])
         result = func(*args, **(kwargs or {}))
         if self._inside is not None:
-            self._made |= {id(tensor): (weakref.ref(tensor), self._inside) for tensor in tensors_among((result,))}
+            for tensor in tensors_among((result,)):
+                self._made.add(tensor, self._inside)
         elif self.left is None:
-            makers = map(self._maker, tensors_among((args, kwargs)))
+            makers = map(self._made.maker, tensors_among((args, kwargs)))
             self.left = next((_leaving(path) for path in makers if path is not None), None)
         return result
-
-    def _maker(self, tensor: Tensor) -> str | None:
-        """The module whose call has made a tensor, and not returned it."""
-        ref, path = self._made.get(id(tensor), (None, None))
-        return path if ref is not None and ref() is tensor else None
 
     def classes_with_own_call(self) -> set[type[nn.Module]]:
         """Classes of the modules, and their bases, that override ``nn.Module.__call__``."""
@@ -245,7 +241,7 @@ class _Calls(TorchFunctionMode):
         finally:
             self._inside = None
         for tensor in tensors_among((result,)):
-            self._made.pop(id(tensor), None)
+            self._made.forget(tensor)
         return result
 
     def _note(self, path: str, args: Any, kwargs: Any) -> None:

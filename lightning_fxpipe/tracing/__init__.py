@@ -16,7 +16,7 @@ Recording it
     - ``first_call``: what a model sets on its first call.
     - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.
-    - ``state_reads``: what comes into one by another way than its arguments.
+    - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.
     - ``step_record``: the calls that the step makes itself.
     - ``signals``: what ends a recording before its time.
 

@@ -11,7 +11,6 @@ Numbers that a module's forward sets on it are refused where code outside of it 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from lightning_fxpipe._compat.torch import modules_inside
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.guards import GuardKey, name_of_guard
+from lightning_fxpipe.tracing.made_tensors import MadeTensors
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import Lesson, RecordError
 from lightning_fxpipe.tracing.torch_calls import tensors_among
@@ -70,8 +70,7 @@ class StateReads:
         self.refusal: UnsupportedError | None = None
         self._learned, self._modules = settings.learned, settings.modules.values()
         self._lessons, self._writer = lessons, writer
-        # By id, which another tensor can get later: those in whole modules that follow from inputs or weights.
-        self._made: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._made = MadeTensors()  # in whole modules, and following from inputs or weights
         self._kept: dict[str, Collection[int]] = {}  # ids of the tensors that were on a module after its last call, by path
         self._inside: _Inside | None = None
         self._read: _Read | None = None
@@ -96,7 +95,7 @@ class StateReads:
                 self._note_read(value, path)
         for tensor in tensors.values():  # which it can leave, too
             if self._maker(tensor) is None:
-                self._made[id(tensor)] = weakref.ref(tensor), path
+                self._made.add(tensor, path)
         try:
             yield
         finally:
@@ -123,12 +122,12 @@ class StateReads:
                 self._note_read(tensor, inside.path)
         for tensor in tensors_among((result,)) if follows else ():
             if id(tensor) not in inside.brought:
-                self._made[id(tensor)] = weakref.ref(tensor), inside.path
+                self._made.add(tensor, inside.path)
 
     def _maker(self, tensor: Tensor) -> str | None:
         """The path of the module that has made a tensor; None where it follows neither from inputs nor from weights."""
-        ref, path = self._made.get(id(tensor), (None, None))
-        return path if ref is not None and ref() is tensor else self._writer.recorded_by(tensor)
+        maker = self._made.maker(tensor)
+        return self._writer.recorded_by(tensor) if maker is None else maker
 
     def _note_read(self, tensor: Tensor, reader: str) -> None:
         held = (chain(vars(module).values(), module.buffers(recurse=False)) for module in self._modules)
