@@ -17,6 +17,7 @@ Recording it
     - ``torch_calls``, ``activation_checkpointing``, ``distributions``, ``recurrent``: calls that need care.
     - ``inner_results``: what leaves a module by another way than its result.
     - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.
+    - ``shared_values``: numbers that come so.
     - ``step_record``: the calls that the step makes itself.
     - ``signals``: what ends a recording before its time.
 

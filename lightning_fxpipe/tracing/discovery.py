@@ -36,7 +36,7 @@ from lightning_fxpipe.tracing.prelude import say_nothing
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import IsRegion, NoModelCall, StepCall, find_region, holds_any, trains
-from lightning_fxpipe.tracing.signals import HiddenTensor, MustStayWhole, RecordError
+from lightning_fxpipe.tracing.signals import HiddenTensor, Learned, MustStayWhole, RecordAgain, RecordError
 from lightning_fxpipe.tracing.span import SpanRecorder, StepRegion, run_step, step_name
 from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
@@ -137,13 +137,24 @@ def first_regions(root: nn.Module, call: Callable[..., StepCall], **options: Any
 
 def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
     """The calls of a step; none that uses parameters where it cannot run on fake tensors up to one."""
+    learned = Learned()
+    while True:
+        try:
+            return _discover_knowing(call, device, learned)
+        except RecordAgain as knowing_more:
+            for learn in knowing_more.lessons:
+                learn()
+
+
+def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Learned) -> _Discovery:
     root, step = call.root, call.step
-    with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device) as run:
+    with isolated_rng(), fake_run(root, call, lambda path, _: path != "", device, learned) as run:
         discovery = run.recorder
         assert isinstance(discovery, _Discovery)
         try:
             discovery.know_batch(Template.of(run.example).tensors)
-            discovery.note_use(run_step(root, step, run.example, lambda *logged, **more: discovery.note_use((logged, more))))
+            given = run_step(root, step, run.example, lambda *logged, **more: discovery.note_given((logged, more)))
+            discovery.note_given(given)
             discovery.note_use([attribute_tensors(module) for module in root.modules()])
             discovery.caches = _caches(root, step, run.example, discovery)
             own = [(key[0], value) for key, value in run.guards.items() if isinstance(key, tuple)]
@@ -160,6 +171,7 @@ def _discover(call: WholeStep, device: torch.device | None) -> _Discovery:
         if discovery.misuse is not None:
             raise discovery.misuse
         check_values_read(discovery.attributes_read, discovery.left_values, step_name(step))
+        discovery.check_shared_values()
         check_same_parameters(root, discovery.parameters)
     return discovery
 
@@ -264,6 +276,15 @@ class _Discovery(SpanRecorder):
             if not self._num_running:
                 self.parameters = with_todays_memory(self._root, self.parameters)
 
+    def check_shared_values(self) -> None:
+        """Refuses a model that leaves numbers for the step. Raises :class:`RecordAgain` where more must be known for that."""
+        lessons = len(self.lessons)
+        with self.pause():
+            step = self._whole.step
+            self.shared_values.check(self.attributes_read, [""], step.function, step_name(step))
+        if self.lessons[lessons:]:
+            raise RecordAgain(self.lessons[lessons:])
+
     def _note_look(self) -> None:
         self._first_look = self._first_look or user_source() or "some code"
 
@@ -340,6 +361,23 @@ class _Discovery(SpanRecorder):
         """The tensors in ``value`` are used by code that needs their values, wherever it stands."""
         keys = [self.key_of(tensor) for tensor in Template.of(value).tensors]
         self._uses += [(math.inf, key) for key in keys if key is not None]
+
+    def note_given(self, value: Any) -> None:
+        """The step returns or logs ``value``. Raises :class:`HiddenTensor`."""
+        for tensor in Template.of(value).tensors:
+            self._check_not_hidden(tensor)
+        self.note_use(value)
+
+    def describe(self, leaf: Any) -> Any:
+        """An argument of a call of the step; see :class:`SpanRecorder`. Raises :class:`HiddenTensor`."""
+        if isinstance(leaf, FakeTensor):
+            self._check_not_hidden(leaf)
+        return super().describe(leaf)
+
+    def _check_not_hidden(self, tensor: Tensor) -> None:
+        """Raises :class:`HiddenTensor` for what comes from inside of a call and is no result of it, as what a hook has kept."""
+        if self.key_of(tensor) is None and (id(tensor) in self._nodes or self.state_reads.is_made_inside(tensor)):
+            raise HiddenTensor("a tensor is used that comes from inside of a call, and is no result of it")
 
     def leaves_something_behind(self) -> bool:
         """Whether a call that uses parameters leaves more than its result, and than what is set once and for all."""

@@ -101,7 +101,7 @@ def fake_run(
 
     with (
         no_fakes_remembered(root),
-        exchanged_tensors(root, fake_of),
+        exchanged_tensors(root, fake_of) as before,
         placement.naming(),
         torch.inference_mode(False),
         context.active(),
@@ -119,6 +119,7 @@ def fake_run(
             learned=learned or Learned(),
             inputs=inputs,
             sizes=sizes,
+            before=before,
         )
         recorder = call.make_recorder(settings)
         for name, fake in zip(inputs, fakes, strict=True):

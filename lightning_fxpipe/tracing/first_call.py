@@ -59,7 +59,7 @@ class FirstCalls:
         roots = roots_of(self._root)[0]
         for place in values:
             self.paths.add(place.path)
-            _set(roots, place)
+            place_value(roots, place)
         return self._num_rounds <= _MAX_ROUNDS
 
     def __enter__(self) -> FirstCalls:
@@ -164,7 +164,12 @@ def _real(tensor: Tensor, value_of: Callable[[Tensor], Tensor]) -> Tensor:
     return value_of(tensor)
 
 
-def _set(roots: Mapping[str, Any], place: Difference) -> None:
+def place_value(roots: Mapping[str, Any], place: Difference) -> None:
+    """Sets a value where it was found.
+
+    Raises:
+        KeyError, IndexError, AttributeError: The object is not there.
+    """
     if place.start is not None:
         at_path(roots, place.path)[place.start :] = place.value
         return

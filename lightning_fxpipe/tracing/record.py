@@ -48,6 +48,7 @@ from lightning_fxpipe.tracing.known_calls import Known, KnownCalls, Question
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
+from lightning_fxpipe.tracing.shared_values import SharedValues
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.state_reads import StateReads
 from lightning_fxpipe.tracing.torch_calls import (
@@ -93,6 +94,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
         self.state_reads = StateReads(settings, self.lessons, self)
+        self.shared_values = SharedValues(settings, self.lessons)
         self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
         self._examples = Examples(settings.inputs, settings.sizes, self.constants)  # for questions about values
@@ -114,6 +116,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 self.known_calls.note_draw()
             result = shape_only(func, args)(*args, **kwargs)
             self.state_reads.note((args, kwargs), result)
+            self.shared_values.note(func, (args, kwargs))
             return result
         return self._record_function(func, args, kwargs)
 
@@ -227,7 +230,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 result = self.known_calls.made(asked, original_call, module, *args, **kwargs)
         else:
             before = self._template_of((args, kwargs))
-            probe = Probe(call=original_call, module=module, template=before, example=self._example)
+            call = partial(self.shared_values.noting, original_call)
+            probe = Probe(call=call, module=module, template=before, example=self._example)
             result = self._inner_calls.try_call(partial(original_call, module, *args, **kwargs), probe)
         if path is not None:
             self._inner_calls.note(path, result)
@@ -236,7 +240,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _ask(self, path: str | None, module: nn.Module, args: Any, kwargs: Any) -> Question | None:
         """What is known of a call of a module at ``path`` that leaves no nodes; None where it has to be made."""
         learned, whole = self._settings.learned, self._whole_path or path
-        if path is None or whole in learned.inner_results or whole in learned.probed_inside:
+        if path is None or whole in learned.inner_results or whole in learned.probed_inside or self.shared_values.is_watching:
             return None
         return self.known_calls.ask(module, args, kwargs)
 
@@ -289,6 +293,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),
             self._own_effects(module),
+            self.shared_values.of(path, module),
             self.state_reads.of(path, module, touched),
             self._inner_calls.of(path),
         ):
@@ -358,7 +363,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                     self._seen.update(map(id, before.tensors))
                 self._inner_calls.starts_again()
                 probe = Probe(
-                    call=partial(with_assigned_tensors, values, original_call),
+                    call=partial(self.shared_values.noting, with_assigned_tensors, values, original_call),
                     module=module,
                     template=before,
                     example=self._example,

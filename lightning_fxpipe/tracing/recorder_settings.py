@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fxpipe.tracing.signals import Learned
+from lightning_fxpipe.user_code.snapshot import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class RecorderSettings:
         learned: What earlier recordings have shown.
         inputs: The real inputs, by the graph's placeholders.
         sizes: Values of the symbols.
+        before: What the modules' code can change, as it was before.
     """
 
     modules: Mapping[str, nn.Module]
@@ -36,3 +38,4 @@ class RecorderSettings:
     learned: Learned = field(default_factory=Learned)
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: Mapping[Any, int] = field(default_factory=dict)
+    before: Snapshot | None = None

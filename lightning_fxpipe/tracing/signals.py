@@ -70,6 +70,9 @@ class Learned:
         watches_state: Whether it matters who sets what while the model runs.
         given: Paths of what the model has been given since.
         opened: Modules that must be open, as tensors come or go that are no arguments and no results.
+        values_changed: Numbers that are others after a run, so that it matters who has changed them.
+        calls_together: Torch calls that whole modules make where each finds what others have changed.
+        values_are_settled: Whether it is known that nobody else reads them.
     """
 
     kept_whole: dict[str, str] = field(default_factory=dict)
@@ -78,6 +81,9 @@ class Learned:
     watches_state: bool = False
     given: set[tuple[Any, ...]] = field(default_factory=set)
     opened: set[str] = field(default_factory=set)
+    values_changed: tuple[Difference, ...] = ()
+    calls_together: tuple[str, ...] | None = None
+    values_are_settled: bool = False
 
     def known_again(self, given: set[tuple[Any, ...]]) -> Learned:
         """The same for another recording, which has ``given`` other values, and may learn more."""
@@ -88,6 +94,9 @@ class Learned:
             watches_state=self.watches_state,
             given=given,
             opened=set(self.opened),
+            values_changed=self.values_changed,
+            calls_together=self.calls_together,
+            values_are_settled=self.values_are_settled,
         )
 
     def add_inner_result(self, path: str, place: InnerPlace) -> None:
@@ -101,6 +110,18 @@ class Learned:
     def watch_state(self) -> None:
         """An opened module has set something: it matters what else is set, and by whom."""
         self.watches_state = True
+
+    def watch_values(self, changed: tuple[Difference, ...]) -> None:
+        """These numbers have changed: the next recording begins with them, and shows who changes them again."""
+        self.values_changed = changed
+
+    def compare_calls(self, together: tuple[str, ...]) -> None:
+        """The next recording shows whether whole modules make the same torch calls where each finds what it has left itself."""
+        self.calls_together = together
+
+    def settle_values(self) -> None:
+        """Who changes numbers keeps them to itself."""
+        self.values_changed, self.calls_together, self.values_are_settled = (), None, True
 
 
 class RecordAgain(BaseException):

@@ -124,6 +124,10 @@ class StateReads:
             if id(tensor) not in inside.brought:
                 self._made.add(tensor, inside.path)
 
+    def is_made_inside(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made in a whole module, of inputs or weights."""
+        return self._made.maker(tensor) is not None
+
     def _maker(self, tensor: Tensor) -> str | None:
         """The path of the module that has made a tensor; None where it follows neither from inputs nor from weights."""
         maker = self._made.maker(tensor)
@@ -179,7 +183,7 @@ def check_values_read(read: Iterable[GuardKey], left: Collection[GuardKey], labe
     if names:
         raise FxPipeError(
             f"{label} reads what the forward of a submodule sets: {', '.join(names)}.",
-            observed="no tensor: it stays what it was on ranks that do not run that submodule",
-            expected="tensors, which are handed over, or values that the forward does not change",
-            todo="Return it from the forward, or set it as a tensor.",
+            observed="a number, or a tensor changed in place: it stays what it was on ranks that do not run that submodule",
+            expected="new tensors, which are handed over, or values that the forward does not change",
+            todo="Return it from the forward, or set it to a new tensor there.",
         )

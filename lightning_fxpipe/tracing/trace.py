@@ -294,6 +294,8 @@ def _record(
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             settle()
+            with recorder.pause():
+                recorder.shared_values.check(recorder.attributes_read, actually_opened, call.code(root), call.label)
             if recorder.state_reads.refusal is not None:
                 raise recorder.state_reads.refusal
             check_values_read(recorder.attributes_read, recorder.left_values, call.label)

@@ -11,18 +11,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import modules_inside
+from lightning_fxpipe._compat.torch import modules_inside, version_of
 from lightning_fxpipe.user_code.contents import MODULE, changed_in_module
-from lightning_fxpipe.user_code.snapshot import user_state
+from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 
 
 @contextmanager
-def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tensor]) -> Iterator[None]:
+def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tensor]) -> Iterator[Snapshot]:
     """During the block every parameter, buffer and tensor that is a plain attribute is another tensor.
 
     Args:
         root: The module.
         replacement: Makes the other tensor, once for each tensor, from it and the first of its FQNs.
+
+    Yields:
+        What the module's code can change, as it was before.
     """
     made: dict[int, Tensor] = {}
     before = user_state(root)
@@ -41,7 +44,7 @@ def exchanged_tensors(root: nn.Module, replacement: Callable[[Tensor, str], Tens
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     vars(module)[name] = exchange(value, f"{path}.{name}" if path else name)
-        yield
+        yield before
     finally:
         # Attributes first: a recurrent module that made itself a new list of weights gets its own back, then the weights.
         before.restore()
@@ -65,15 +68,19 @@ class OwnAttributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = MODULE.take(module)
+        self._versions = [(key, value, version_of(value)) for key, value in vars(module).items() if isinstance(value, Tensor)]
 
     def assigned_tensors(self) -> dict[str, Tensor]:
         """Tensors that the module has got as plain attributes since, by name."""
         return {key: value for key in self._changed() if isinstance(value := vars(self._module).get(key), Tensor)}
 
     def changed_values(self) -> list[str]:
-        """Names of plain attributes that are something else since, and no tensors."""
-        changed = (key for key in self._changed() if isinstance(key, str))
-        return [key for key in changed if not isinstance(vars(self._module).get(key), Tensor)]
+        """Names of plain attributes that are something else since, and no new tensors: a tensor can have been written to."""
+        now = vars(self._module)
+        changed = [key for key in self._changed() if isinstance(key, str) and not isinstance(now.get(key), Tensor)]
+        return changed + [
+            key for key, value, version in self._versions if now.get(key) is value and version_of(value) != version
+        ]
 
     def _changed(self) -> list[Any]:
         return changed_in_module(self._before, MODULE.take(self._module))

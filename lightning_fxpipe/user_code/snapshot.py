@@ -124,6 +124,9 @@ class Snapshot:
         roots: The objects, by name. Instances are looked into whatever they are.
         shallow: Objects of which only the attributes themselves are remembered, by name.
         enters_modules: Whether modules that are reached are looked into; if not, the roots only.
+
+    Attributes:
+        modules_met: The modules that were reached and not looked into.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Snapshot:
         self._seen_types: set[type] = set()
         self._first: dict[int, int] = {}  # by id of an object, its first record
         self._enters_modules = enters_modules
+        self.modules_met: list[nn.Module] = []
         self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
         self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
         self._marks: list[Mark] = []
@@ -253,6 +257,10 @@ class Snapshot:
         """The object in which a place is."""
         return at_path({str(record.key): record.owner for record in self._records if record.parent < 0}, path[:-1])
 
+    def has_reached(self, value: Any) -> bool:
+        """Whether an object was reached, looked into or not."""
+        return id(value) in self._seen
+
     def path_of(self, value: Any) -> Path | None:
         """Where an object was reached; None where it was not, or where it has changed and :meth:`differences` does not tell."""
         index = first = self._first.get(id(value), len(self._records))
@@ -267,6 +275,7 @@ class Snapshot:
     def _reach(self, value: Any, parent: int, key: Any) -> None:
         cls: Any = type(value)
         if parent >= 0 and not self._enters_modules and isinstance(value, nn.Module):
+            self.modules_met.append(value)
             return
         if issubclass(cls, type):
             if is_users(value):

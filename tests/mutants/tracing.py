@@ -377,6 +377,54 @@ MUTANTS = [
             ),
         )
     ),
+    *(
+        Mutant("tracing/shared_values.py", before, after, (f"tracing/test_shared_values.py::{test}",), harm)
+        for before, after, test, harm in (
+            (
+                "known.is_by_others(place) or together not in (None, calls)",
+                "known.is_by_others(place)",
+                "test_a_number_that_a_module_leaves_for_another_is_refused",
+                "layers in different stages count for themselves",
+            ),
+            (
+                "known.is_by_others(place) or together not in (None, calls)",
+                "together not in (None, calls)",
+                "test_a_number_that_modules_leave_for_the_code_around_them_is_refused",
+                "the step uses what the last stage's layers have left",
+            ),
+            (
+                "            kind.put(owner, contents)\n",
+                "            pass\n",
+                "test_a_number_that_a_module_leaves_for_another_is_refused",
+                "a layer is never tried without what others leave for it",
+            ),
+            (
+                "place_value(roots, replace(",
+                "str(replace(",
+                "test_numbers_that_no_other_module_uses_are_left_alone",
+                "a flag that is set once is taken to be set in each run",
+            ),
+            (
+                "return Snapshot({**inside, **others}, enters_modules=False) if others else found",
+                "return found",
+                "test_a_hook_knows_what_its_module_does_not",
+                "hooks of a layer change what the model reads",
+            ),
+            (
+                'if f is not vars(kind).get("__init__")',
+                "if True",
+                "test_numbers_that_no_other_module_uses_are_left_alone",
+                "counts in a layer's class are taken to be read by the model that makes it",
+            ),
+        )
+    ),
+    Mutant(
+        "tracing/discovery.py",
+        "            self._check_not_hidden(leaf)\n",
+        "            pass\n",
+        ("tracing/test_discovery.py::test_what_comes_from_inside_of_a_call_is_no_constant",),
+        "a validation step logs the features of the beginning",
+    ),
     Mutant(
         "tracing/discovery.py",
         "        check_values_read(discovery.attributes_read, discovery.left_values, step_name(step))\n",

@@ -365,6 +365,39 @@ def test_a_tensor_that_a_hook_has_taken_from_inside_the_model_is_refused() -> No
         next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
 
 
+@pytest.mark.parametrize("path", ["pair", "pair.one"])
+@pytest.mark.parametrize("use", [torch.mean, torch.clone, lambda kept: kept], ids=["computes", "copies", "gives"])
+def test_what_comes_from_inside_of_a_call_is_no_constant(path: str, use: Callable[[Tensor], Tensor]) -> None:
+    """A hook has put it in the place of what was there before; that would be given for all batches."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x))
+
+    class Whole(Lit):
+        """The step calls the LightningModule itself, so that its parts are recorded."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(self.pair(x)[:, :3])
+
+    kept = {"one": torch.zeros(BATCH, 6)}
+
+    def step(module: Any, x: Tensor) -> Any:
+        loss = module(x).mean()
+        module.log("kept", use(kept["one"]))
+        return loss
+
+    module = Whole(step)
+    module.pair = Pair()
+    module.get_submodule(path).register_forward_hook(lambda layer, args, output: kept.update(one=output))
+    with pytest.raises(TraceError, match="uses a tensor that the model has left somewhere during its call"):
+        next(regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH))
+
+
 def test_what_a_first_call_leaves_once_and_for_all_is_no_output() -> None:
     module = Lit(lambda module, x: module.keeps(x).mean())
     module.keeps = KeepsOnce()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -202,7 +202,126 @@ class ValidatesByACount(Step):
         self.log("validated", loss / (1 + self.model.blocks[0].num_positive))
 
 
+class KnowsItsPlace(Block):
+    """Finds by counting how deep it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.known["shared"]["depth"] += 1
+        return x + torch.tanh(self.linear(x)) / self.known["shared"]["depth"]
+
+
+class CountsLayers(Step):
+    """A hook sets the counter back, which all blocks know."""
+
+    block = KnowsItsPlace
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = {"depth": 0}
+        for block in self.model.blocks:
+            block.known["shared"] = self.shared
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.shared["depth"] = 0
+
+
+class NotesSizes(Block):
+    """Adds to a list of all blocks that nobody reads, and says once that it does."""
+
+    sizes: ClassVar[list[int]] = []
+    has_warned = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        NotesSizes.has_warned = True
+        self.sizes.append(x.shape[1])
+        return super().forward(x)
+
+
+class TakesNotes(Step):
+    block = NotesSizes
+
+
+class AddsToATotal(Block):
+    totals: ClassVar[dict[str, float]] = {"positive": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        AddsToATotal.totals["positive"] += float((x > 0).sum())
+        return super().forward(x)
+
+
+class LogsATotal(Step):
+    """What blocks add up in an object of their class, the step logs."""
+
+    block = AddsToATotal
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        AddsToATotal.totals["positive"] = 0.0
+        loss = super().training_step(batch, batch_idx)
+        self.log("positive", AddsToATotal.totals["positive"])
+        return loss
+
+
+class LogsNumbersOfHooks(Step):
+    """As with norms above, but hooks keep numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[float] = []
+        for block in self.model.blocks:
+            block.register_forward_hook(lambda module, inputs, output: self.norms.append(output.detach().norm().item()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.norms.clear()
+        loss = super().training_step(batch, batch_idx)
+        self.log("norm", sum(self.norms) / len(self.norms))
+        return loss
+
+
+class AveragesInPlace(Block):
+    """Its average is a tensor, and no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.5).add_(x.detach().mean(0))
+        return super().forward(x)
+
+
+class ReadsAnAverage(Step):
+    block = AveragesInPlace
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.model.blocks[0].average.mean()
+
+
+class GivesFeatures(Step):
+    """What hooks keep of the blocks, steps that train nothing log and return; the training step does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = {str(number): torch.zeros(8, DIM) for number in range(NUM_BLOCKS)}
+        for name, block in self.model.blocks.named_children():
+            block.register_forward_hook(lambda module, inputs, output, name=name: self.features.update({name: output}))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
+        self.log_dict({f"feature {name}": feature.mean() for name, feature in self.features.items()})
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0]), self.features["0"], self.features["3"]
+
+
 CASES: dict[str, Case] = {
+    "counts_layers": Case(make=CountsLayers, batches=labelled, microbatches=(4,), always=True),
+    "takes_notes": Case(make=TakesNotes, batches=labelled, microbatches=(4,), always=True),
+    "logs_a_total": Case(make=LogsATotal, batches=labelled, microbatches=(4,), always=True),
+    "logs_numbers_of_hooks": Case(make=LogsNumbersOfHooks, batches=labelled, microbatches=(4,), always=True),
+    "reads_an_average": Case(make=ReadsAnAverage, batches=labelled, microbatches=(1,), always=True),
+    "gives_features": Case(
+        make=GivesFeatures, batches=labelled, microbatches=(4,), evaluations=("validate", "predict"), always=True
+    ),
     "divides_by_a_count": Case(make=DividesByACount, batches=labelled, microbatches=(4,), always=True),
     "validates_by_a_count": Case(
         make=ValidatesByACount, batches=labelled, microbatches=(4,), evaluations=("validate",), always=True

@@ -1,0 +1,287 @@
+"""Finds numbers that modules leave for each other in an object that both know.
+
+Blocks may count in a dict that all of them have, or one leaves a norm in a global list that another one reads, or the step. In
+another stage the object is another one, and stays what it is there. So where whole modules change numbers outside of themselves
+while they are recorded, it is looked who else knows the object:
+
+1. What has changed is given to a second recording, which shows who changes what. A flag that says that somebody was warned is
+   set once and for all, and does not change again.
+2. Where code that is recorded knows what changes, the model is refused.
+3. Where only other whole modules know it, a third recording shows each of them what it would find if it were alone in its
+   stage. A model is refused whose torch calls are others then; lists that only grow and counters that nobody reads are not.
+
+Tensors are not looked at here, see ``tracing.state_reads``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, modules_inside, tree_leaves
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.tracing.first_call import place_value
+from lightning_fxpipe.tracing.guards import GuardKey, name_of_guard
+from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
+from lightning_fxpipe.tracing.signals import Lesson
+from lightning_fxpipe.tracing.torch_calls import is_query
+from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of
+from lightning_fxpipe.user_code.contents import Kind
+from lightning_fxpipe.user_code.kinds import is_users, kinds_of
+from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, roots_of
+
+_NEW = "new"  # last step of a place in a list that has grown
+_SOME_NUMBER = 3
+_NUMBERS = (bool, int, float, complex, np.generic, *SYMBOLIC_TYPES)
+
+
+class SharedValues:
+    """Which numbers whole modules change outside of themselves, in one recording.
+
+    Args:
+        settings: What the recorder knows.
+        lessons: Gets what else is to be known.
+
+    Attributes:
+        is_watching: Whether it matters what each module does, so that each has to run.
+    """
+
+    def __init__(self, settings: RecorderSettings, lessons: list[Lesson]) -> None:
+        self._learned, self._modules, self._before = settings.learned, settings.modules, settings.before
+        self._lessons = lessons
+        self._ran: dict[str, nn.Module] = {}  # whole modules
+        self._writers: dict[Path, set[str]] = {}  # their paths, by what they have changed
+        self._calls: list[str] = []  # torch calls in them
+        self._inside: str | None = None  # the one that runs
+        self._for_a_while: dict[Path, Difference] = {}  # changed in runs on made-up data, which leave nothing behind
+        self.is_watching = bool(self._learned.values_changed)
+        self._alone: _Alone | None = None
+        if self.is_watching:
+            roots = roots_of(self._modules[""])[0]
+            for place in self._learned.values_changed:
+                with suppress(KeyError, IndexError, AttributeError):  # an object that another call has made
+                    place_value(roots, replace(place, value=_without_symbols(place.value)))
+            if self._learned.calls_together is not None:
+                self._alone = _Alone(roots, [each.path for each in self._learned.values_changed])
+
+    @contextmanager
+    def of(self, path: str, module: nn.Module) -> Iterator[None]:
+        """The block runs a whole module, at this path."""
+        self._ran[path] = module
+        if not self.is_watching:
+            yield
+            return
+        with self._alone.running(path) if self._alone is not None else nullcontext():
+            before = self._changed()
+            self._inside, self._for_a_while = path, {}
+            yield
+            self._inside = None
+            for place, now in self._changed().items():
+                if place not in before or not _is_same(before[place].value, now.value):
+                    self._writers.setdefault(place, set()).add(path)
+
+    def noting(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls what leaves nothing behind; what it changes in between counts."""
+        result = call(*args, **kwargs)
+        self._for_a_while |= self._changed()
+        return result
+
+    def note(self, func: Any, arguments: tuple[Any, ...]) -> None:
+        """A torch call is made inside a whole module."""
+        if self.is_watching and self._inside is not None and not is_query(func):
+            plain = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, (*_NUMBERS, str))]
+            self._calls.append(f"{self._inside}: {getattr(func, '__qualname__', type(func).__name__)} {plain}")
+
+    def check(self, read: Collection[GuardKey], opened: Iterable[str], function: Any, label: str) -> None:
+        """Refuses modules that leave numbers for each other, or for recorded code. Where more must be seen, a lesson says so.
+
+        Args:
+            read: The attributes of modules that recorded code has read.
+            opened: Paths of the modules whose code is recorded.
+            function: What is recorded.
+            label: Its name.
+
+        Raises:
+            FxPipeError: They do.
+        """
+        if self._learned.values_are_settled or not (self.is_watching or self._changed()):
+            return
+        known = _Known(self._modules, self._ran, read, opened, function)
+        if not self.is_watching:
+            shared = tuple(each for place, each in self._changed().items() if known.is_shared(place))
+            if shared:
+                self._lessons.append(partial(self._learned.watch_values, shared))
+            return
+        written = [place for place in self._writers if known.is_shared(place)]
+        together, calls = self._learned.calls_together, tuple(self._calls)
+        for place in written:
+            if known.is_by_others(place) or together not in (None, calls):
+                raise self._refusal(place, known, label)
+        if written and together is None:
+            self._lessons.append(partial(self._learned.compare_calls, calls))
+        else:
+            self._lessons.append(self._learned.settle_values)
+
+    def _refusal(self, place: Path, known: _Known, label: str) -> FxPipeError:
+        writers = self._writers[place]
+        return FxPipeError(
+            f"Modules leave a number for others in an object that is theirs together: {_written(place)}.",
+            where=label,
+            observed=f"changed by {_listed(writers)}; known to {_listed(known.by(place) - writers or writers)}",
+            expected="arguments and results: in another stage the object is another one, which stays what it is",
+            todo="Return the number from the forward that computes it, and give it to others as an argument.",
+        )
+
+    def _changed(self) -> dict[Path, Difference]:
+        """Where there is another number than when the recording began."""
+        found = dict(self._for_a_while)
+        for each in self._before.differences() if self._before is not None else ():
+            if each.path[0] == "self" and not isinstance(each.path[-1][1], tuple) and _has_number(each.value):
+                found[each.path if each.start is None else (*each.path, (_NEW, each.start))] = each
+        return found
+
+
+class _Alone:
+    """Shows each whole module what it would find in some objects if nobody else changed them.
+
+    Args:
+        roots: Where paths begin.
+        paths: Places in the objects.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], paths: Iterable[Path]) -> None:
+        owners = {id(owner): owner for path in paths for owner in _objects(roots, path)}
+        self._kinds = [(owner, kind) for owner in owners.values() for kind in _kinds(owner)]
+        self._start = self._contents()
+        self._last: dict[str, list[Any]] = {}
+
+    def _contents(self) -> list[Any]:
+        return [kind.take(owner) for owner, kind in self._kinds]
+
+    @contextmanager
+    def running(self, path: str) -> Iterator[None]:
+        """The block runs a module, which finds what it has left itself, or what was there at the start."""
+        for (owner, kind), contents in zip(self._kinds, self._last.get(path, self._start), strict=True):
+            kind.put(owner, contents)
+        yield
+        self._last[path] = self._contents()
+
+
+class _Known:
+    """Which code knows what, in a recording; arguments as those of :meth:`SharedValues.check`."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        ran: Mapping[str, nn.Module],
+        read: Collection[GuardKey],
+        opened: Iterable[str],
+        function: Any,
+    ) -> None:
+        self._roots = roots_of(modules[""])[0]
+        self._ran = ran
+        self._whole = {path: _reached_from(module) for path, module in ran.items()}
+        kinds = {base for path in opened for base in type(modules[path]).__mro__ if is_users(base)}
+        # A constructor names the classes of the modules that it makes, and these the rest.
+        code = [f for kind in kinds for f in functions_of(kind) if f is not vars(kind).get("__init__")]
+        roots = {f"function {number}": each for number, each in enumerate([*code, function])}
+        self._others = {"the code around them": Snapshot(roots, enters_modules=False)}
+        for key in read:
+            if isinstance(key, tuple) and key[0] in modules:
+                value = vars(modules[str(key[0])]).get(key[1])
+                self._others[name_of_guard(key)] = Snapshot({"value": value}, enters_modules=False)
+
+    def by(self, place: Path) -> set[str]:
+        """Who knows the object that has a place: whole modules, and what code that is recorded has read."""
+        owner = at_path(self._roots, place[:-1])
+        if isinstance(owner, nn.Module):  # what it changes on itself is a matter of attributes
+            strangers = {path for path, module in self._ran.items() if owner not in modules_inside(module).values()}
+            return {path for path in strangers if self._whole[path].has_reached(owner)}
+        everybody = {**self._whole, **self._others}
+        return {name for name, reached in everybody.items() if _reaches(reached, owner, str(place[-1][1]))}
+
+    def is_by_others(self, place: Path) -> bool:
+        """Whether code that is recorded knows a place, or it is an attribute of a module that does not change it itself."""
+        is_attribute = isinstance(at_path(self._roots, place[:-1]), nn.Module)
+        return is_attribute or bool(self.by(place) & self._others.keys())
+
+    def is_shared(self, place: Path) -> bool:
+        """Whether a whole module knows a place that is not its own alone."""
+        known = self.by(place)
+        is_attribute = isinstance(at_path(self._roots, place[:-1]), nn.Module)
+        return bool(known & self._whole.keys()) and (is_attribute or len(known) > 1)
+
+
+def _reached_from(module: nn.Module) -> Snapshot:
+    """What a module's code knows: attributes of other modules, too, as where a hook has the LightningModule."""
+    inside = modules_inside(module)
+    found = Snapshot(inside, enters_modules=False)
+    others = {f"other {number}": each for number, each in enumerate(found.modules_met)}
+    return Snapshot({**inside, **others}, enters_modules=False) if others else found
+
+
+def _reaches(snapshot: Snapshot, owner: Any, name: str) -> bool:
+    if isinstance(owner, Globals):
+        found = (record.owner for record in snapshot.records() if isinstance(record.owner, Globals))
+        return any(each.values is owner.values and name in each.names for each in found)
+    return snapshot.has_reached(owner)
+
+
+def _objects(roots: Mapping[str, Any], place: Path) -> Iterator[Any]:
+    """The object that has a place, or the variable that is one; and what is there."""
+    for path in (place[:-1], place):
+        with suppress(KeyError, IndexError, AttributeError):
+            found = at_path(roots, path)
+            yield replace(found, names=frozenset([str(place[-1][1])])) if isinstance(found, Globals) else found
+
+
+def _kinds(owner: Any) -> tuple[Kind, ...]:
+    return (CLASS,) if isinstance(owner, type) else kinds_of(owner)
+
+
+def _written(place: Path) -> str:
+    """A place as code would write it."""
+    name = str(place[0])
+    for kind, key in place[1:]:
+        if kind == "globals":
+            name = str(key)
+        elif kind == "mro":
+            name = f"type({name})"
+        elif kind in ("attribute", "slot", "global", "class", "function"):
+            name = f"{name}.{key if isinstance(key, str) else key[-1]}"
+        elif kind not in ("code", CONTENTS, _NEW):
+            name = f"{name}[{key!r}]"
+    return name
+
+
+def _without_symbols(value: Any) -> Any:
+    """A value, with some number in the place of each that belongs to a recording."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_without_symbols, value))
+    return _SOME_NUMBER if isinstance(value, SYMBOLIC_TYPES) else value
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _has_number(value: Any) -> bool:
+    """Whether a value is a number, or such as has any in it."""
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_number, value))
+    return isinstance(value, (_NUMBERS, np.ndarray))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, list) and isinstance(other, list):  # new entries
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    is_plain = all(isinstance(value, (bool, int, float, complex)) for value in (one, other))
+    return is_plain and one == other

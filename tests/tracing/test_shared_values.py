@@ -1,0 +1,274 @@
+"""Numbers that modules leave for each other in an object that both know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.tracing.shared_values import SharedValues
+from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
+from tests.staging import WIDTH, batch, call_of
+
+LEFT = "Modules leave a number for others in an object that is theirs together"
+NUMBERS: list[float] = []
+total = 0.0
+
+
+class Shared:
+    """What blocks know together: attributes, and containers in them."""
+
+    number = 0
+    of_class: ClassVar[dict[str, int]] = {}
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Any] = {"n": 0}
+        self.listed: list[float] = []
+        self.seen: set[int] = set()
+
+
+class Block(nn.Module):
+    calls = 0
+
+    def __init__(self, does: Callable[[Block, Tensor], Tensor], shared: Shared) -> None:
+        super().__init__()
+        self.linear, self.does, self.shared = nn.Linear(WIDTH, WIDTH), does, shared
+        self.own: dict[str, int] = {}
+        self.known: list[nn.Module] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.does(self, x))
+
+
+class Blocks(nn.Module):
+    def __init__(self, *does: Callable[[Block, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.shared = Shared()
+        self.blocks = nn.ModuleList(Block(each, self.shared) for each in does)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Resetting(Blocks):
+    """Its own code, which is recorded, knows the dict."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.by_name["n"] = 0
+        return super().forward(x)
+
+
+class NamesAGlobal(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + len(NUMBERS))
+
+
+def counts(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["n"] += 1
+    return x
+
+
+def divides(block: Block, x: Tensor) -> Tensor:
+    return x / (1 + block.shared.by_name["n"])
+
+
+def counts_and_divides(block: Block, x: Tensor) -> Tensor:
+    return divides(block, counts(block, x))
+
+
+def begins_again(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["n"] = 5
+    return x
+
+
+def leaves_a_norm(block: Block, x: Tensor) -> Tensor:
+    block.shared.number = x.norm().item()  # type: ignore[assignment]
+    return x
+
+
+def uses_the_norm(block: Block, x: Tensor) -> Tensor:
+    return x / (1 + block.shared.number)
+
+
+def leaves_a_size(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["sizes"] = tuple(x.shape)
+    return x
+
+
+def uses_the_size(block: Block, x: Tensor) -> Tensor:
+    return x / block.shared.by_name.get("sizes", (1,))[0]
+
+
+def adds_to_a_list(block: Block, x: Tensor) -> Tensor:
+    block.shared.listed.append(1.5)
+    return x
+
+
+def uses_the_list(block: Block, x: Tensor) -> Tensor:
+    return x * (1 + sum(block.shared.listed))
+
+
+def adds_to_a_set(block: Block, x: Tensor) -> Tensor:
+    block.shared.seen.add(len(block.shared.seen))
+    return x
+
+
+def uses_the_set(block: Block, x: Tensor) -> Tensor:
+    return x + len(block.shared.seen)
+
+
+def adds_to_a_class(block: Block, x: Tensor) -> Tensor:
+    Block.calls += 1
+    return x
+
+
+def uses_the_class(block: Block, x: Tensor) -> Tensor:
+    return x + Block.calls
+
+
+def adds_to_a_global(block: Block, x: Tensor) -> Tensor:
+    global total
+    total += 1
+    return x
+
+
+def uses_the_global(block: Block, x: Tensor) -> Tensor:
+    return x + total
+
+
+def adds_to_a_global_list(block: Block, x: Tensor) -> Tensor:
+    NUMBERS.append(1.0)
+    return x
+
+
+def warns_once(block: Block, x: Tensor) -> Tensor:
+    if "warned" not in block.shared.by_name:
+        block.shared.by_name["warned"] = True
+    return x
+
+
+def counts_for_itself(block: Block, x: Tensor) -> Tensor:
+    block.own["n"] = block.own.get("n", 0) + 1
+    return x + block.own["n"]
+
+
+def only_computes(block: Block, x: Tensor) -> Tensor:
+    return x
+
+
+def counts_on_another(block: Block, x: Tensor) -> Tensor:
+    for known in block.known:
+        known.count += 1
+    return x
+
+
+def recorded(model: nn.Module) -> TracedRegion:
+    return trace_region(model, call_of(batch()), opened=())
+
+
+REFUSED: dict[str, tuple[tuple[Callable[[Block, Tensor], Tensor], ...], str]] = {
+    "a counter": ((counts_and_divides, counts_and_divides), "self.shared.by_name['n']"),
+    "a counter that another reads": ((counts, only_computes, divides), "self.shared.by_name['n']"),
+    "a counter that a module sets back": ((begins_again, counts_and_divides, counts_and_divides), "self.shared.by_name['n']"),
+    "an attribute": ((leaves_a_norm, uses_the_norm), "self.shared.number"),
+    "a size": ((leaves_a_size, uses_the_size), "self.shared.by_name['sizes']"),
+    "a list": ((adds_to_a_list, uses_the_list), "self.shared.listed"),
+    "a set": ((adds_to_a_set, uses_the_set), "self.shared.seen"),
+    "a class": ((adds_to_a_class, uses_the_class), r"type\(self.blocks.0\).calls"),
+    "a global variable": ((adds_to_a_global, uses_the_global), f"{__name__}.total"),
+}
+
+
+@pytest.mark.parametrize(("does", "name"), REFUSED.values(), ids=REFUSED)
+def test_a_number_that_a_module_leaves_for_another_is_refused(does: Any, name: str) -> None:
+    """Each block may be in a stage of its own, and the object that they know is another one there."""
+    model = Blocks(*does)
+    with pytest.raises(FxPipeError, match=f"{LEFT}: {name}".replace("[", r"\[")) as raised:
+        recorded(model)
+    assert "changed by blocks.0" in str(raised.value)
+    assert "known to " in str(raised.value)
+    assert not total
+    assert not Block.calls
+    assert vars(model.shared) == vars(Shared())
+
+
+def test_a_number_that_modules_leave_for_the_code_around_them_is_refused() -> None:
+    """The last stage's rank would use what is there of its own blocks."""
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
+        recorded(Resetting(counts, only_computes))
+    assert "changed by blocks.0; known to blocks.1, shared" in str(raised.value)
+    with pytest.raises(FxPipeError, match=f"{LEFT}: {__name__}.NUMBERS") as raised:
+        recorded(NamesAGlobal(adds_to_a_global_list, only_computes))
+    assert "known to the code around them" in str(raised.value)
+    assert NUMBERS == []
+
+
+def test_a_module_that_counts_on_one_that_it_is_no_part_of_is_refused() -> None:
+    model = Blocks(counts_on_another, only_computes)
+    model.blocks[0].known.append(model)
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.count"):
+        recorded(model)
+    assert model.count == 0
+
+
+def test_a_hook_knows_what_its_module_does_not() -> None:
+    """It has the model, and what the model has."""
+
+    class Scaled(Blocks):
+        def __init__(self, *does: Callable[[Block, Tensor], Tensor]) -> None:
+            super().__init__(*does)
+            self.norms = [1.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / self.norms[-1]
+
+    model = Scaled(only_computes, only_computes)
+    model.blocks[0].register_forward_hook(lambda module, inputs, output: model.norms.append(output.norm().item()))
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.norms"):
+        recorded(model)
+    assert model.norms == [1.0]
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        (counts, counts, only_computes),
+        (adds_to_a_list, adds_to_a_list),
+        (adds_to_a_class, adds_to_a_class),
+        (adds_to_a_global_list, adds_to_a_global_list),
+        (warns_once, warns_once, divides),
+        (counts_for_itself, counts_for_itself),
+        (counts_and_divides, only_computes),
+        (begins_again, divides),
+    ],
+    ids=["counter", "list", "class", "global list", "a flag set once", "its own", "one alone", "a setting made once"],
+)
+def test_numbers_that_no_other_module_uses_are_left_alone(does: Any) -> None:
+    """They are counts and notes, or the same in every run."""
+    model = Blocks(*does)
+    expected = [f"blocks.{index}" for index in range(len(does))]
+    assert [node.target for node in recorded(model).graph.find_nodes(op="call_module", target=expected[0])] == expected[:1]
+    assert vars(model.shared) == vars(Shared())
+
+
+@pytest.mark.parametrize(("does", "num_recordings"), [(counts_for_itself, 2), (warns_once, 4), (counts, 5)])
+def test_only_what_may_be_known_to_others_is_looked_at_again(
+    does: Any, num_recordings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is recorded twice in any case."""
+    runs = []
+    plain = SharedValues.of
+
+    def noted(self: SharedValues, path: str, module: nn.Module) -> Any:
+        runs.append(path)
+        return plain(self, path, module)
+
+    monkeypatch.setattr(SharedValues, "of", noted)
+    recorded(Blocks(does, does))
+    assert runs.count("blocks.0") == num_recordings
