@@ -1,20 +1,23 @@
 """Whether a stage treats samples one by one, by trial, for what shapes do not show (``independence.division``).
 
-When the first microbatch of a new trace has gone through a stage, the stage runs some more times on it, twice in two ways:
+Before the first microbatch of a new trace goes through a stage, the stage runs some more times on it, twice in three ways:
 
 - with a copy of the second sample in the first one's place: no other sample may notice. Sorting, rolling or flipping a batch,
   attention between its samples, a module that subtracts the batch's mean keep the shape, and are found so.
   A microbatch of one sample gets a second one for this, with the same entries in other places;
 - with a copy of the last sample put in front: the others' results must be what they were. What goes by the number or the place
-  of the samples is found so: a division by their number, other weights for the first half of them.
+  of the samples is found so: a division by their number, other weights for the first half of them;
+- where its modules have set anything on themselves, once more as it is: it must give the same again. A recurrent state that a
+  module keeps for its next call would go from microbatch to microbatch, and on one device goes from batch to batch.
 
 Batch norms, of which the user knows, use their running statistics meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +30,7 @@ from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
-_Interpreter = TypeVar("_Interpreter", bound=fx.Interpreter)
+_Interpreter = TypeVar("_Interpreter", "_Noting", "_Longer")
 
 
 def mixing_call(
@@ -79,6 +82,19 @@ def mixing_call_of_one(
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """What goes by the number of the samples.
+
+    Attributes:
+        call: The first call that gives samples something else where there is one more.
+        numbers: Attributes of modules that are set to another number then.
+    """
+
+    call: str | None = None
+    numbers: tuple[str, ...] = ()
+
+
 def counting_call(
     module: fx.GraphModule,
     inputs: Sequence[Tensor | None],
@@ -87,8 +103,8 @@ def counting_call(
     fixed: Collection[str],
     num_rows: int,
     num_added: int,
-) -> str | None:
-    """The first call of a stage that gives samples something else where there is one more; None where there is none.
+) -> Counting:
+    """What of a stage goes by the number or the place of the samples.
 
     Args:
         module, inputs, dims, rows_of, num_rows: As for :func:`mixing_call`.
@@ -97,7 +113,7 @@ def counting_call(
     """
     longer = _varied(inputs, dims, lambda value, dim: _with_more(value, dim, num_rows, num_added))
     if all(one is other for one, other in zip(inputs, longer, strict=True)):
-        return None
+        return Counting()
 
     def expected(node: fx.Node) -> Tensor | None:
         value, dim = before.found.get(node.name), rows_of(node.name)
@@ -114,7 +130,30 @@ def counting_call(
             _run(after, longer)
         except Exception as error:  # code may hold for the microbatch only
             logger.debug("A stage was not tried with one more sample: %s", error)
-    return None if after.differing is None else call_words(after.differing)
+            return Counting(call=None if after.differing is None else call_words(after.differing))
+    numbers = tuple(name for name, value in before.numbers.items() if after.numbers.get(name, value) != value)
+    return Counting(call=None if after.differing is None else call_words(after.differing), numbers=numbers)
+
+
+def carrying_call(module: fx.GraphModule, inputs: Sequence[Tensor | None]) -> str | None:
+    """The first call of a stage that gives something else when it is made again, for what a module has kept; None for none.
+
+    Args:
+        module: The stage.
+        inputs: What it gets for a microbatch.
+    """
+    first, again = _Noting(module), _Noting(module)
+    with torch.no_grad(), _leaving_untouched(module) as kept:
+        _interpret(first, inputs)
+        if kept.attributes.is_current():
+            return None
+        kept.put_buffers_back()
+        _interpret(again, inputs)
+    for node in module.graph.nodes:
+        one, other = first.found.get(node.name), again.found.get(node.name)
+        if one is not None and (other is None or one.shape != other.shape or not _alike(one, other)):
+            return call_words(node)
+    return None
 
 
 def _varied(
@@ -139,9 +178,20 @@ def _with_first_replaced(tensor: Tensor, dim: int, num_rows: int) -> Tensor:
 
 def _run(interpreter: _Interpreter, values: Sequence[Any]) -> _Interpreter:
     """The interpreter, after a run."""
-    with isolated_rng(), _leaving_untouched(interpreter.module):
-        interpreter.run(*(value.detach().clone() if isinstance(value, Tensor) else value for value in values))
+    with _leaving_untouched(interpreter.module):
+        _interpret(interpreter, values)
     return interpreter
+
+
+def _interpret(interpreter: _Noting | _Longer, values: Sequence[Any]) -> None:
+    with isolated_rng():
+        interpreter.run(*(value.detach().clone() if isinstance(value, Tensor) else value for value in values))
+    interpreter.numbers = {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in interpreter.module.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
 
 
 class _Noting(fx.Interpreter):
@@ -150,7 +200,10 @@ class _Noting(fx.Interpreter):
     Attributes:
         found: What each call gave, by the name of its node; copies, because later calls may change it in place.
         drawing: Names of the calls that drew random numbers.
+        numbers: Those that modules have as attributes after it, by name.
     """
+
+    numbers: Mapping[str, float]
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=True)
@@ -181,7 +234,10 @@ class _Longer(fx.Interpreter):
 
     Attributes:
         differing: The first call that gave something else.
+        numbers: Those that modules have as attributes after it, by name.
     """
+
+    numbers: Mapping[str, float]
 
     def __init__(self, module: fx.GraphModule, expected: Callable[[fx.Node], Tensor | None], drawing: set[str]) -> None:
         super().__init__(module, garbage_collect_values=True)
@@ -213,25 +269,36 @@ class _Longer(fx.Interpreter):
         return result.copy_(expected)  # in place, for those that share the memory
 
 
+class _Kept:
+    """What a stage's modules and buffers are at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.attributes = Snapshot({"self": module})
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def put_buffers_back(self) -> None:
+        """Makes buffers what they were."""
+        with torch.no_grad():
+            for buffer, values in self._buffers:
+                # Only where it has changed: an earlier call may have saved it for its backward pass.
+                if buffer.layout is not torch.strided or not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+
 @contextmanager
-def _leaving_untouched(module: nn.Module) -> Iterator[None]:
+def _leaving_untouched(module: nn.Module) -> Iterator[_Kept]:
     """After the block the stage's modules and buffers are what they were; in it batch norms use their running statistics."""
-    before = Snapshot({"self": module})
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    kept = _Kept(module)
     norms = [norm for _, norm in batch_norms(module) if norm.training and norm.running_mean is not None]
     for norm in norms:
         norm.training = False
     try:
-        yield
+        yield kept
     finally:
-        before.restore()
+        kept.attributes.restore()
         for norm in norms:
             norm.training = True
-        with torch.no_grad():
-            for buffer, values in buffers:
-                # Only where it has changed: an earlier call may have saved it for its backward pass.
-                if buffer.layout is not torch.strided or not torch.equal(buffer, values):
-                    buffer.copy_(values)
+        kept.put_buffers_back()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

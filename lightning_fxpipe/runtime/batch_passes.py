@@ -127,7 +127,7 @@ class BatchPasses:
         one = RegionPass(setup, values, random_key=step.random_key, training=False, tries=tries, measures=True)
         with self._recorder.undivided("look at a batch"), undo_after(self._root), torch.no_grad():
             joined = one.run_forward()
-            buffers = [] if tries is None else tries.buffers()
+            buffers = [] if tries is None else tries.changed()
         if tries is not None and not self._setups.prove(trace, one.obstacle, buffers):
             return False
         self._interleaving.decide(setup, one.saved_bytes, self._members.own_parameters(), tail, joined or ())
@@ -205,7 +205,7 @@ class BatchPasses:
             tries=tries,
         )
         joined = one.forward()
-        if tries is not None and not self._setups.prove(trace, one.obstacle, tries.buffers()):
+        if tries is not None and not self._setups.prove(trace, one.obstacle, tries.changed()):
             self._forward = None
             tries.restore()
             return False, None

@@ -253,7 +253,7 @@ class _Calls(TorchFunctionMode):
                 aside=steps.outside,
             )
             call.run_stages()
-            if tries is None or steps.setups.prove(trace, call.obstacle, tries.buffers()):
+            if tries is None or steps.setups.prove(trace, call.obstacle, tries.changed()):
                 return call
             tries.restore()
             set_rng_state(before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -45,6 +45,8 @@ from lightning_fxpipe.stages.build import Stage, TensorSpec, boundary_specs, bui
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.step import StepKind
+
+_T = TypeVar("_T")
 
 # Each is made in about 15 ms, and holds no memory between batches. A step that every rank runs makes several calls, each with
 # and without gradients.
@@ -153,28 +155,28 @@ class PassSetups:
         """Whether the stages of a trace have been seen to treat samples one by one, or need not."""
         return setup.num_microbatches == 1 or trace.traced in self._proven
 
-    def prove(self, trace: StageTrace, reason: str | None, buffers: Sequence[str]) -> bool:
+    def prove(self, trace: StageTrace, reason: str | None, changed: Sequence[str]) -> bool:
         """Takes in what a try of this rank's stage has shown. Called by every rank.
 
         Args:
             trace: The trace.
             reason: Why its batches must not be cut.
-            buffers: Those that the stage has changed.
+            changed: Buffers that the stage has changed, and numbers that it sets by the number of samples.
 
         Returns:
             Whether they may be cut on all ranks; if not, the trace's batches are not cut any more.
         """
         hooked = [fqn for fqn, each in self._root.named_parameters() if not each.is_meta and has_gradient_hooks(each)]
-        shown = gather_values(self._topology.control_group, (reason, [*buffers], hooked))
+        shown = gather_values(self._topology.control_group, (reason, [*changed], hooked))
         reasons = [each for each, *_ in shown if each is not None]
         self._proven.add(trace.traced)
         if reasons:
             self._divided.put(trace, reasons[0])
             self._setups = self._no_setups()
-        elif names := sorted({name for _, changed, _ in shown for name in changed} - self._told_of):
+        elif names := sorted({name for _, each, _ in shown for name in each} - self._told_of):
             self._told_of.update(names)
             self._log.warn(
-                "The model changes buffers while it runs, once for each microbatch, as with accumulation: "
+                "The model changes buffers or numbers while it runs, once for each microbatch, as with accumulation: "
                 f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. For those of one device, set "
                 "FxPipeStrategy(num_microbatches=1)."
             )
@@ -196,14 +198,15 @@ class PassSetups:
         if passes[0].count > 1 or len(passes) > 1:
             divided = self._divided.get(trace, lambda: self._divide(trace))
             if isinstance(divided, _Stages):
-                try:
-                    setup = self._setup(trace.traced, divided, passes, sizes, training)
+                found = self._agreed(partial(self._setup, trace.traced, divided, passes, sizes, training))
+                if isinstance(found, PassSetup):
                     self._tell_of_other_number(passes, training)
-                    return setup
-                except NotDivisible as reason:
-                    divided = str(reason)
+                    return found
+                divided = found
             self._tell(trace, divided)
-        whole = self._whole.get(trace, lambda: self._stages(follow_plan_with_tail(self._plan, trace.traced, ()), None))
+        whole = self._whole.get(
+            trace, lambda: self._stages(trace.kind, follow_plan_with_tail(self._plan, trace.traced, ()), None)
+        )
         return self._setup(trace.traced, whole, plan_passes(num_samples, 1), sizes, training)
 
     def _tell(self, trace: StageTrace, reason: str) -> None:
@@ -226,24 +229,40 @@ class PassSetups:
 
     def _divide(self, trace: StageTrace) -> _Stages | str:
         """The stages for microbatches, or why there are none."""
-        try:
-            division = divide(trace.traced)
-        except NotDivisible as reason:
-            return str(reason)
+        found = self._agreed(partial(self._assigned, trace.traced))
+        return found if isinstance(found, str) else self._stages(trace.kind, *found)
+
+    def _assigned(self, traced: TracedRegion) -> tuple[Assignment, Division]:
+        """What the stages for microbatches have. Raises :class:`NotDivisible`."""
+        division = divide(traced)
         held = sorted({fqn for node in division.tail for fqn in node_fqns(node, self._root) if self._plan.stages_of(fqn)})
         if held and self._everywhere:
-            return f"{_mixing(division)} must see the whole batch, and uses {held[0]}, which one stage has"
+            raise NotDivisible(f"{_mixing(division)} must see the whole batch, and uses {held[0]}, which one stage has")
         try:
-            assignment = follow_plan_with_tail(self._plan, trace.traced, division.tail)
+            return follow_plan_with_tail(self._plan, traced, division.tail), division
         except PartitionError as error:
-            return f"{_mixing(division)} must see the whole batch, and earlier stages need it ({error.observed})"
-        return self._stages(assignment, division)
+            needed = f"must see the whole batch, and earlier stages need it ({error.observed})"
+            raise NotDivisible(f"{_mixing(division)} {needed}") from None
 
-    def _stages(self, assignment: Assignment, division: Division | None) -> _Stages:
+    def _agreed(self, make: Callable[[], _T]) -> _T | str:
+        """What is made, or why some rank cannot: what a module has kept of a batch before, only its stage's rank knows."""
+        made: _T | None = None
+        reason = None
+        try:
+            made = make()
+        except NotDivisible as error:
+            reason = str(error)
+        reasons = [each for each in gather_values(self._topology.control_group, reason) if each is not None]
+        if reasons:
+            return reasons[0]
+        assert made is not None
+        return made
+
+    def _stages(self, kind: StepKind, assignment: Assignment, division: Division | None) -> _Stages:
         topology = self._topology
         if topology.can_skip:
             assignment = assignment.with_skips(topology.last_stage)
-        check_same_cuts(assignment, topology)
+        check_same_cuts(assignment, topology, may_run_whole=kind is not StepKind.TRAIN and not self._everywhere)
         return _Stages(
             stages={
                 stage: build_stage(assignment, stage, self._plan.recomputed_modules, compiles=self._compiles)

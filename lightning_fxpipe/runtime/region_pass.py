@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.independence.division import cut
-from lightning_fxpipe.independence.trials import counting_call, mixing_call, mixing_call_of_one
+from lightning_fxpipe.independence.trials import carrying_call, counting_call, mixing_call, mixing_call_of_one
 from lightning_fxpipe.microbatch.batch_norms import DeferredNorms
 from lightning_fxpipe.microbatch.draws import (
     continued_random_numbers,
@@ -214,8 +214,12 @@ class StageRun:
                 raise _mismatch_error(stage, node, output, spec)
         return outputs, after
 
-    def mixing_call(self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...]) -> str | None:
-        """The call of a stage in which the samples of a microbatch notice each other, found by trial; None for none."""
+    def obstacle(
+        self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...], counted: Callable[[Sequence[str]], None]
+    ) -> str | None:
+        """Why a stage must get the batch as a whole, found by trial: the samples of a microbatch notice each other, or the next
+        microbatch notices this one. None where neither is so; ``counted`` gets the names of numbers that its modules set by the
+        number of samples."""
         setup = self.setup
         dims = [setup.sample_dims.get(node.name) for node in stage.boundary_in]
         dims += [setup.input_dims[i] for i in stage.region_inputs]
@@ -225,8 +229,13 @@ class StageRun:
         if leg.rows == 1 and leg.admits_one_more:
             mixing = mixing_call_of_one(module, inputs, dims, rows_of)
         if mixing is None and leg.admits_one_more:
-            mixing = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
-        return mixing
+            counting = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
+            mixing = counting.call
+            counted(counting.numbers)
+        if mixing is not None:
+            return f"in {mixing}, samples of the batch notice each other"
+        carrying = carrying_call(module, inputs)
+        return None if carrying is None else f"{carrying} uses what an earlier call has left on its module"
 
     def saved_bytes(self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...]) -> int:
         """Bytes that autograd keeps for a stage's backward pass of a microbatch, found by trial."""
@@ -333,8 +342,7 @@ class RegionPass:
                 for tensor, spec in zip(received, leg.crossings[of].received, strict=True)
             )
         if self.tries is not None and number == 0 and self.obstacle is None:
-            call = self._run.mixing_call(leg, stage, index, received)
-            self.obstacle = None if call is None else f"in {call}, samples of the batch notice each other"
+            self.obstacle = self._run.obstacle(leg, stage, index, received, self.tries.numbers.extend)
         if self.measures and number == 0:
             self.saved_bytes += self._run.saved_bytes(leg, stage, index, received)
         outputs, state = self._run.compute(leg, stage, index, received, state=state, training=self.training)

@@ -61,10 +61,14 @@ class StageChanges:
 
     Args:
         root: The LightningModule, with this rank's stages.
+
+    Attributes:
+        numbers: Names of numbers that modules set by the number of samples, as far as that is known.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
+        self.numbers: list[str] = []
         self._attributes = Snapshot({"self": root})
         self._buffers = {fqn: (buffer, buffer.clone()) for fqn, buffer in root.named_buffers() if not buffer.is_meta}
         own = {fqn: p for fqn, p in root.named_parameters() if not p.is_meta and p.layout is torch.strided}
@@ -124,10 +128,11 @@ class StageChanges:
     def _is_moved_again(self, fqn: str, now: _Totals) -> bool:
         return self._totals_after_first[fqn].differ(now, 2 * torch.finfo(self._trained[fqn].dtype).eps)
 
-    def buffers(self) -> list[str]:
-        """Names of the buffers that have changed, but for those of BatchNorm, which are moved once for a batch."""
+    def changed(self) -> list[str]:
+        """Names of :attr:`numbers`, and of the buffers that have changed, but for BatchNorm's: these move once for a batch."""
         norms = {f"{path}.{name}" for path, norm in batch_norms(self._root) for name, _ in norm.named_buffers()}
-        return [fqn for fqn, (buffer, before) in self._buffers.items() if fqn not in norms and not torch.equal(buffer, before)]
+        buffers = [name for name, (now, before) in self._buffers.items() if name not in norms and not torch.equal(now, before)]
+        return [*buffers, *self.numbers]
 
     def restore(self) -> None:
         """Makes all of it what it was."""

@@ -258,7 +258,7 @@ class StageTraces:
     def _make(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
         begin = time.perf_counter()
         region, shapes, assignment, symbolic = self._agree(kind, cut)
-        check_same_cuts(assignment, self._topology, symbolic, region.ends_because)
+        check_same_cuts(assignment, self._topology, symbolic, region.ends_because, may_run_whole=kind is not StepKind.TRAIN)
         made = StageTrace(
             kind=kind,
             span=region.span if isinstance(region, StepRegion) else None,
@@ -382,29 +382,39 @@ class StageTraces:
 
 
 def check_same_cuts(
-    assignment: Assignment, topology: Topology, symbolic: DimGroups | None = None, ends_because: str = ""
+    assignment: Assignment,
+    topology: Topology,
+    symbolic: DimGroups | None = None,
+    ends_because: str = "",
+    *,
+    may_run_whole: bool = False,
 ) -> None:
     """Raises ``TraceError`` if the ranks have recorded different graphs. Called by every rank.
+
+    Code that looks at its buffers, as to see how far they are filled, sees those that its rank's stage has filled.
 
     Args:
         assignment: This rank's graph, cut.
         topology: This rank's place.
         symbolic: The dimensions whose sizes are symbols in it, where the ranks have just chosen them.
         ends_because: Why this rank did not see the step's end.
+        may_run_whole: Whether ``CannotFollow`` is raised: the step can run on one rank.
     """
     # User code that fails while it is recorded makes another graph; where it does so on one rank alone, its error is here only.
     reasons = [f"{path} is kept whole ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
     cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
-    check_agreement(
-        topology.control_group,
-        cuts if symbolic is None else (symbolic, cuts),
-        TraceError(
-            "The ranks recorded different graphs of the same step.",
-            expected="the same tensors across each cut on every rank",
-            todo="Look for code that depends on the rank, on unseeded random numbers or on the order of a set.",
-        ),
-        [*reasons, *filter(None, [ends_because])],
+    differs = TraceError(
+        "The ranks recorded different graphs of the same step.",
+        expected="the same tensors across each cut on every rank",
+        todo="Look for code that depends on the rank, on values of buffers, unseeded random numbers or on the order of a set.",
     )
+    found = cuts if symbolic is None else (symbolic, cuts)
+    try:
+        check_agreement(topology.control_group, found, differs, [*reasons, *filter(None, [ends_because])])
+    except TraceError as error:
+        if may_run_whole:
+            raise CannotFollow(error) from None
+        raise
 
 
 def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:

@@ -367,6 +367,8 @@ class _Discovery(SpanRecorder):
         for tensor in Template.of(value).tensors:
             self._check_not_hidden(tensor)
         self.note_use(value)
+        with self.pause():
+            self.shared_values.note_given(value)
 
     def describe(self, leaf: Any) -> Any:
         """An argument of a call of the step; see :class:`SpanRecorder`. Raises :class:`HiddenTensor`."""

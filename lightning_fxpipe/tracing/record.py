@@ -118,6 +118,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self.state_reads.note((args, kwargs), result)
             self.shared_values.note(func, (args, kwargs))
             return result
+        self.shared_values.note(func, (args, kwargs))
         return self._record_function(func, args, kwargs)
 
     def _record_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,14 +1,15 @@
 """Finds numbers that modules leave for each other in an object that both know.
 
-Blocks may count in a dict that all of them have, or one leaves a norm in a global list that another one reads, or the step. In
-another stage the object is another one, and stays what it is there. So where whole modules change numbers outside of themselves
-while they are recorded, it is looked who else knows the object:
+Blocks may count in a dict that all of them have, one leaves a norm in a global list that another one reads, or the step; or the
+code around them says there which of them comes next. In another stage the object is another one, and stays what it is there. So
+where numbers change while whole modules are recorded that know the object, it is looked who else does:
 
-1. What has changed is given to a second recording, which shows who changes what. A flag that says that somebody was warned is
-   set once and for all, and does not change again.
-2. Where code that is recorded knows what changes, the model is refused.
-3. Where only other whole modules know it, a third recording shows each of them what it would find if it were alone in its
-   stage. A model is refused whose torch calls are others then; lists that only grow and counters that nobody reads are not.
+1. What has changed is given to a second recording, which shows who changes what. What is set once and for all, such as a flag
+   that says that somebody was warned, has its value then.
+2. Where an attribute of another module changes, the model is refused.
+3. Else a third recording shows each whole module, and the code that is recorded, what it would find if nobody else changed it.
+   A model is refused whose torch calls, results or logged values are others then; lists that only grow and counters that nobody
+   reads are not.
 
 Tensors are not looked at here, see ``tracing.state_reads``.
 """
@@ -36,6 +37,7 @@ from lightning_fxpipe.user_code.contents import Kind
 from lightning_fxpipe.user_code.kinds import is_users, kinds_of
 from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, roots_of
 
+_AROUND = "the code around them"
 _NEW = "new"  # last step of a place in a list that has grown
 _SOME_NUMBER = 3
 _NUMBERS = (bool, int, float, complex, np.generic, *SYMBOLIC_TYPES)
@@ -93,10 +95,14 @@ class SharedValues:
         return result
 
     def note(self, func: Any, arguments: tuple[Any, ...]) -> None:
-        """A torch call is made inside a whole module."""
-        if self.is_watching and self._inside is not None and not is_query(func):
-            plain = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, (*_NUMBERS, str))]
-            self._calls.append(f"{self._inside}: {getattr(func, '__qualname__', type(func).__name__)} {plain}")
+        """A torch call is made, inside a whole module or by the code that is recorded."""
+        if self.is_watching and not is_query(func):
+            self._calls.append(f"{self._inside}: {getattr(func, '__qualname__', type(func).__name__)} {_plain(arguments)}")
+
+    def note_given(self, value: Any) -> None:
+        """Code that is recorded returns or logs a value."""
+        if self.is_watching:
+            self._calls.append(f"gives {_plain(value)}")
 
     def check(self, read: Collection[GuardKey], opened: Iterable[str], function: Any, label: str) -> None:
         """Refuses modules that leave numbers for each other, or for recorded code. Where more must be seen, a lesson says so.
@@ -110,18 +116,22 @@ class SharedValues:
         Raises:
             FxPipeError: They do.
         """
-        if self._learned.values_are_settled or not (self.is_watching or self._changed()):
+        changed = self._changed() | self._given()
+        if self._learned.values_are_settled or not (self.is_watching or changed):
             return
         known = _Known(self._modules, self._ran, read, opened, function)
         if not self.is_watching:
-            shared = tuple(each for place, each in self._changed().items() if known.is_shared(place))
+            shared = tuple(each for place, each in changed.items() if known.is_shared(place))
             if shared:
                 self._lessons.append(partial(self._learned.watch_values, shared))
             return
-        written = [place for place in self._writers if known.is_shared(place)]
+        watched = {_place_of(each) for each in self._learned.values_changed}
+        # What code sets on modules is read from them, and seen so.
+        places = {*self._writers, *(place for place in watched if not known.is_attribute(place))}
+        written = [place for place in sorted(places, key=str) if known.is_shared(place)]
         together, calls = self._learned.calls_together, tuple(self._calls)
         for place in written:
-            if known.is_by_others(place) or together not in (None, calls):
+            if known.is_attribute(place) or together not in (None, calls):
                 raise self._refusal(place, known, label)
         if written and together is None:
             self._lessons.append(partial(self._learned.compare_calls, calls))
@@ -129,7 +139,7 @@ class SharedValues:
             self._lessons.append(self._learned.settle_values)
 
     def _refusal(self, place: Path, known: _Known, label: str) -> FxPipeError:
-        writers = self._writers[place]
+        writers = self._writers.get(place, {_AROUND})
         return FxPipeError(
             f"Modules leave a number for others in an object that is theirs together: {_written(place)}.",
             where=label,
@@ -138,17 +148,27 @@ class SharedValues:
             todo="Return the number from the forward that computes it, and give it to others as an argument.",
         )
 
+    def _given(self) -> dict[Path, Difference]:
+        """Numbers that the model was given, as what recorded code sets once: it may set others before."""
+        roots, found = roots_of(self._modules[""])[0] if self._learned.given else {}, {}
+        for path in self._learned.given:
+            with suppress(KeyError, IndexError, AttributeError):
+                value = at_path(roots, path)
+                if _has_number(value) and not isinstance(path[-1][1], tuple):
+                    found[path] = Difference(path, None, value)
+        return found
+
     def _changed(self) -> dict[Path, Difference]:
         """Where there is another number than when the recording began."""
         found = dict(self._for_a_while)
         for each in self._before.differences() if self._before is not None else ():
             if each.path[0] == "self" and not isinstance(each.path[-1][1], tuple) and _has_number(each.value):
-                found[each.path if each.start is None else (*each.path, (_NEW, each.start))] = each
+                found[_place_of(each)] = each
         return found
 
 
 class _Alone:
-    """Shows each whole module what it would find in some objects if nobody else changed them.
+    """Shows each whole module, and the code around them, what it would find in some objects if nobody else changed them.
 
     Args:
         roots: Where paths begin.
@@ -158,8 +178,8 @@ class _Alone:
     def __init__(self, roots: Mapping[str, Any], paths: Iterable[Path]) -> None:
         owners = {id(owner): owner for path in paths for owner in _objects(roots, path)}
         self._kinds = [(owner, kind) for owner in owners.values() for kind in _kinds(owner)]
-        self._start = self._contents()
-        self._last: dict[str, list[Any]] = {}
+        self._start: list[Any] | None = None  # when the first of them runs: every rank does what comes before
+        self._left: dict[str, list[Any]] = {}
 
     def _contents(self) -> list[Any]:
         return [kind.take(owner) for owner, kind in self._kinds]
@@ -167,10 +187,18 @@ class _Alone:
     @contextmanager
     def running(self, path: str) -> Iterator[None]:
         """The block runs a module, which finds what it has left itself, or what was there at the start."""
-        for (owner, kind), contents in zip(self._kinds, self._last.get(path, self._start), strict=True):
-            kind.put(owner, contents)
-        yield
-        self._last[path] = self._contents()
+        around = self._contents()
+        self._start = self._start or around
+        self._put(self._left.get(path, self._start))
+        try:
+            yield
+        finally:
+            self._left[path] = self._contents()
+            self._put(around)
+
+    def _put(self, contents: list[Any]) -> None:
+        for (owner, kind), own in zip(self._kinds, contents, strict=True):
+            kind.put(owner, own)
 
 
 class _Known:
@@ -191,7 +219,7 @@ class _Known:
         # A constructor names the classes of the modules that it makes, and these the rest.
         code = [f for kind in kinds for f in functions_of(kind) if f is not vars(kind).get("__init__")]
         roots = {f"function {number}": each for number, each in enumerate([*code, function])}
-        self._others = {"the code around them": Snapshot(roots, enters_modules=False)}
+        self._others = {_AROUND: Snapshot(roots, enters_modules=False)}
         for key in read:
             if isinstance(key, tuple) and key[0] in modules:
                 value = vars(modules[str(key[0])]).get(key[1])
@@ -206,16 +234,14 @@ class _Known:
         everybody = {**self._whole, **self._others}
         return {name for name, reached in everybody.items() if _reaches(reached, owner, str(place[-1][1]))}
 
-    def is_by_others(self, place: Path) -> bool:
-        """Whether code that is recorded knows a place, or it is an attribute of a module that does not change it itself."""
-        is_attribute = isinstance(at_path(self._roots, place[:-1]), nn.Module)
-        return is_attribute or bool(self.by(place) & self._others.keys())
+    def is_attribute(self, place: Path) -> bool:
+        """Whether a place is an attribute of a module."""
+        return isinstance(at_path(self._roots, place[:-1]), nn.Module)
 
     def is_shared(self, place: Path) -> bool:
         """Whether a whole module knows a place that is not its own alone."""
         known = self.by(place)
-        is_attribute = isinstance(at_path(self._roots, place[:-1]), nn.Module)
-        return bool(known & self._whole.keys()) and (is_attribute or len(known) > 1)
+        return bool(known & self._whole.keys()) and (self.is_attribute(place) or len(known) > 1)
 
 
 def _reached_from(module: nn.Module) -> Snapshot:
@@ -239,6 +265,14 @@ def _objects(roots: Mapping[str, Any], place: Path) -> Iterator[Any]:
         with suppress(KeyError, IndexError, AttributeError):
             found = at_path(roots, path)
             yield replace(found, names=frozenset([str(place[-1][1])])) if isinstance(found, Globals) else found
+
+
+def _place_of(difference: Difference) -> Path:
+    return difference.path if difference.start is None else (*difference.path, (_NEW, difference.start))
+
+
+def _plain(value: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, (*_NUMBERS, str))]
 
 
 def _kinds(owner: Any) -> tuple[Kind, ...]:

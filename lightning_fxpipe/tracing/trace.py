@@ -279,10 +279,17 @@ def _record(
 
         def settle() -> None:
             """Decides about what the recorded code has set."""
+            if recorder.shared_values.is_watching:  # it began with other values
+                return
             with recorder.pause():
                 recorder.note_changes(call.opened_path or "", own.changed_names(recorder.sides_below(call.opened_path or "")))
                 if everything is not None:
                     settle_changes(recorder.changed_by_opened, everything, recorder.sides, learned.given, recorder.constant)
+
+        def check_shared_values(result: Any = None) -> None:
+            with recorder.pause():
+                recorder.shared_values.note_given(result)
+                recorder.shared_values.check(recorder.attributes_read, actually_opened, call.code(root), call.label)
 
         with _lessons_first(recorder):
             try:
@@ -291,11 +298,12 @@ def _record(
                 drew = python_rng() != recorder.generators_before
             except Exception as error:
                 settle()
+                if recorder.shared_values.is_watching:  # it may be for want of what others leave
+                    check_shared_values()
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             settle()
-            with recorder.pause():
-                recorder.shared_values.check(recorder.attributes_read, actually_opened, call.code(root), call.label)
+            check_shared_values(result)
             if recorder.state_reads.refusal is not None:
                 raise recorder.state_reads.refusal
             check_values_read(recorder.attributes_read, recorder.left_values, call.label)

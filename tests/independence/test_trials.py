@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import version_of
-from lightning_fxpipe.independence.trials import counting_call, mixing_call, mixing_call_of_one
+from lightning_fxpipe.independence.trials import carrying_call, counting_call, mixing_call, mixing_call_of_one
 
 
 class Stage(nn.Module):
@@ -87,16 +87,64 @@ def test_integers_stay_legal() -> None:
     assert ids.tolist() == [[4], [0], [3]]
 
 
+class Remembers(nn.Module):
+    """Keeps something for its next call, and may use it."""
+
+    def __init__(self, uses: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.uses, self.drop = uses, nn.Dropout(0.5)
+        self.kept: Tensor | None = None
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if self.kept is None else self.uses(x, self.kept)
+        self.kept = x.square()
+        self.average.lerp_(x.mean(0), 0.5)
+        return self.drop(y + self.average)
+
+
+class KeepsATable(nn.Module):
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(x.shape[1]).cos()
+        return x * self.table
+
+
+def carried(module: nn.Module) -> str | None:
+    graph = fx.Graph()
+    graph.output(graph.call_module("inside", (graph.call_function(torch.sin, (graph.placeholder("x"),)),)))
+    stage = fx.GraphModule(nn.ModuleDict({"inside": module}), graph)
+    before, buffers = dict(vars(module)), [buffer.clone() for buffer in module.buffers()]
+    found = carrying_call(stage, [torch.randn(4, 3)])
+    assert vars(module) == before
+    assert all(map(torch.equal, module.buffers(), buffers))
+    return found
+
+
+def test_a_module_that_uses_what_it_has_kept_of_the_call_before_is_named() -> None:
+    """The next microbatch would get what this one has left, and on one device it is the next batch that does."""
+    assert carried(Remembers(torch.add)) == "inside"
+    assert carried(Remembers(lambda x, kept: torch.cat([x, kept]))) == "inside"
+
+
+@pytest.mark.parametrize("module", [Remembers(lambda x, kept: x), KeepsATable(), nn.Linear(3, 3)])
+def test_what_is_kept_and_not_used_or_always_the_same_is_left_alone(module: nn.Module) -> None:
+    """Nor do buffers count, of which the user is told, and dropout."""
+    assert carried(module) is None
+
+
 def counted(function: Callable[[Tensor], Tensor], *, num_rows: int = 4, num_added: int = 1) -> str | None:
     torch.manual_seed(2)
     module = fx.symbolic_trace(Stage(function))
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     fixed = ["mean", "full", "rand"]
-    call = counting_call(
+    found = counting_call(
         module, [torch.randn(num_rows, 3)], [0], lambda name: None if name in fixed else 0, fixed, num_rows, num_added
     )
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in module.named_buffers())
-    return call
+    return found.call
 
 
 @pytest.mark.parametrize(
@@ -171,6 +219,25 @@ def test_a_single_sample_shows_what_goes_by_the_number() -> None:
     assert counted(torch.sin, num_rows=1) is None
 
 
+def test_a_number_that_a_module_sets_by_the_number_of_samples_is_named() -> None:
+    """What it is after several microbatches is not what it is after the batch."""
+
+    class Sets(nn.Module):
+        calls, capacity, width = 0, 0, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls, self.capacity, self.width = self.calls + 1, 2 * len(x), x.shape[1]
+            return x.sin()
+
+    graph = fx.Graph()
+    graph.output(graph.call_module("inside", (graph.placeholder("x"),)))
+    stage = fx.GraphModule(nn.ModuleDict({"inside": Sets()}), graph)
+    found = counting_call(stage, [torch.randn(4, 3)], [0], lambda name: 0, [], 4, 1)
+    assert found.call is None
+    assert found.numbers == ("inside.capacity",)
+    assert "capacity" not in vars(stage.inside)
+
+
 @pytest.mark.parametrize(("function", "mixes"), [(lambda x: x.reshape(-1), False), (lambda x: x.T.reshape(-1), True)])
 def test_entries_of_a_sample_stand_together_or_it_is_said(function: Callable[[Tensor], Tensor], mixes: bool) -> None:
     """A flattened batch of tokens is joined from those of microbatches."""
@@ -186,7 +253,7 @@ def test_entries_of_a_sample_stand_together_or_it_is_said(function: Callable[[Te
     torch.manual_seed(2)
     module, inputs = fx.symbolic_trace(Flattens()), [torch.randn(4, 3)]
     assert (mixing_call(module, inputs, [0], lambda name: 0, 4) is not None) == mixes
-    assert (counting_call(module, inputs, [0], lambda name: 0, [], 4, 1) is not None) == mixes
+    assert (counting_call(module, inputs, [0], lambda name: 0, [], 4, 1).call is not None) == mixes
 
 
 @pytest.mark.parametrize(
@@ -246,8 +313,8 @@ def test_trying_leaves_the_module_s_own_memory_as_it_is() -> None:
     x = torch.randn(4, 3)
     assert mixing_call(module, [x], [0], lambda name: 0, 4) is None
     rows_of = {"plain": 0, "getitem_2": 0, "add_3": 0}.get
-    assert "plain" in str(counting_call(module, [x], [0], rows_of, ["getitem", "getitem_1"], 4, 1))
-    assert "getitem" in str(counting_call(module, [x], [0], {"getitem_2": 0}.get, ["getitem", "getitem_1"], 4, 1))
+    assert "plain" in str(counting_call(module, [x], [0], rows_of, ["getitem", "getitem_1"], 4, 1).call)
+    assert "getitem" in str(counting_call(module, [x], [0], {"getitem_2": 0}.get, ["getitem", "getitem_1"], 4, 1).call)
     for tensor, (values, version) in zip(own, before, strict=True):
         assert torch.equal(tensor, values)
         assert version_of(tensor) == version

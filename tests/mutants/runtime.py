@@ -292,6 +292,27 @@ MUTANTS = [
         "what a step changes in place stays on the last stage",
     ),
     Mutant(
+        _SETUP,
+        "for each in gather_values(self._topology.control_group, reason) if each is not None]",
+        "for each in (reason,) if each is not None]",
+        ("ranks/test_batches.py::test_ranks_that_would_cut_a_batch_in_other_ways_do_not_cut_it",),
+        "ranks whose modules have kept something else cut a batch in other ways, and wait for each other",
+    ),
+    Mutant(
+        "runtime/stage_traces.py",
+        "        if may_run_whole:\n            raise CannotFollow(error) from None\n",
+        "",
+        ("runtime/test_stage_traces.py::test_a_step_that_can_run_on_one_rank_is_not_refused",),
+        "a validation step that looks at buffers ends the run",
+    ),
+    Mutant(
+        _REGION,
+        "        carrying = carrying_call(module, inputs)\n",
+        "        carrying = None\n",
+        ("zoo/test_steps.py::test_equal_or_refused[keeps_a_state-4]",),
+        "a recurrent state goes from microbatch to microbatch",
+    ),
+    Mutant(
         "runtime/pass_setup.py",
         "build_stage(assignment, stage, self._plan.recomputed_modules, compiles=self._compiles)",
         "build_stage(assignment, stage)",

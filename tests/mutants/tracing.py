@@ -283,15 +283,15 @@ MUTANTS = [
     ),
     Mutant(
         _TRIALS,
-        "        before.restore()\n",
+        "        kept.attributes.restore()\n",
         "        pass\n",
         ("independence/test_trials.py::test_trying_leaves_the_attributes_as_they_are",),
         "a try leaves its traces in the modules",
     ),
     Mutant(
         _TRIALS,
-        "    with isolated_rng(), _leaving_untouched(interpreter.module):\n",
-        "    with _leaving_untouched(interpreter.module):\n",
+        "    with isolated_rng():\n",
+        "    if True:\n",
         (f"{_TEST_TRIALS}::test_calls_within_samples_are_not",),
         "dropout makes two runs of a try differ",
     ),
@@ -381,20 +381,32 @@ MUTANTS = [
         Mutant("tracing/shared_values.py", before, after, (f"tracing/test_shared_values.py::{test}",), harm)
         for before, after, test, harm in (
             (
-                "known.is_by_others(place) or together not in (None, calls)",
-                "known.is_by_others(place)",
+                "known.is_attribute(place) or together not in (None, calls)",
+                "known.is_attribute(place)",
                 "test_a_number_that_a_module_leaves_for_another_is_refused",
                 "layers in different stages count for themselves",
             ),
             (
-                "known.is_by_others(place) or together not in (None, calls)",
+                "known.is_attribute(place) or together not in (None, calls)",
                 "together not in (None, calls)",
+                "test_a_module_that_counts_on_one_that_it_is_no_part_of_is_refused",
+                "the step uses what the last stage's layers have left on the model",
+            ),
+            (
+                "            self._put(around)\n",
+                "            pass\n",
                 "test_a_number_that_modules_leave_for_the_code_around_them_is_refused",
                 "the step uses what the last stage's layers have left",
             ),
             (
-                "            kind.put(owner, contents)\n",
+                '            self._calls.append(f"gives {_plain(value)}")\n',
                 "            pass\n",
+                "test_a_number_that_modules_leave_for_the_code_around_them_is_refused",
+                "the step logs what the last stage's layers have left",
+            ),
+            (
+                "        self._put(self._left.get(path, self._start))\n",
+                "",
                 "test_a_number_that_a_module_leaves_for_another_is_refused",
                 "a layer is never tried without what others leave for it",
             ),
@@ -417,6 +429,13 @@ MUTANTS = [
                 "counts in a layer's class are taken to be read by the model that makes it",
             ),
         )
+    ),
+    Mutant(
+        _TRIALS,
+        "        kept.put_buffers_back()\n        _interpret(again, inputs)\n",
+        "        _interpret(again, inputs)\n",
+        (f"{_TEST_TRIALS}::test_what_is_kept_and_not_used_or_always_the_same_is_left_alone",),
+        "statistics that move with each microbatch are taken for a state",
     ),
     Mutant(
         "tracing/discovery.py",

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_fxpipe.independence.division import NotDivisible
+from lightning_fxpipe.runtime.pass_setup import PassSetups
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Run, compare, go
 
@@ -143,6 +146,17 @@ class OwnCount(Lit):
         return loss
 
 
+class Rows(Lit):
+    """Treats samples one by one."""
+
+    def __init__(self, data: Callable[[], Any]) -> None:
+        super().__init__(data)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.model(batch).pow(2).mean()
+
+
 def graphs(make: Callable[..., Any]) -> Any:
     return DataLoader([graph(index, make) for index in range(4)], batch_size=None)
 
@@ -170,7 +184,10 @@ def _run(module: Callable[[], L.LightningModule], num_microbatches: int | str) -
     return Run(module=module, options={"max_epochs": 1}, strategy={"num_microbatches": num_microbatches})
 
 
+assigned = PassSetups._assigned
+ONE_CANNOT_CUT = "a rank that finds no cut"
 RUNS: dict[str, Callable[[], Run]] = {
+    ONE_CANNOT_CUT: lambda: _run(partial(Rows, rows), 2),
     "object": lambda: _run(partial(GraphModel, partial(graphs, Graph)), 1),
     "named tuple": lambda: _run(partial(GraphModel, partial(graphs, GraphTuple)), 1),
     "dataclass, auto": lambda: _run(partial(GraphModel, partial(graphs, GraphRecord)), "auto"),
@@ -182,10 +199,25 @@ RUNS: dict[str, Callable[[], Run]] = {
 }
 
 
+def fails_on_one(self: PassSetups, traced: Any) -> Any:
+    """As ``PassSetups._assigned``, but for one rank."""
+    if self._topology.is_last:
+        raise NotDivisible("this rank knows something else")
+    return assigned(self, traced)
+
+
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     """One run."""
-    return go(RUNS[name](), Path(folder), stages)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == ONE_CANNOT_CUT:
+            patch.setattr(PassSetups, "_assigned", fails_on_one)
+        return go(RUNS[name](), Path(folder), stages)
 
 
 def test_batches_of_any_kind_train_as_on_one_device(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    compare(ranks, do, list(RUNS), tmp_path, 2)
+    compare(ranks, do, [name for name in RUNS if name != ONE_CANNOT_CUT], tmp_path, 2)
+
+
+def test_ranks_that_would_cut_a_batch_in_other_ways_do_not_cut_it(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """What a module has kept of an earlier batch, only its stage's rank knows; the others waited for its microbatches."""
+    compare(ranks, do, [ONE_CANNOT_CUT], tmp_path, 2)

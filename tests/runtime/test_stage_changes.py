@@ -71,7 +71,7 @@ def test_what_each_call_changes_is_a_reason_and_is_put_back(what: str, name: str
 def test_what_changes_once_and_buffers_are_none(what: str) -> None:
     changes = seen_after(what, Layer())
     assert changes.reason() is None
-    assert changes.buffers() == (["0.seen"] if what == "buffer" else [])
+    assert changes.changed() == (["0.seen"] if what == "buffer" else [])
 
 
 @pytest.mark.parametrize("what", ["calls", "decay"])

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from torch import Tensor, nn
 
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.errors import FxPipeError, TraceError
 from lightning_fxpipe.tracing.shared_values import SharedValues
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
 from tests.staging import WIDTH, batch, call_of
@@ -56,8 +56,18 @@ class Blocks(nn.Module):
         return x
 
 
+class ReadsTheDict(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.shared.by_name["n"])
+
+
+class GivesTheNumber(Blocks):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.shared.by_name["n"]
+
+
 class Resetting(Blocks):
-    """Its own code, which is recorded, knows the dict."""
+    """Begins anew what its blocks count in."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.shared.by_name["n"] = 0
@@ -200,13 +210,55 @@ def test_a_number_that_a_module_leaves_for_another_is_refused(does: Any, name: s
 
 def test_a_number_that_modules_leave_for_the_code_around_them_is_refused() -> None:
     """The last stage's rank would use what is there of its own blocks."""
-    with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
-        recorded(Resetting(counts, only_computes))
-    assert "changed by blocks.0; known to blocks.1, shared" in str(raised.value)
+    for kind in (ReadsTheDict, GivesTheNumber):
+        with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
+            recorded(kind(counts, only_computes))
+        assert "changed by blocks.0; known to blocks.1, shared" in str(raised.value)
     with pytest.raises(FxPipeError, match=f"{LEFT}: {__name__}.NUMBERS") as raised:
         recorded(NamesAGlobal(adds_to_a_global_list, only_computes))
     assert "known to the code around them" in str(raised.value)
     assert NUMBERS == []
+
+
+def test_code_that_tells_its_modules_where_they_are_is_refused() -> None:
+    """It does not run on their ranks: they would find what was there before."""
+
+    class Tells(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            for number, block in enumerate(self.blocks):
+                self.shared.by_name["n"] = number
+                x = block(x)
+            return x
+
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
+        recorded(Tells(divides, divides))
+    assert "changed by the code around them" in str(raised.value)
+
+
+def test_code_that_writes_where_modules_write_and_reads_none_of_it_is_left_alone() -> None:
+    """As a timer that all know; each has an entry of its own in a dict, or adds to one that a hook shows."""
+
+    class Times(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            self.shared.by_name["around"] = self.shared.by_name.get("around", 0) + len(self.blocks)
+            return super().forward(x)
+
+    with pytest.raises(TraceError, match=r"its forward changes self\.shared"):  # which is another matter
+        recorded(Times(counts, only_computes))
+
+    class Reads(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.shared.by_name["n"] < 0:
+                raise ValueError
+            return super().forward(x)
+
+    assert recorded(Reads(counts, only_computes))
+
+
+def test_blocks_whose_counter_the_code_around_them_sets_back_are_refused() -> None:
+    with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name"):
+        recorded(Resetting(counts_and_divides, counts_and_divides))
+    assert recorded(Resetting(counts, only_computes))
 
 
 def test_a_module_that_counts_on_one_that_it_is_no_part_of_is_refused() -> None:
@@ -257,7 +309,7 @@ def test_numbers_that_no_other_module_uses_are_left_alone(does: Any) -> None:
     assert vars(model.shared) == vars(Shared())
 
 
-@pytest.mark.parametrize(("does", "num_recordings"), [(counts_for_itself, 2), (warns_once, 4), (counts, 5)])
+@pytest.mark.parametrize(("does", "num_recordings"), [(counts_for_itself, 2), (warns_once, 5), (counts, 5)])
 def test_only_what_may_be_known_to_others_is_looked_at_again(
     does: Any, num_recordings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

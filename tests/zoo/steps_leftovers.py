@@ -313,8 +313,110 @@ class GivesFeatures(Step):
         return self.model(batch[0]), self.features["0"], self.features["3"]
 
 
+class IsTold(Block):
+    """Computes by what the model has said."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) / (1 + self.known["shared"]["place"])
+
+
+class Tells(Step):
+    """Its code sets a number that its blocks read, for each of them."""
+
+    block = IsTold
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = {"place": 0}
+        for block in self.model.blocks:
+            block.known["shared"] = self.shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in enumerate(self.model.blocks):
+            self.shared["place"] = place
+            x = block(x)
+        return self.model.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self(batch[0]), batch[1])
+
+
+class TellsBefore(Tells):
+    """One number for all of them, before the model is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shared["place"] = batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+class KeepsAState(Block):
+    """A recurrent state for the next batch, made anew where that has another size."""
+
+    state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is None or self.state.shape != x.shape:
+            self.state = torch.zeros_like(x)
+        y = super().forward(x + self.state)
+        self.state = torch.tanh(y.detach())
+        return y
+
+
+class Recurs(Step):
+    block = KeepsAState
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
+
+
+class Fills(Block):
+    """Notes in a buffer that it was trained."""
+
+    filled: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("filled", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.filled.fill_(1.0)
+        return super().forward(x)
+
+
+class FilledNet(Net):
+    """Does something else once its first block was trained; only that block's rank knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if not self.training and block.filled > 0:
+                x = 2 * x
+        return self.head(x)
+
+
+class LooksAtBuffers(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = FilledNet(Fills)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
+
+
 CASES: dict[str, Case] = {
+    "looks_at_buffers": Case(
+        make=LooksAtBuffers, batches=labelled, microbatches=(1, 4), evaluations=("validate",), always=True
+    ),
+    "keeps_a_state": Case(
+        make=Recurs, batches=lambda: labelled(8, 8, 6, 8), microbatches=(1, 4), evaluations=("validate",), always=True
+    ),
     "counts_layers": Case(make=CountsLayers, batches=labelled, microbatches=(4,), always=True),
+    "tells_blocks": Case(make=Tells, batches=labelled, microbatches=(4,), always=True),
+    "tells_blocks_before": Case(make=TellsBefore, batches=labelled, microbatches=(1, 4), always=True),
     "takes_notes": Case(make=TakesNotes, batches=labelled, microbatches=(4,), always=True),
     "logs_a_total": Case(make=LogsATotal, batches=labelled, microbatches=(4,), always=True),
     "logs_numbers_of_hooks": Case(make=LogsNumbersOfHooks, batches=labelled, microbatches=(4,), always=True),

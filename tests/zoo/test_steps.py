@@ -57,6 +57,7 @@ EXPECTED: dict[str | tuple[str, int], Refused | Wrong] = {
     "mean_over_tokens_interleaved": NO_SUM_OF_MICROBATCHES,
     # leftovers
     "divides_by_a_count": Refused("training_step reads what the forward of a submodule sets: model.blocks.0.num_positive"),
+    "tells_blocks": Refused("an object that is theirs together: self.shared['place']"),
     "counts_layers": Refused("an object that is theirs together: self.shared['depth']"),
     "logs_a_total": Refused("an object that is theirs together: type(self).block.totals['positive']"),
     "logs_numbers_of_hooks": Refused("an object that is theirs together: self.norms"),
@@ -72,6 +73,7 @@ WHOLE = {
     "skips_in_a_list": ["validation_step"],
     "a_skip_in_a_list": ["validation_step"],
     "validates_by_a_count": ["validation_step"],
+    "looks_at_buffers": ["validation_step"],
     "gives_features": ["validation_step", "predict_step"],
 }
 
