@@ -47,6 +47,7 @@ RunRegion = Callable[[list[Tensor]], "list[Tensor] | None"]
 
 # An array of a tensor that trains is an error.
 _NUMBERS = frozenset(function for function in LOOKS if function not in (Tensor.numpy, Tensor.__array__))
+_GET_DEVICE: Any = Tensor.device.__get__
 _COMPARED = (bool, int, float, complex, str, type(None), torch.dtype)
 
 
@@ -86,6 +87,8 @@ class StepMode(TorchFunctionMode):
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
+        if func == _GET_DEVICE and args[0].is_meta and any(args[0] is each for each in _tensors_of(self._root)):
+            return self._root.device  # code goes on with it to make tensors there
         if func in DIFFERENTIATING:
             check_may_differentiate()
         # What is asked here is no call of the step, and of no interest to others who watch it.
@@ -103,6 +106,12 @@ class StepMode(TorchFunctionMode):
     def in_stage(self) -> AbstractContextManager[None]:
         """Does not watch during the block."""
         return _InStage(self)
+
+
+def _tensors_of(root: nn.Module) -> Iterator[Tensor]:
+    """Those of other stages are placeholders."""
+    yield from root.parameters()
+    yield from root.buffers()
 
 
 class _InStage:

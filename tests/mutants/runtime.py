@@ -306,6 +306,13 @@ MUTANTS = [
         "a validation step that looks at buffers ends the run",
     ),
     Mutant(
+        "runtime/replay.py",
+        "            return self._root.device  # code goes on with it to make tensors there\n",
+        "            pass\n",
+        ("zoo/test_steps.py::test_equal_or_refused[makes_its_criterion-1]",),
+        "what a step makes where its parameters are is made without data",
+    ),
+    Mutant(
         _REGION,
         "        carrying = carrying_call(module, inputs)\n",
         "        carrying = None\n",
