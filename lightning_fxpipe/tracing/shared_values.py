@@ -6,7 +6,7 @@ where numbers change while whole modules are recorded that know the object, it i
 
 1. What has changed is given to a second recording, which shows who changes what. What is set once and for all, such as a flag
    that says that somebody was warned, has its value then.
-2. Where an attribute of another module changes, the model is refused.
+2. Where a module changes a number that is another one's attribute, the model is refused.
 3. Else a third recording shows each whole module, and the code that is recorded, what it would find if nobody else changed it.
    A model is refused whose torch calls, results or logged values are others then; lists that only grow and counters that nobody
    reads are not.
@@ -227,7 +227,9 @@ class _Known:
 
     def by(self, place: Path) -> set[str]:
         """Who knows the object that has a place: whole modules, and what code that is recorded has read."""
-        owner = at_path(self._roots, place[:-1])
+        owner = self._owner(place)
+        if owner is None:
+            return set()
         if isinstance(owner, nn.Module):  # what it changes on itself is a matter of attributes
             strangers = {path for path, module in self._ran.items() if owner not in modules_inside(module).values()}
             return {path for path in strangers if self._whole[path].has_reached(owner)}
@@ -236,7 +238,11 @@ class _Known:
 
     def is_attribute(self, place: Path) -> bool:
         """Whether a place is an attribute of a module."""
-        return isinstance(at_path(self._roots, place[:-1]), nn.Module)
+        return isinstance(self._owner(place), nn.Module)
+
+    def _owner(self, place: Path) -> Any:
+        with suppress(KeyError, IndexError, AttributeError):  # it is gone
+            return at_path(self._roots, place[:-1])
 
     def is_shared(self, place: Path) -> bool:
         """Whether a whole module knows a place that is not its own alone."""
@@ -260,11 +266,14 @@ def _reaches(snapshot: Snapshot, owner: Any, name: str) -> bool:
 
 
 def _objects(roots: Mapping[str, Any], place: Path) -> Iterator[Any]:
-    """The object that has a place, or the variable that is one; and what is there."""
+    """The object that has a place, or the variable that is one, and what is there; modules are read and seen so."""
     for path in (place[:-1], place):
         with suppress(KeyError, IndexError, AttributeError):
             found = at_path(roots, path)
-            yield replace(found, names=frozenset([str(place[-1][1])])) if isinstance(found, Globals) else found
+            if isinstance(found, Globals):
+                yield replace(found, names=frozenset([str(place[-1][1])]))
+            elif not isinstance(found, nn.Module):
+                yield found
 
 
 def _place_of(difference: Difference) -> Path:
@@ -297,7 +306,9 @@ def _written(place: Path) -> str:
 def _without_symbols(value: Any) -> Any:
     """A value, with some number in the place of each that belongs to a recording."""
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_without_symbols, value))
+        return (list if isinstance(value, list) else tuple)(map(_without_symbols, value))
+    if type(value) is dict:
+        return {key: _without_symbols(entry) for key, entry in value.items()}
     return _SOME_NUMBER if isinstance(value, SYMBOLIC_TYPES) else value
 
 
@@ -307,8 +318,8 @@ def _listed(names: Collection[str]) -> str:
 
 def _has_number(value: Any) -> bool:
     """Whether a value is a number, or such as has any in it."""
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_has_number, value))
+    if isinstance(value, (list, tuple, set, dict)):
+        return any(map(_has_number, value.values() if isinstance(value, dict) else value))
     return isinstance(value, (_NUMBERS, np.ndarray))
 
 

@@ -111,6 +111,16 @@ def leaves_a_size(block: Block, x: Tensor) -> Tensor:
     return x
 
 
+def leaves_a_shape(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name["sizes"] = x.shape
+    return x
+
+
+def counts_in_a_new_dict(block: Block, x: Tensor) -> Tensor:
+    block.shared.by_name = {"n": block.shared.by_name["n"] + 1}
+    return x
+
+
 def uses_the_size(block: Block, x: Tensor) -> Tensor:
     return x / block.shared.by_name.get("sizes", (1,))[0]
 
@@ -188,6 +198,8 @@ REFUSED: dict[str, tuple[tuple[Callable[[Block, Tensor], Tensor], ...], str]] = 
     "a counter that a module sets back": ((begins_again, counts_and_divides, counts_and_divides), "self.shared.by_name['n']"),
     "an attribute": ((leaves_a_norm, uses_the_norm), "self.shared.number"),
     "a size": ((leaves_a_size, uses_the_size), "self.shared.by_name['sizes']"),
+    "a shape": ((leaves_a_shape, uses_the_size), "self.shared.by_name['sizes']"),
+    "a new dict": ((counts_in_a_new_dict, divides), "self.shared.by_name"),
     "a list": ((adds_to_a_list, uses_the_list), "self.shared.listed"),
     "a set": ((adds_to_a_set, uses_the_set), "self.shared.seen"),
     "a class": ((adds_to_a_class, uses_the_class), r"type\(self.blocks.0\).calls"),
