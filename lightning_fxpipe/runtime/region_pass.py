@@ -214,12 +214,13 @@ class StageRun:
                 raise _mismatch_error(stage, node, output, spec)
         return outputs, after
 
-    def obstacle(
+    def mixing_call(
         self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...], counted: Callable[[Sequence[str]], None]
     ) -> str | None:
-        """Why a stage must get the batch as a whole, found by trial: the samples of a microbatch notice each other, or the next
-        microbatch notices this one. None where neither is so; ``counted`` gets the names of numbers that its modules set by the
-        number of samples."""
+        """The call of a stage in which the samples of a microbatch notice each other, found by trial; None for none.
+
+        ``counted`` gets the names of numbers that its modules set by the number of samples.
+        """
         setup = self.setup
         dims = [setup.sample_dims.get(node.name) for node in stage.boundary_in]
         dims += [setup.input_dims[i] for i in stage.region_inputs]
@@ -232,10 +233,11 @@ class StageRun:
             counting = counting_call(module, inputs, dims, rows_of, setup.fixed, leg.rows, leg.rows // leg.part.size)
             mixing = counting.call
             counted(counting.numbers)
-        if mixing is not None:
-            return f"in {mixing}, samples of the batch notice each other"
-        carrying = carrying_call(module, inputs)
-        return None if carrying is None else f"{carrying} uses what an earlier call has left on its module"
+        return mixing
+
+    def carrying_call(self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...]) -> str | None:
+        """The call of a stage in which a microbatch notices the one before, found by trial; None for none."""
+        return carrying_call(stage.module, [*received, *self._inputs(leg, stage, index)])
 
     def saved_bytes(self, leg: Leg, stage: Stage, index: int, received: tuple[Tensor, ...]) -> int:
         """Bytes that autograd keeps for a stage's backward pass of a microbatch, found by trial."""
@@ -302,6 +304,7 @@ class RegionPass:
         self._run = StageRun(self.setup, self.values, self.random_key)
         self._kept: dict[tuple[int, int], _Kept] = {}  # by stage and number of the microbatch
         self._results = self.setup.joining()
+        self._carrying: str | None = None  # the call that notices the microbatch before
 
     # ------------------------------------------------------------------ forward
 
@@ -326,6 +329,8 @@ class RegionPass:
                 leg.forward.step(partial(self._forward_one, leg))
         if self.tries is not None:
             self.obstacle = self.obstacle or self.tries.reason()
+            if self.obstacle is None and self._carrying is not None:
+                self.obstacle = f"{self._carrying} uses what an earlier call has left on its module"
             self.tries = None  # it holds copies
         return self._results.take() if self.setup.is_last else None
 
@@ -342,7 +347,9 @@ class RegionPass:
                 for tensor, spec in zip(received, leg.crossings[of].received, strict=True)
             )
         if self.tries is not None and number == 0 and self.obstacle is None:
-            self.obstacle = self._run.obstacle(leg, stage, index, received, self.tries.numbers.extend)
+            mixing = self._run.mixing_call(leg, stage, index, received, self.tries.numbers.extend)
+            self.obstacle = None if mixing is None else f"in {mixing}, samples of the batch notice each other"
+            self._carrying = self._carrying or self._run.carrying_call(leg, stage, index, received)
         if self.measures and number == 0:
             self.saved_bytes += self._run.saved_bytes(leg, stage, index, received)
         outputs, state = self._run.compute(leg, stage, index, received, state=state, training=self.training)

@@ -314,8 +314,8 @@ MUTANTS = [
     ),
     Mutant(
         _REGION,
-        "        carrying = carrying_call(module, inputs)\n",
-        "        carrying = None\n",
+        "        return carrying_call(stage.module, [*received, *self._inputs(leg, stage, index)])\n",
+        "        return None\n",
         ("zoo/test_steps.py::test_equal_or_refused[keeps_a_state-4]",),
         "a recurrent state goes from microbatch to microbatch",
     ),
