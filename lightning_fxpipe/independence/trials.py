@@ -148,7 +148,10 @@ def carrying_call(module: fx.GraphModule, inputs: Sequence[Tensor | None]) -> st
         if kept.attributes.is_current():
             return None
         kept.put_buffers_back()
-        _interpret(again, inputs)
+        try:
+            _interpret(again, inputs)
+        except Exception as error:  # it wants what it has kept to be taken first
+            logger.debug("A stage was not made again with what it has kept: %s", error)
     for node in module.graph.nodes:
         one, other = first.found.get(node.name), again.found.get(node.name)
         if one is not None and (other is None or one.shape != other.shape or not _alike(one, other)):

@@ -127,6 +127,7 @@ def test_a_module_that_uses_what_it_has_kept_of_the_call_before_is_named() -> No
     """The next microbatch would get what this one has left, and on one device it is the next batch that does."""
     assert carried(Remembers(torch.add)) == "inside"
     assert carried(Remembers(lambda x, kept: torch.cat([x, kept]))) == "inside"
+    assert carried(Remembers(lambda x, kept: x @ kept)) == "inside"  # which fails
 
 
 @pytest.mark.parametrize("module", [Remembers(lambda x, kept: x), KeepsATable(), nn.Linear(3, 3)])

@@ -432,8 +432,8 @@ MUTANTS = [
     ),
     Mutant(
         _TRIALS,
-        "        kept.put_buffers_back()\n        _interpret(again, inputs)\n",
-        "        _interpret(again, inputs)\n",
+        "        kept.put_buffers_back()\n        try:\n",
+        "        try:\n",
         (f"{_TEST_TRIALS}::test_what_is_kept_and_not_used_or_always_the_same_is_left_alone",),
         "statistics that move with each microbatch are taken for a state",
     ),
