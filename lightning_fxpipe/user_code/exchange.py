@@ -6,11 +6,12 @@ A model that counts its calls, caches a mask or fills a list while it runs on st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import modules_inside, version_of
 from lightning_fxpipe.user_code.contents import MODULE, changed_in_module
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
@@ -68,7 +69,9 @@ class OwnAttributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._before = MODULE.take(module)
-        self._versions = [(key, value, version_of(value)) for key, value in vars(module).items() if isinstance(value, Tensor)]
+        tensors = [(key, value) for key, value in vars(module).items() if isinstance(value, Tensor)]
+        with unwatched_torch() if tensors else nullcontext():
+            self._versions = [(key, value, version_of(value)) for key, value in tensors if not value.is_inference()]
 
     def assigned_tensors(self) -> dict[str, Tensor]:
         """Tensors that the module has got as plain attributes since, by name."""
@@ -78,9 +81,9 @@ class OwnAttributes:
         """Names of plain attributes that are something else since, and no new tensors: a tensor can have been written to."""
         now = vars(self._module)
         changed = [key for key in self._changed() if isinstance(key, str) and not isinstance(now.get(key), Tensor)]
-        return changed + [
-            key for key, value, version in self._versions if now.get(key) is value and version_of(value) != version
-        ]
+        with unwatched_torch() if self._versions else nullcontext():
+            written = [key for key, old, version in self._versions if now.get(key) is old and version_of(old) != version]
+        return changed + written
 
     def _changed(self) -> list[Any]:
         return changed_in_module(self._before, MODULE.take(self._module))
