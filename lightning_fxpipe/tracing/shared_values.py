@@ -32,7 +32,7 @@ from lightning_fxpipe.tracing.guards import GuardKey, name_of_guard
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import Lesson
 from lightning_fxpipe.tracing.torch_calls import is_query
-from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of
+from lightning_fxpipe.user_code.code_contents import CLASS, Globals
 from lightning_fxpipe.user_code.contents import Kind
 from lightning_fxpipe.user_code.kinds import is_users, kinds_of
 from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, roots_of
@@ -215,11 +215,8 @@ class _Known:
         self._roots = roots_of(modules[""])[0]
         self._ran = ran
         self._whole = {path: _reached_from(module) for path, module in ran.items()}
-        kinds = {base for path in opened for base in type(modules[path]).__mro__ if is_users(base)}
-        # A constructor names the classes of the modules that it makes, and these the rest.
-        code = [f for kind in kinds for f in functions_of(kind) if f is not vars(kind).get("__init__")]
-        roots = {f"function {number}": each for number, each in enumerate([*code, function])}
-        self._others = {_AROUND: Snapshot(roots, enters_modules=False)}
+        kinds = {str(base): base for path in opened for base in type(modules[path]).__mro__ if is_users(base)}
+        self._others = {_AROUND: Snapshot({**kinds, "function": function}, enters_modules=False)}
         for key in read:
             if isinstance(key, tuple) and key[0] in modules:
                 value = vars(modules[str(key[0])]).get(key[1])

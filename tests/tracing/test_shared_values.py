@@ -226,6 +226,8 @@ def test_a_number_that_modules_leave_for_the_code_around_them_is_refused() -> No
         with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name") as raised:
             recorded(kind(counts, only_computes))
         assert "changed by blocks.0; known to blocks.1, shared" in str(raised.value)
+        with pytest.raises(FxPipeError, match=f"{LEFT}: self.shared.by_name"):
+            recorded(kind(only_computes, counts))
     with pytest.raises(FxPipeError, match=f"{LEFT}: {__name__}.NUMBERS") as raised:
         recorded(NamesAGlobal(adds_to_a_global_list, only_computes))
     assert "known to the code around them" in str(raised.value)
