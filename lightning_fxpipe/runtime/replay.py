@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ class StepMode(TorchFunctionMode):
     ) -> Any:
         if self._in_stage:
             return func(*args, **(kwargs or {}))
-        if func == _GET_DEVICE and args[0].is_meta and any(args[0] is each for each in _tensors_of(self._root)):
+        if func == _GET_DEVICE and args[0].is_meta and id(args[0]) in self._placeholders:
             return self._root.device  # code goes on with it to make tensors there
         if func in DIFFERENTIATING:
             check_may_differentiate()
@@ -103,15 +103,15 @@ class StepMode(TorchFunctionMode):
                 args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
         return self._draws.call(func, args, kwargs or {})
 
+    @cached_property
+    def _placeholders(self) -> frozenset[int]:
+        """Ids of the tensors that other stages have."""
+        own = (*self._root.parameters(), *self._root.buffers())
+        return frozenset(id(tensor) for tensor in own if tensor.is_meta)
+
     def in_stage(self) -> AbstractContextManager[None]:
         """Does not watch during the block."""
         return _InStage(self)
-
-
-def _tensors_of(root: nn.Module) -> Iterator[Tensor]:
-    """Those of other stages are placeholders."""
-    yield from root.parameters()
-    yield from root.buffers()
 
 
 class _InStage:

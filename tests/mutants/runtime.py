@@ -314,6 +314,13 @@ MUTANTS = [
     ),
     Mutant(
         _REGION,
+        "            counted(counting.numbers)\n",
+        "",
+        ("ranks/test_stage_changes.py::test_a_number_that_a_module_sets_by_the_number_of_samples_is_told_of",),
+        "a capacity kept for later is that of a microbatch, with no word of it",
+    ),
+    Mutant(
+        _REGION,
         "        return carrying_call(stage.module, [*received, *self._inputs(leg, stage, index)])\n",
         "        return None\n",
         ("zoo/test_steps.py::test_equal_or_refused[keeps_a_state-4]",),

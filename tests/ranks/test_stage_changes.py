@@ -50,6 +50,20 @@ class Collecting(nn.Module):
         return x
 
 
+class Sizing(nn.Module):
+    """Notes for later how many samples it had."""
+
+    capacity = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.capacity = 2 * len(x)
+        return x
+
+
+def sizing() -> nn.Module:
+    return nn.Sequential(mlp(), Sizing(), mlp())
+
+
 def annealing() -> nn.Module:
     return nn.Sequential(mlp(), Annealing(), mlp())
 
@@ -151,3 +165,9 @@ def test_a_forward_that_counts_or_teaches_runs_once_for_a_batch(
     for each in found:
         torch.testing.assert_close(each["state"], expected["state"], rtol=0, atol=TOLERANCE)
         assert each["own"] == expected["own"]
+
+
+def test_a_number_that_a_module_sets_by_the_number_of_samples_is_told_of(ranks: Ranks) -> None:
+    """It is that of a microbatch then."""
+    found = ranks(2).run(fit_in_stages, sizing, False)
+    assert any("changes buffers or numbers" in text and "model.1.capacity" in text for text in found[0]["warned"])

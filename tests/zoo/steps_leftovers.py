@@ -47,6 +47,21 @@ class Step(Sgd):
         return loss
 
 
+class ValidatedStep(Step):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
+
+
+class KnowsTogether(Step):
+    """All blocks know one dictionary."""
+
+    def __init__(self, **shared: Any) -> None:
+        super().__init__()
+        self.shared = shared
+        for block in self.model.blocks:
+            block.known["shared"] = self.shared
+
+
 class GatesTheNext(Block):
     gate: Tensor | None = None
 
@@ -77,16 +92,10 @@ class ReadsTheLast(Block):
         return super().forward(x)
 
 
-class SharesADict(Step):
-    """All blocks know one dictionary, which the step empties."""
+class SharesADict(KnowsTogether):
+    """The step empties the dictionary."""
 
     block = ReadsTheLast
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared: dict[str, Tensor] = {}
-        for block in self.model.blocks:
-            block.known["shared"] = self.shared
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.shared.clear()
@@ -104,7 +113,7 @@ class Up(Block):
         return super().forward(x) + self.known["skips"].pop()
 
 
-class PassesSkips(Step):
+class PassesSkips(ValidatedStep):
     """As a U-Net whose blocks put skips in a list, and take them from there: in its stage alone a list would only grow."""
 
     depth = 2
@@ -116,9 +125,6 @@ class PassesSkips(Step):
         skips: list[Tensor] = []
         for block in blocks:
             block.known["skips"] = skips
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
 
 
 class PassesASkip(PassesSkips):
@@ -210,16 +216,13 @@ class KnowsItsPlace(Block):
         return x + torch.tanh(self.linear(x)) / self.known["shared"]["depth"]
 
 
-class CountsLayers(Step):
+class CountsLayers(KnowsTogether):
     """A hook sets the counter back, which all blocks know."""
 
     block = KnowsItsPlace
 
     def __init__(self) -> None:
-        super().__init__()
-        self.shared = {"depth": 0}
-        for block in self.model.blocks:
-            block.known["shared"] = self.shared
+        super().__init__(depth=0)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.shared["depth"] = 0
@@ -296,7 +299,7 @@ class ReadsAnAverage(Step):
         return super().training_step(batch, batch_idx) + self.model.blocks[0].average.mean()
 
 
-class GivesFeatures(Step):
+class GivesFeatures(ValidatedStep):
     """What hooks keep of the blocks, steps that train nothing log and return; the training step does not."""
 
     def __init__(self) -> None:
@@ -306,7 +309,7 @@ class GivesFeatures(Step):
             block.register_forward_hook(lambda module, inputs, output, name=name: self.features.update({name: output}))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
+        super().validation_step(batch, batch_idx)
         self.log_dict({f"feature {name}": feature.mean() for name, feature in self.features.items()})
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -320,16 +323,13 @@ class IsTold(Block):
         return x + torch.tanh(self.linear(x)) / (1 + self.known["shared"]["place"])
 
 
-class Tells(Step):
+class Tells(KnowsTogether):
     """Its code sets a number that its blocks read, for each of them."""
 
     block = IsTold
 
     def __init__(self) -> None:
-        super().__init__()
-        self.shared = {"place": 0}
-        for block in self.model.blocks:
-            block.known["shared"] = self.shared
+        super().__init__(place=0)
 
     def forward(self, x: Tensor) -> Tensor:
         for place, block in enumerate(self.model.blocks):
@@ -365,11 +365,8 @@ class KeepsAState(Block):
         return y
 
 
-class Recurs(Step):
+class Recurs(ValidatedStep):
     block = KeepsAState
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
 
 
 class Fills(Block):
@@ -398,13 +395,10 @@ class FilledNet(Net):
         return self.head(x)
 
 
-class LooksAtBuffers(Step):
+class LooksAtBuffers(ValidatedStep):
     def __init__(self) -> None:
         super().__init__()
         self.model = FilledNet(Fills)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("validated", cross_entropy(self.model(batch[0]), batch[1]))
 
 
 class Criterion(nn.Module):
