@@ -320,6 +320,13 @@ MUTANTS = [
         "a capacity kept for later is that of a microbatch, with no word of it",
     ),
     Mutant(
+        "runtime/stage_traces.py",
+        "region.ends_because, may_run_whole=kind is not StepKind.TRAIN)",
+        "region.ends_because)",
+        ("ranks/test_batches.py::test_validation_of_which_ranks_record_other_graphs_runs_on_one",),
+        "validation of which ranks record other graphs ends the run",
+    ),
+    Mutant(
         _REGION,
         "        return carrying_call(stage.module, [*received, *self._inputs(leg, stage, index)])\n",
         "        return None\n",

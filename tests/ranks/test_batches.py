@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_fxpipe.distributed.agreement import check_agreement
 from lightning_fxpipe.independence.division import NotDivisible
+from lightning_fxpipe.runtime import stage_traces
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Run, compare, go
@@ -157,6 +159,16 @@ class Rows(Lit):
         return self.model(batch).pow(2).mean()
 
 
+class ValidatedRows(Rows):
+    """Looks at how good it is."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.model(batch).abs().mean())
+
+    def val_dataloader(self) -> Any:
+        return self.data()
+
+
 def graphs(make: Callable[..., Any]) -> Any:
     return DataLoader([graph(index, make) for index in range(4)], batch_size=None)
 
@@ -185,9 +197,11 @@ def _run(module: Callable[[], L.LightningModule], num_microbatches: int | str) -
 
 
 assigned = PassSetups._assigned
+OTHER_GRAPHS = "other graphs of validation"
 ONE_CANNOT_CUT = "a rank that finds no cut"
 RUNS: dict[str, Callable[[], Run]] = {
     ONE_CANNOT_CUT: lambda: _run(partial(Rows, rows), 2),
+    OTHER_GRAPHS: lambda: _run(partial(ValidatedRows, rows), 2),
     "object": lambda: _run(partial(GraphModel, partial(graphs, Graph)), 1),
     "named tuple": lambda: _run(partial(GraphModel, partial(graphs, GraphTuple)), 1),
     "dataclass, auto": lambda: _run(partial(GraphModel, partial(graphs, GraphRecord)), "auto"),
@@ -206,18 +220,32 @@ def fails_on_one(self: PassSetups, traced: Any) -> Any:
     return assigned(self, traced)
 
 
+def differs_in_evaluation(group: Any, value: Any, error: Exception, reasons: Any) -> None:
+    """As ``check_agreement``, where the ranks' graphs of steps that train nothing differ."""
+    if not torch.is_grad_enabled():
+        raise error
+    check_agreement(group, value, error, reasons)
+
+
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
     """One run."""
     with pytest.MonkeyPatch.context() as patch:
         if name == ONE_CANNOT_CUT:
             patch.setattr(PassSetups, "_assigned", fails_on_one)
+        if name == OTHER_GRAPHS:
+            patch.setattr(stage_traces, "check_agreement", differs_in_evaluation)
         return go(RUNS[name](), Path(folder), stages)
 
 
 def test_batches_of_any_kind_train_as_on_one_device(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
-    compare(ranks, do, [name for name in RUNS if name != ONE_CANNOT_CUT], tmp_path, 2)
+    compare(ranks, do, [name for name in RUNS if name not in (ONE_CANNOT_CUT, OTHER_GRAPHS)], tmp_path, 2)
 
 
 def test_ranks_that_would_cut_a_batch_in_other_ways_do_not_cut_it(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     """What a module has kept of an earlier batch, only its stage's rank knows; the others waited for its microbatches."""
     compare(ranks, do, [ONE_CANNOT_CUT], tmp_path, 2)
+
+
+def test_validation_of_which_ranks_record_other_graphs_runs_on_one(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    """Its code may look at buffers, which are filled on their stage's rank; the run ended there."""
+    compare(ranks, do, [OTHER_GRAPHS], tmp_path, 2)
