@@ -60,6 +60,12 @@ from lightning_fxpipe.user_code.step_code import may_differ_between_batches
 from lightning_fxpipe.user_code.undo import UndoneRuns, undo_after
 
 
+class FillsInPlace(NeedsWholeBatch):
+    """Code before the model's call writes to a tensor that the model reads, for which the stages keep gradients' graphs."""
+
+    does = "writes in place, before the model's call, to a tensor that the model reads"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TailRun:
     """What a dry run of the step has shown.
@@ -123,6 +129,7 @@ class StepTail:
         draws: Makes what the step draws.
         attributes: What the step can change, as it was when the step began.
         members: The LightningModule's, listed when the step came to the region.
+        versions: How often tensors that the model reads had been written to then.
     """
 
     root: nn.Module
@@ -139,6 +146,7 @@ class StepTail:
     draws: BatchDraws
     attributes: StepAttributes | None
     members: Members
+    versions: Mapping[str, int]
 
     @cached_property
     def prelude_draws(self) -> bool:
@@ -269,6 +277,14 @@ class StepTail:
                 if is_first:
                     set_rng_state(self.rng_after_prelude)
                 at_region = rng_state()
+            if self.traced.held.versions() != self.versions:
+                raise FillsInPlace(
+                    f"The {self.step.kind.value} {FillsInPlace.does}.",
+                    where=getattr(self.step.function, "__qualname__", self.step.kind.value),
+                    observed="it runs once more for each microbatch, whose backward pass needs the tensor as it was",
+                    expected="a new tensor in its place",
+                    todo='Assign a new tensor, or set FxPipeStrategy(schedule="gpipe").',
+                )
             return outputs()
 
         function, log = self.step.function, self.log.like()

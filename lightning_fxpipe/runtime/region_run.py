@@ -108,6 +108,7 @@ class RegionRun:
         """
         if self.attributes is not None:
             self.attributes.begin_region()
+        self.trace.traced.check_current(self.step.kind.value)
         expected = self._setup.input_shapes
         actual = tuple(tuple(tensor.shape) for tensor in inputs)
         if actual != expected:
@@ -153,6 +154,7 @@ class RegionRun:
             draws=BatchDraws(sum(part.count * part.size for part in passes), self.batch_dim),
             attributes=self.attributes,
             members=self.members.renewed(),
+            versions=self.trace.traced.held.versions(),
         )
 
     def _varying(self, what: str, observed: str, expected: str) -> UnsupportedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError, no_end_of_epoch
+from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.follow_plan import follow_plan, trace_for_plan
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
 from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
+from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
@@ -34,6 +35,7 @@ from lightning_fxpipe.tracing.step_record import Span
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.tracing.trace_log import Traced, TraceLog, input_constants, input_names
 from lightning_fxpipe.user_code.iterators import StepIterators
+from lightning_fxpipe.user_code.objects import lasting_objects
 from lightning_fxpipe.user_code.step import StepKind
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -125,19 +127,15 @@ class StageTraces:
             ValuesNeeded: The values decide, or may decide; on every rank, as what comes before does not depend on them.
             CannotFollow: The step trains nothing, and cannot be cut as the plan says.
         """
-        for is_span, region in self._regions(kind, call, size):
-            signature, shapes = sign(self._root, region)
-            for known in reversed(self._known):
-                alike = (known.span is not None) == is_span and (known.kind is kind or not known.is_for_one_step)
-                if alike and known.traced.signature == signature and known.traced.covers(region):
-                    if is_span and not self._takes(known, kind, call, shapes):
-                        continue
-                    if known is self._of_plan:
-                        self._of_plan = None
-                    self._note_looks(kind, known.traced)
-                    if not has_values and self.looks_at_values(kind):
-                        raise ValuesNeeded
-                    return self._used(known), shapes
+        for search in (self._known_span, self._known_call):
+            if (found := search(kind, call, size)) is not None:
+                known, shapes = found
+                if known is self._of_plan:
+                    self._of_plan = None
+                self._note_looks(kind, known.traced)
+                if not has_values and self.looks_at_values(kind):
+                    raise ValuesNeeded
+                return self._used(known), shapes
         if not has_values:
             raise ValuesNeeded
         if self._of_plan is not None and self._of_plan.kind is kind:  # something has come to be since
@@ -156,10 +154,8 @@ class StageTraces:
             kind: Which step makes it.
             region: The call.
         """
-        signature, shapes = sign(self._root, region)
-        for known in reversed(self._known):
-            if known.traced.signature == signature and known.traced.covers(region):
-                return self._used(known), shapes
+        if (found := self._known_now(kind, region)) is not None:
+            return self._used(found[0]), found[1]
         with self._log.told(f"Tracing {region.label}"):
             return self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
 
@@ -181,19 +177,27 @@ class StageTraces:
         traced = known.traced
         sizes = traced.bind_sizes(shapes)
         assert sizes is not None
-        found: list[tuple[int, ...]] = []
         exchanged: dict[str, Tensor] = {}
         expected = [spec.shape for spec in boundary_specs(traced.input_nodes, sizes)]
+        is_same = True
+
+        def compare(inputs: list[Tensor]) -> None:
+            """Runs no region, when the step has come to it; its calls return tensors without data."""
+            nonlocal is_same
+            with run.aside():
+                is_same = [tuple(tensor.shape) for tensor in inputs] == expected and traced.is_current()
+            if not is_same:
+                raise DryRunEnds
+
         replay = Replay(
             self._root,
             traced,
             sizes,
             device_type=self._topology.device.type,
             draws=BatchDraws(traced.batch_size, self._batch_dim),
-            run=partial(_note_shapes, found, expected),
+            run=compare,
             exchanged=exchanged,
         )
-        is_same = True
         trying = dry_run_of_prelude(self._root, call.function, call.args, call.kwargs)
         with suppress(DryRunEnds), trying as run, self.iterators.one_run(run.state):
             try:
@@ -205,7 +209,7 @@ class StageTraces:
         # A step that skips the model has none.
         if traced.held.are_unseen(exchanged):
             self._unfixed.add(kind)
-        return is_same and (not found or found == expected) and traced.held.take_where_other(exchanged)
+        return is_same and traced.held.take_where_other(exchanged)
 
     def have_held_tensors_changed(self) -> bool:
         """Whether code has put another tensor where the stages have one from."""
@@ -225,30 +229,51 @@ class StageTraces:
             if facts.looks_at_values:
                 self._looking.add(kind)
 
-    def _regions(self, kind: StepKind, call: StepCall, size: int) -> Iterator[tuple[bool, Recordable]]:
-        """What the step's region would be if it were that of a known trace; and whether it is one of several calls."""
+    def _known_span(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes] | None:
+        """Returns a known trace of several calls that covers those of a step."""
+        spans = [known for known in reversed(self._known) if known.span is not None and known.kind is kind]
+        if not spans:
+            return None
+        assert spans[0].span is not None
+        # The span has no part in what it is signed by.
+        region = StepRegion(step=call, span=spans[0].span, batch_size=size, batch_dim=self._batch_dim)
+        signature, shapes = sign(self._root, region)
+        inputs = Template.of(region.example(), shared=lasting_objects(self._root)).tensors
+        for known in spans:
+            is_alike = known.traced.signature == signature and known.traced.bind_sizes(shapes) is not None
+            if is_alike and known.traced.sees_the_same(inputs) and self._takes(known, kind, call, shapes):
+                return known, shapes
+        return None
+
+    def _known_call(self, kind: StepKind, call: StepCall, size: int) -> tuple[StageTrace, Shapes] | None:
+        """Returns a known trace of one call that covers that of a step, compared when the step has come to it."""
+        if all(known.span is not None for known in self._known):
+            return None
+        found: list[tuple[StageTrace, Shapes] | None] = []
+        try:
+            region = find_region(
+                self._root,
+                call,
+                batch_size=size,
+                batch_dim=self._batch_dim,
+                device=self._topology.device,
+                is_region=self._is_staged,
+                at_call=lambda region: found.append(self._known_now(kind, region)),
+            )
+        except FxPipeError:
+            _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
+            return None
+        self._note_prelude(kind, region.prelude)
+        return found[0]
+
+    def _known_now(self, kind: StepKind, region: RegionCall) -> tuple[StageTrace, Shapes] | None:
+        """Returns a known trace that covers a call that is made now."""
+        signature, shapes = sign(self._root, region)
         for known in reversed(self._known):
-            if known.span is not None and known.kind is kind:
-                # The span has no part in what it is signed by.
-                yield True, StepRegion(step=call, span=known.span, batch_size=size, batch_dim=self._batch_dim)
-                break
-        if any(known.span is None for known in self._known):
-            # The step's own code runs up to the call, and this generator would make another error of its StopIteration.
-            with no_end_of_epoch(kind.value):
-                try:
-                    region = find_region(
-                        self._root,
-                        call,
-                        batch_size=size,
-                        batch_dim=self._batch_dim,
-                        device=self._topology.device,
-                        is_region=self._is_staged,
-                    )
-                except FxPipeError:
-                    _logger.debug("The %s is traced anew: no known call is found in it", kind.words, exc_info=True)
-                    return
-            self._note_prelude(kind, region.prelude)
-            yield False, region
+            is_alike = known.span is None and (known.kind is kind or not known.is_for_one_step)
+            if is_alike and known.traced.signature == signature and known.traced.covers(region):
+                return known, shapes
+        return None
 
     def _is_staged(self, module: nn.Module) -> bool:
         return any(id(parameter) in self._staged for parameter in module.parameters())
@@ -423,8 +448,3 @@ def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
     return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))
 
 
-def _note_shapes(found: list[tuple[int, ...]], expected: list[tuple[int, ...]], inputs: list[Tensor]) -> None:
-    """Runs no region; its calls return tensors without data."""
-    found.extend(tuple(tensor.shape) for tensor in inputs)
-    if found != expected:
-        raise DryRunEnds

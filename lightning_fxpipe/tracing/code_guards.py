@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -72,24 +73,32 @@ _RUN_NAMES = {
 }
 
 
-def code_guards(root: nn.Module, opened: Iterable[str]) -> dict[GuardKey, Any]:
-    """What the code of the modules at the ``opened`` paths, whose forward is recorded, may read; with the values of today."""
+def code_guards(root: nn.Module, opened: Iterable[str], functions: Iterable[Any] = ()) -> dict[GuardKey, Any]:
+    """Returns what recorded code may read besides attributes of modules, with the current values.
+
+    Args:
+        root: The module.
+        opened: Paths of the modules whose forward is recorded.
+        functions: Methods of the root, or functions, that run as well.
+    """
     found: dict[GuardKey, Any] = {}
-    for path in opened:
-        module = root.get_submodule(path)
-        for key, value in _class_values(root, path, type(module)):
+    begins = [(path, type(root.get_submodule(path)), ("forward",)) for path in opened]
+    for path, cls, begin in (*begins, ("", type(root), tuple(functions))):
+        for key, value in _class_values(root, path, cls, begin):
             with suppress(Unplain):
                 found.setdefault(key, snapshot(value))
     return found
 
 
-def _class_values(root: nn.Module, path: str, cls: type) -> Iterator[tuple[GuardKey, Any]]:
+def _class_values(root: nn.Module, path: str, cls: type, begin: Iterable[Any]) -> Iterator[tuple[GuardKey, Any]]:
     classes = [base for base in cls.__mro__ if is_own_code(base.__module__)]
     in_classes = {name: value for base in reversed(classes) for name, value in vars(base).items()}
-    waiting: list[Any] = [in_classes.get("forward")]
+    waiting: list[Any] = [in_classes.get(each) if isinstance(each, str) else each for each in begin]
     seen = set[int]()
     while waiting and len(seen) < _MAX_FUNCTIONS:
         found = waiting.pop()
+        while isinstance(found, partial):
+            found = found.func
         function = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
         if not isinstance(function, FunctionType) or id(function) in seen or not is_own_code(function.__module__ or ""):
             continue

@@ -15,19 +15,29 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, fx, nn
 
+from lightning_fxpipe._compat.torch import version_of
 from lightning_fxpipe.tracing.graph_writer import CONSTANT_PREFIX
 from lightning_fxpipe.tracing.structure_guards import submodule_at
 from lightning_fxpipe.user_code.snapshot import Path, at_path, roots_of, user_state
 
 
 class HeldTensors:
-    """Those of one graph of ``root``; ``constants`` are the ones that have no FQN, by their names in the graph."""
+    """Those of one graph of a module.
 
-    def __init__(self, root: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
-        self._root = root
+    Args:
+        root: The module.
+        graph: The graph.
+        constants: The tensors that have no FQN, by their names in the graph.
+        places: Where these are; by default where they are found now.
+    """
+
+    def __init__(
+        self, root: nn.Module, graph: fx.Graph, constants: Mapping[str, Tensor], places: Mapping[str, Path] | None = None
+    ) -> None:
+        self._root, self._graph = root, graph
         self._now = dict(constants)  # what the stages have
-        self._places: dict[str, Path] = {}
-        if constants:
+        self._places: dict[str, Path] = dict(places or {})
+        if constants and places is None:
             state = user_state(root)
             found = {name: state.place_of(tensor) for name, tensor in constants.items()}
             self._places = {name: place for name, place in found.items() if place is not None}
@@ -36,6 +46,10 @@ class HeldTensors:
         self._fqns = [fqn for fqn in fqns if not fqn.startswith(CONSTANT_PREFIX) and fqn not in parameters]
         self._now |= {fqn: attribute(root, fqn) for fqn in self._fqns}
         self._stages: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+    def renewed(self) -> HeldTensors:
+        """Returns the same for the buffers that the module has now; it has no stages yet."""
+        return HeldTensors(self._root, self._graph, self.constants, self._places)
 
     @property
     def constants(self) -> Mapping[str, Tensor]:
@@ -49,6 +63,10 @@ class HeldTensors:
     def have_changed(self) -> bool:
         """Whether another tensor is where one of these was."""
         return any(found is not self._now[name] for name, found in self._find().items())
+
+    def versions(self) -> dict[str, int]:
+        """Returns how often each was written to in place, by name."""
+        return {n: version_of(t) for n, t in self._now.items() if isinstance(t, Tensor) and not t.is_inference()}
 
     def refresh(self) -> bool:
         """Gives the stages what is there now. False where that is of another kind."""

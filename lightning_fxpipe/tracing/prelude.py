@@ -4,7 +4,7 @@ Shapes and constants of the model's arguments usually follow from those of the b
 serves all batches like it. The *prelude*, the step's code before the model's call, may bring in more: an attribute that a
 callback changes (``x[:, : self.length]``), a number that Python draws (a crop), a value of the batch (``lengths.max()``).
 Such attributes are noted in a dry run of the prelude, and looked up before each batch. For the rest there is only one way:
-a dry run for every microbatch.
+a dry run for every batch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
+from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map
 from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.rng import python_rng
+from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
 from lightning_fxpipe.tracing.torch_calls import LOOKS
 from lightning_fxpipe.user_code.objects import is_value, lasting_objects
@@ -59,6 +61,7 @@ class DryRun:
         has_changed_any: Whether it has changed anything, when it is over.
         has_spoken: Whether it has printed anything, or used a logger.
         facts: What it has shown of the prelude, when it is over; see :func:`dry_run_of_prelude`.
+        is_aside: True during the blocks of :meth:`aside`.
     """
 
     args: tuple[Any, ...]
@@ -67,6 +70,18 @@ class DryRun:
     has_changed_any: bool = False
     has_spoken: bool = False
     facts: PreludeFacts | None = None
+    is_aside: bool = False
+    watch: TorchFunctionMode | None = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Excludes the block from :attr:`facts`: it is not the step's code."""
+        self.is_aside = True
+        try:
+            with nullcontext() if self.watch is None else function_mode_removed(self.watch):
+                yield
+        finally:
+            self.is_aside = False
 
 
 @contextmanager
@@ -125,9 +140,10 @@ def dry_run_of_prelude(
     left_at: TracebackType | None = None
     with (
         dry_run(root, function, args, kwargs, device) as run,
-        noted_guards(root, lambda: True) as guards,
+        noted_guards(root, lambda: not run.is_aside) as guards,
         _Looks() as looks,
     ):
+        run.watch = looks
         try:
             yield run
         except BaseException as error:
@@ -138,7 +154,8 @@ def dry_run_of_prelude(
             depends = uses_arguments_after_batch(function, left_at) or reads_run_state(root, function)
             left_at = None  # it has this frame, too, and would keep all of them
             is_fixed = not (looks.happened or has_drawn or depends)
-            run.facts = PreludeFacts(guards=tuple(guards), is_fixed=is_fixed, looks_at_values=looks.happened)
+            read = (*guards, *code_guards(root, (), functions=(function,)))
+            run.facts = PreludeFacts(guards=read, is_fixed=is_fixed, looks_at_values=looks.happened)
 
 
 def _copied(root: nn.Module, value: Any, copies: dict[int, Tensor]) -> Any:

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from lightning_fxpipe.user_code.placement import device_of
 from lightning_fxpipe.user_code.step_code import code_of
 
 INPUT_PREFIX = "region_input_"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,14 @@ class Recordable(ABC):
         code = code_of(self.code(root))
         return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
 
+    def in_its_state(self, record: Callable[[Recordable], _T]) -> _T:
+        """Runs ``record`` with user state as it is where the recorded code begins.
+
+        What recorded code reads has the values that the code before it sets: numbers, tensors and flags on modules, in
+        containers, in global variables.
+        """
+        return record(self)
+
     @abstractmethod
     def make_recorder(self, settings: RecorderSettings) -> Recorder:
         """A recorder for it."""
@@ -100,6 +109,8 @@ class RegionCall(Recordable):
         args, kwargs: Its arguments, with real tensors.
         wanted: For each tensor in the result whether the step uses it; None where that is not known.
         prelude: What the arguments depend on besides the batch's shapes and constants; see ``tracing.prelude``.
+        reach: Runs a function of the call at the moment of the call, in a dry run of the code before it; None where this is
+            that moment.
         is_one_of_many: Whether parameters that it does not use belong to other calls, which are planned by themselves.
     """
 
@@ -110,6 +121,7 @@ class RegionCall(Recordable):
     kwargs: Mapping[str, Any]
     wanted: tuple[bool, ...] | None = None
     prelude: PreludeFacts | None = None
+    reach: Callable[[Callable[[RegionCall], Any]], Any] | None = field(default=None, repr=False, compare=False)
     is_one_of_many: bool = False
 
     @property
@@ -121,6 +133,13 @@ class RegionCall(Recordable):
     def opened_path(self) -> str | None:
         """The called module."""
         return self.path
+
+    def in_its_state(self, record: Callable[[Recordable], _T]) -> _T:
+        """Runs ``record`` when the step's code before the call has run."""
+        if self.reach is None:
+            return record(self)
+        result: _T = self.reach(lambda call: record(replace(self, args=call.args, kwargs=call.kwargs, reach=None)))
+        return result
 
     def example(self) -> Any:
         """Its arguments."""

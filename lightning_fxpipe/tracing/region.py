@@ -23,6 +23,7 @@ from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.input_gradient import depends_on_parameters, input_gradient
 from lightning_fxpipe.tracing.prelude import dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import RegionCall
+from lightning_fxpipe.tracing.structure_guards import InPlaceOf
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.placement import device_of
@@ -88,9 +89,19 @@ def find_region(
     batch_dim: int = 0,
     device: torch.device | None = None,
     is_region: IsRegion = trains,
+    at_call: Callable[[RegionCall], Any] | None = None,
 ) -> RegionCall:
     """Runs the step up to the region's call and returns that call. Random number generators and what the step
-    sets on the module are left as they were. With ``device`` the module, wherever it is, is as if it were there.
+    sets on the module are left as they were.
+
+    Args:
+        root: The LightningModule.
+        step: The step, with a microbatch.
+        batch_size: Samples in that.
+        batch_dim: Dimension of the batch in its tensors.
+        device: Where the module, wherever it is, is taken to be.
+        is_region: True for a module whose call is pipelined.
+        at_call: Runs at the call, when the code before it has set what it sets.
 
     Raises:
         NoModelCall: The step never makes such a call.
@@ -101,8 +112,19 @@ def find_region(
 
     prelude: dict[str, None] = {}
 
+    def reach(function: Callable[[RegionCall], Any]) -> Any:
+        result: list[Any] = []
+
+        def at_call(call: RegionCall) -> None:
+            result.append(function(call))
+
+        find_region(
+            root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=is_region, at_call=at_call
+        )
+        return result[0]
+
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if id(module) in paths and holds_any(module):
+        if id(module) in paths and holds_any(module) and not run.is_aside:
             if is_region(module):
                 found_on = device or device_of(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
                 found.append(
@@ -114,8 +136,15 @@ def find_region(
                         batch_dim=batch_dim,
                         prelude_paths=tuple(prelude),
                         context=CallContext.current(found_on.type),
+                        reach=reach,
                     )
                 )
+                if at_call is not None:
+                    try:  # the step may catch what is raised here
+                        with run.aside():
+                            at_call(found[0])
+                    except BaseException as error:
+                        failed.append(error)
                 raise _RegionReached
             prelude[paths[id(module)]] = None
         return original_call(module, *args, **kwargs)
@@ -123,6 +152,7 @@ def find_region(
     # The first counts, though the step may go on where it catches everything. No exception is kept: it would keep the frames
     # that it came through, and these their tensors.
     found: list[RegionCall] = []
+    failed: list[BaseException] = []  # of at_call
     try:
         with (
             patched_attributes((nn.Module, "__call__", call)),
@@ -132,6 +162,8 @@ def find_region(
     except (_RegionReached, Exception):
         if not found:
             raise
+    if failed:
+        raise failed.pop()
     if not found:
         raise _no_region(step.function)
     region = replace(found[0], prelude=run.facts)
@@ -220,7 +252,8 @@ class replaced_region:
         self._path = path
         self._run: Callable[..., Any] | None = run
         self._refused: UnsupportedError | None = None  # which the step may catch
-        self._patched = patched_attributes((root.get_submodule(path), "forward", self._forward))
+        module = root.get_submodule(path)
+        self._patched = patched_attributes((module, "forward", InPlaceOf(vars(module).get("forward"), self._forward)))
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         run, self._run = self._run, None

@@ -70,13 +70,32 @@ def submodule_at(root: nn.Module, path: str) -> Any:
     return module
 
 
+@dataclass(frozen=True, slots=True)
+class InPlaceOf:
+    """A forward of the package's in place of a module's own, which is what counts.
+
+    Attributes:
+        original: The forward that was set on the module; None where its class has it.
+        forward: The forward of the package's.
+    """
+
+    original: Callable[..., Any] | None
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the package's."""
+        return self.forward(*args, **kwargs)
+
+
 def _forward_of(module: Any) -> Any:
     """What a module's forward is: what was set on the module, or what its class has, which may make a new one for each look."""
     if module is None:
         return None
     own = vars(module).get("forward")
+    if isinstance(own, InPlaceOf):
+        own = own.original
     if own is None:
-        return inspect.getattr_static(module, "forward", None)
+        return inspect.getattr_static(type(module), "forward", None)
     return own.__func__ if getattr(own, "__self__", None) is module else own  # a method is that of the class
 
 

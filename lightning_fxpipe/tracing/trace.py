@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import FakeWorld, depends_on_data, has_hooks
-from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
@@ -113,7 +113,7 @@ class TracedRegion:
 
     def with_tensors_of_today(self) -> TracedRegion:
         """The region with the buffers that its module has now, which has been moved or split since."""
-        return replace(self, held=HeldTensors(self.root, self.graph, self.held.constants))
+        return replace(self, held=self.held.renewed())
 
     def bind_sizes(self, shapes: tuple[tuple[int, ...], ...]) -> dict[Any, int] | None:
         """Values of the symbols for inputs of these shapes, or None where the graph does not cover them."""
@@ -159,9 +159,30 @@ class TracedRegion:
         return self.output_structure.fill(values, numbers)
 
     def covers(self, call: Recordable) -> bool:
-        """Whether the graph computes this call."""
-        is_same = self.computes(call) and not failed_guards(self.root, self.guards) and self.held.refresh()
+        """True if the graph computes this call, made now."""
+        is_same = self.computes(call) and self.is_current()
         return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
+
+    def is_current(self) -> bool:
+        """True if recorded code would read the same as when it was recorded. Gives the stages the tensors of now."""
+        return not failed_guards(self.root, self.guards) and self.held.refresh()
+
+    def check_current(self, what: str) -> None:
+        """Called at the model's call in a step that the trace was chosen for before.
+
+        Raises:
+            UnsupportedError: The step's code has set something else than in the dry run that chose the trace.
+        """
+        failed = failed_guards(self.root, self.guards)
+        if not failed and self.held.refresh():
+            return
+        raise UnsupportedError(
+            f"The {what} sets what the model reads to something that was not expected for this batch.",
+            where=self.signature.label,
+            observed=f"another value of {', '.join(failed)}" if failed else "a tensor of another kind on a module",
+            expected="values that follow from the batch, attributes of modules, global variables and the Trainer's counters",
+            todo="Set it in a hook, such as on_train_batch_start, or pass it to the model as an argument.",
+        )
 
     def sees_the_same(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the code would see the same values where it has looked at them, for inputs that :meth:`computes` accepts."""
@@ -212,6 +233,20 @@ def trace_region(
         TraceError: The Python of the called module itself cannot be recorded.
         UnsupportedError: Modules pass tensors on in an object that is theirs together.
     """
+    record = partial(_trace_region, root, opened=opened, device=device, check=check, first=first, answers_looks=answers_looks)
+    return call.in_its_state(record)
+
+
+def _trace_region(
+    root: nn.Module,
+    call: Recordable,
+    *,
+    opened: Collection[str] | None,
+    device: torch.device | None,
+    check: bool,
+    first: TracedRegion | None,
+    answers_looks: bool,
+) -> TracedRegion:
     signature, _ = sign(root, call)
     if first is not None and (opened is None or {*opened} != {*first.opened, *first.kept_whole}):
         first = None
