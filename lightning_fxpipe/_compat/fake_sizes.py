@@ -11,8 +11,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 _OPERATIONS = "add sub mul int_floordiv mod eq ne ge gt le lt sym_max sym_min and_ or_".split()  # noqa: SIM905
 
@@ -31,6 +32,18 @@ class Sizes(ShapeEnv):
     def __init__(self) -> None:
         super().__init__()
         self.results: dict[tuple[Any, ...], Any] = {}
+        self._num_numbers = 0
+
+    def number(self, value: int | float) -> tuple[Any, Any]:
+        """Makes a symbol for a number that is no size; returns it, and the symbolic number that code gets.
+
+        No public name does. torch 2.11-2.15.
+        """
+        self._num_numbers += 1
+        source = ConstantSource(f"number_{self._num_numbers}")
+        symbol = self.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        make = self.create_symfloatnode if isinstance(value, float) else self.create_symintnode
+        return symbol, make(symbol, hint=value, source=source)
 
     def create_symintnode(self, *args: Any, **kwargs: Any) -> Any:
         """As torch does."""

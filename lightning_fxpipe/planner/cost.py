@@ -218,6 +218,7 @@ def _changes_values(node: fx.Node) -> bool:
 def _add_size_obstacles(traced: TracedRegion, position_of: Mapping[fx.Node, int], obstacles: list[str | None]) -> None:
     """A size that depends on data is known only in the stage that has the tensor."""
     known = {symbol for shape in traced.input_shapes for size in shape for symbol in getattr(size, "free_symbols", ())}
+    known |= traced.numbers.places.keys()
     made_at: dict[Any, int] = {}
     for node, position in position_of.items():
         for symbol in size_symbols((node.args, node.kwargs)) - known:

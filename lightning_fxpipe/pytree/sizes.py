@@ -24,7 +24,7 @@ class SymbolicSize:
 
     expression: Any  # sympy
 
-    def value(self, sizes: Mapping[Any, int]) -> int | float | bool:
+    def value(self, sizes: Mapping[Any, int | float]) -> int | float | bool:
         """The number for given values of the symbols."""
         return as_number(self.expression.subs(dict(sizes)))
 
@@ -35,6 +35,12 @@ def as_size(value: Any) -> Any:
     if isinstance(expression, int):
         return expression
     return as_number(expression) if expression.is_number else SymbolicSize(expression)
+
+
+def as_size_of(expression: Any, values: Mapping[Any, int | float]) -> Any:
+    """Returns an expression with the values of some symbols: a number where none are left, else a :class:`SymbolicSize`."""
+    known = expression.subs(dict(values))
+    return as_number(known) if known.is_number or known.is_Boolean else SymbolicSize(known)
 
 
 def as_number(expression: Any) -> int | float | bool:

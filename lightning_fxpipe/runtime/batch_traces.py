@@ -116,7 +116,7 @@ class BatchTraces:
                 size,
                 constants,
                 self._members.flags(),
-                tuple(guarded_values(self._root, self._traces.guard_keys).values()),
+                tuple(guarded_values(self._root, self._traces.guard_keys, self._traces.varying()).values()),
             )
 
         num_guards = len(self._traces.guard_keys)

@@ -235,7 +235,7 @@ class _Calls(TorchFunctionMode):
         wanted = steps.num_microbatches or default_num_microbatches(num_samples, steps.topology.num_ranks)
         key = (*self._step.random_key, "call", self._count)
         self._count += 1
-        before = rng_state()
+        before, values = rng_state(), trace.traced.values(sizes)
         while True:
             setup = steps.setups.get(trace, sizes, num_samples, wanted, training=training, before=lambda: None)
             draws = BatchDraws(num_samples, steps.batch_dim)
@@ -244,7 +244,7 @@ class _Calls(TorchFunctionMode):
             call = JointPass(
                 setup=setup,
                 inputs=inputs,
-                drawn=[node.meta["draw"].make(draws, sizes) if is_cut else None for node in trace.traced.draw_nodes],
+                drawn=[node.meta["draw"].make(draws, values) if is_cut else None for node in trace.traced.draw_nodes],
                 topology=steps.topology,
                 backwards=steps.backwards,
                 random_key=key,

@@ -129,7 +129,8 @@ class RegionRun:
         setup, draws = self._setup, self.trace.traced.draw_nodes
         is_cut = setup.num_microbatches > 1
         # With one microbatch the stages draw where the calls stand.
-        ahead = [node.meta["draw"].make(self.draws, self.sizes) if is_cut else None for node in draws]
+        values_of_symbols = self.trace.traced.values(self.sizes)
+        ahead = [node.meta["draw"].make(self.draws, values_of_symbols) if is_cut else None for node in draws]
         self.rng_before_region = rng_state()
         values: list[Tensor | None] = [*inputs, *ahead]
         tail = None

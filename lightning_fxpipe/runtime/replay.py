@@ -179,7 +179,7 @@ class Replay(StepMode):
         super().__init__(root, draws, written)
         assert traced.record is not None
         self._record = traced.record
-        self._held = traced.held
+        self._held, self._traced = traced.held, traced
         self._exchanged = exchanged
         self._sizes = sizes
         self._run = run
@@ -339,7 +339,7 @@ class Replay(StepMode):
 
     def _constant(self, recorded: Any) -> Any:
         """A recorded constant as it is at these sizes."""
-        return recorded.value(self._sizes) if isinstance(recorded, SymbolicSize) else recorded
+        return recorded.value(self._traced.values(self._sizes)) if isinstance(recorded, SymbolicSize) else recorded
 
     def _remember(self, tensor: Tensor, key: TensorKey) -> None:
         """The first identity of a tensor is its own, as when the step was recorded."""

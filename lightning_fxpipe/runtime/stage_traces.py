@@ -25,7 +25,8 @@ from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
-from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
+from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
+from lightning_fxpipe.tracing.held_numbers import NumberPlace, changed_numbers
 from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
@@ -92,7 +93,9 @@ class StageTraces:
         self._known: list[StageTrace] = []  # the one used last comes last
         self._of_plan: StageTrace | None = None  # until a batch has run
         self.iterators = StepIterators()
-        self._warned_of: set[str] = set()
+        self._changed: dict[str, None] = {}  # names of what is not what it was for traces that would do else
+        self._are_inputs: dict[NumberPlace, bool] = {}  # numbers that have changed; False where a graph needs their values
+        self._read_before: set[GuardKey] = set()  # by code before the model's call
         self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
         self._looking: set[StepKind] = set()
@@ -185,7 +188,7 @@ class StageTraces:
             """Runs no region, when the step has come to it; its calls return tensors without data."""
             nonlocal is_same
             with run.aside():
-                is_same = [tuple(tensor.shape) for tensor in inputs] == expected and traced.is_current()
+                is_same = [tuple(tensor.shape) for tensor in inputs] == expected and self._is_current(traced)
             if not is_same:
                 raise DryRunEnds
 
@@ -224,6 +227,7 @@ class StageTraces:
     def _note_prelude(self, kind: StepKind, facts: PreludeFacts | None) -> None:
         if facts is not None:
             self.guard_keys |= dict.fromkeys(facts.guards)
+            self._read_before.update(facts.guards)
             if not facts.is_fixed:
                 self._unfixed.add(kind)
             if facts.looks_at_values:
@@ -271,9 +275,22 @@ class StageTraces:
         signature, shapes = sign(self._root, region)
         for known in reversed(self._known):
             is_alike = known.span is None and (known.kind is kind or not known.is_for_one_step)
-            if is_alike and known.traced.signature == signature and known.traced.covers(region):
-                return known, shapes
+            if is_alike and known.traced.signature == signature and known.traced.bind_sizes(shapes) is not None:
+                inputs = Template.of(region.example(), shared=lasting_objects(self._root)).tensors
+                if self._is_current(known.traced) and known.traced.sees_the_same(inputs):
+                    return known, shapes
         return None
+
+    def _is_current(self, traced: TracedRegion) -> bool:
+        """True if recorded code would read the same now; notes what it would read instead."""
+        if traced.is_current():
+            return True
+        failed = traced.failed_guards()
+        self._changed |= dict.fromkeys(map(name_of_guard, failed))
+        for key in failed:
+            for place in changed_numbers(self._root, key, traced.guards[key]):
+                self._are_inputs.setdefault(place, True)
+        return False
 
     def _is_staged(self, module: nn.Module) -> bool:
         return any(id(parameter) in self._staged for parameter in module.parameters())
@@ -292,7 +309,6 @@ class StageTraces:
             stages_with_inputs=stages_with_inputs(assignment),
         )
         self._note_looks(kind, made.traced)
-        self._warn_of_changes(region)
         self._known = [*self._known[-(MAX_TRACES - 1) :], made]
         self.guard_keys |= dict.fromkeys(made.traced.guards)
         open_dims = {place for group in symbolic for place in group if not _is_specialised(made.traced, *place)}
@@ -304,7 +320,9 @@ class StageTraces:
             shapes=shapes,
             names=input_names(region),
             constants=input_constants(region),
+            changed=tuple(self._changed),
         )
+        self._changed.clear()
         self._log.add(record, frozenset(open_dims))
         return made, shapes
 
@@ -373,17 +391,6 @@ class StageTraces:
                 history.note_specialised(group, shapes[tensor][dim])
         return region, shapes, assignment, symbolic
 
-    def _warn_of_changes(self, region: Recordable) -> None:
-        """Says once which attribute makes the model be traced again."""
-        known = (trace.traced for trace in self._known if trace.traced.computes(region))
-        changed = {name for traced in known for name in failed_guards(self._root, traced.guards)} - self._warned_of
-        self._warned_of |= changed
-        if changed:
-            self._log.warn(
-                f"The model was traced again because {', '.join(sorted(changed))} changed, which its forward uses. Where that "
-                "changes often, use it in a submodule that stays whole, or after the model's call."
-            )
-
     def _assignment(self, region: Recordable, groups: DimGroups, history: ShapeHistory) -> tuple[Assignment, DimGroups]:
         """The stages of a trace whose sizes are symbols in as many groups of dimensions as can be, and those groups."""
         leaving_one_out = [tuple(g for g in groups if g is not left) for left in groups] if len(groups) > 1 else []
@@ -403,7 +410,32 @@ class StageTraces:
         return assignment, attempt
 
     def _follow_plan(self, region: Recordable) -> Assignment:
-        return follow_plan(self._plan, trace_for_plan(self._root, region, self._plan, device=self._topology.device))
+        return follow_plan(self._plan, self._trace(region))
+
+    def _trace(self, region: Recordable) -> TracedRegion:
+        """Records a region, with the numbers that have changed as inputs, where the same calls follow from them."""
+        trace = partial(trace_for_plan, self._root, plan=self._plan, device=self._topology.device)
+        plain = trace(region)
+        while numbers := tuple(place for place, is_input in self._are_inputs.items() if is_input):
+            try:
+                traced = trace(replace(region, numbers=numbers))
+                constant = traced.constant_numbers() if traced.is_like(plain) else numbers
+            except FxPipeError:
+                _logger.debug("Numbers of %s cannot be inputs", region.label, exc_info=True)
+                constant = numbers
+            if not constant:
+                return traced
+            self._are_inputs |= dict.fromkeys(constant, False)
+        return plain
+
+    def varying(self) -> Varying:
+        """Returns what guards need not compare before a step: numbers that are inputs, and that only the model reads."""
+        places = [place for known in self._known for place in known.traced.numbers.places.values()]
+        found: dict[GuardKey, set[Steps]] = {}
+        for place in places:
+            if place.guard not in self._read_before:
+                found.setdefault(place.guard, set()).add(place.steps)
+        return found
 
 
 def check_same_cuts(
@@ -446,5 +478,3 @@ def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:
     """Whether the trace found a symbol to be a number after all."""
     size = traced.input_shapes[tensor][dim]
     return isinstance(size, int) or bool(getattr(traced.world.replacements().get(size), "is_number", False))
-
-

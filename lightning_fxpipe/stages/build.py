@@ -179,6 +179,8 @@ class _StageBuilder:
                 # autograd forbids in-place changes of a leaf that requires grad, which a received tensor is
                 self._values[node] = self._graph.call_method("clone", (placeholder,))
         self._values.update(inputs)
+        for symbol in self._traced.numbers.places:
+            self._sizes[symbol] = self._graph.call_function(self._traced.numbers.reader(symbol))
         for node in (*self._boundary_in, *(node for _, node in used)):
             if "draw" not in node.meta:  # there may be none
                 self._offer_sizes(node)
@@ -286,8 +288,8 @@ def _size_function(expression: Any, symbols: list[Any]) -> Callable[..., Any]:
     """A size as a function of the sizes that it follows from."""
 
     @lru_cache(maxsize=64)
-    def size(*values: int) -> Any:
-        bound = {symbol: sympy.Integer(value) for symbol, value in zip(symbols, values, strict=True)}
+    def size(*values: int | float) -> Any:
+        bound = {symbol: sympy.sympify(value) for symbol, value in zip(symbols, values, strict=True)}
         return as_number(expression.xreplace(bound))
 
     return size

@@ -41,8 +41,12 @@ class CodeKey:
 
     def value(self, root: nn.Module) -> Any:
         """What it is now; None where there is none."""
+        return getattr(self.owner(), self.names[-1], None)
+
+    def owner(self) -> Any:
+        """Returns the module, the class or the object that has it."""
         found: Any = sys.modules.get(self.module)
-        for name in self.names:
+        for name in self.names[:-1]:
             found = getattr(found, name, None)
         return found
 

@@ -57,7 +57,7 @@ class Examples:
         constants: Real tensors that the graph refers to by name.
     """
 
-    def __init__(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int], constants: Mapping[str, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[str, Tensor], sizes: Mapping[Any, int | float], constants: Mapping[str, Tensor]) -> None:
         self._inputs, self._sizes, self._constants = inputs, sizes, constants
         self._values: dict[fx.Node, Any] = {}
 

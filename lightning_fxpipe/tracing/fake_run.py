@@ -21,6 +21,7 @@ from lightning_fxpipe._compat.torch import (
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.reporting.wording import without_symbols
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
+from lightning_fxpipe.tracing.held_numbers import HeldNumbers, as_symbols
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, context_of, taken_apart
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
@@ -56,6 +57,7 @@ class FakeRun:
         batch_symbols: Sizes of the fakes' dimensions that are the batch.
         sizes: What the symbols in their shapes are in the example.
         guards: Plain values that the recorded code has read from modules so far.
+        numbers: The numbers that are inputs.
     """
 
     world: FakeWorld
@@ -67,6 +69,7 @@ class FakeRun:
     batch_symbols: frozenset[Any]
     sizes: Mapping[Any, int]
     guards: Mapping[GuardKey, Any]
+    numbers: HeldNumbers
 
 
 @contextmanager
@@ -105,6 +108,7 @@ def fake_run(
         placement.naming(),
         torch.inference_mode(False),
         context.active(),
+        as_symbols(root, call.numbers, world.shape_env.number) as (exchange_numbers, numbers),
     ):
         fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
         inputs = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(template.tensors)}
@@ -120,8 +124,10 @@ def fake_run(
             inputs=inputs,
             sizes=sizes,
             before=before,
+            begin_region=lambda: sizes.update(exchange_numbers()),
         )
         recorder = call.make_recorder(settings)
+        recorder.begin()
         for name, fake in zip(inputs, fakes, strict=True):
             recorder.add_input(name, fake)
         with (
@@ -149,6 +155,7 @@ def fake_run(
                     ),
                     sizes=sizes,
                     guards=guards,
+                    numbers=numbers,
                 )
             except (RecordError, MustStayWhole) as stop:
                 stop.reason = without_symbols(stop.reason, sizes)

@@ -7,8 +7,9 @@ same; otherwise a callback that anneals a temperature would anneal nothing. Modu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,12 @@ class OtherKey(Protocol):
 
 # (path of the module, name of the attribute); the Trainer's counters have None as path.
 GuardKey = tuple[str | None, str] | OtherKey
+# Steps from what a guard names to something inside: entries of containers and attributes of objects.
+Steps = tuple[tuple[str, Any], ...]
+ITEM, ATTRIBUTE = "item", "attribute"
+# By guard, steps to numbers that are inputs of a graph.
+Varying = Mapping[GuardKey, Collection[Steps]]
+NOTHING_VARIES: Varying = MappingProxyType({})
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Attributes that each module has from torch.
@@ -97,18 +104,25 @@ def noted_guards(
         yield guards
 
 
-def guarded_values(root: nn.Module, keys: Any) -> dict[GuardKey, Any]:
-    """What is there now in the places that guards have."""
+def guarded_values(root: nn.Module, keys: Iterable[GuardKey], varying: Varying = NOTHING_VARIES) -> dict[GuardKey, Any]:
+    """Returns what guards name now.
+
+    Args:
+        root: The module.
+        keys: The guards.
+        varying: What of it does not count.
+    """
     found: dict[GuardKey, Any] = {}
     for key in keys:
         try:
-            found[key] = snapshot(_value_of(root, key))
+            found[key] = snapshot(value_of(root, key), varying.get(key, ()))
         except Unplain:
             found[key] = None
     return found
 
 
-def _value_of(root: nn.Module, key: GuardKey) -> Any:
+def value_of(root: nn.Module, key: GuardKey) -> Any:
+    """Returns what a guard names now; None where there is nothing."""
     if not isinstance(key, tuple):
         return key.value(root)
     path, name = key
@@ -116,10 +130,10 @@ def _value_of(root: nn.Module, key: GuardKey) -> Any:
     return getattr(owner, name, None)
 
 
-def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any]) -> list[str]:
-    """Names of those that have another value now."""
-    now = guarded_values(root, guards)
-    return [name_of_guard(key) for key, value in guards.items() if now[key] != value]
+def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any], varying: Varying = NOTHING_VARIES) -> list[GuardKey]:
+    """Returns those that have another value now, but for what is ``varying``."""
+    now = guarded_values(root, guards, varying)
+    return [key for key, value in guards.items() if now[key] != value]
 
 
 def name_of_guard(key: GuardKey) -> str:
@@ -130,25 +144,31 @@ def name_of_guard(key: GuardKey) -> str:
     return f"trainer.{name}" if path is None else f"{path}.{name}".lstrip(".")
 
 
-def snapshot(value: Any) -> Any:
+def snapshot(value: Any, varying: Collection[Steps] = ()) -> Any:
     """A value that can be compared and hashed: of containers and plain objects, what is in them, as deep as it is not too much.
+
+    Args:
+        value: The value.
+        varying: Steps to what stands as None in it.
 
     Raises:
         Unplain: It is none, or too large.
     """
     for depth in _DEPTHS[:-1]:
         with suppress(Unplain):
-            return _snapshot(value, depth)
-    return _snapshot(value, _DEPTHS[-1])
+            return _snapshot(value, depth, varying)
+    return _snapshot(value, _DEPTHS[-1], varying)
 
 
-def _snapshot(value: Any, max_depth: int) -> Any:
+def _snapshot(value: Any, max_depth: int, varying: Collection[Steps]) -> Any:
     left = [_MAX_ENTRIES]
 
-    def taken(value: Any, depth: int) -> Any:
+    def taken(value: Any, depth: int, steps: Steps = ()) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise Unplain
+        if varying and steps in varying:
+            return None
         if isinstance(value, _PLAIN):
             return value if value == value else "nan"
         if isinstance(value, (np.ndarray, np.generic)):
@@ -156,16 +176,20 @@ def _snapshot(value: Any, max_depth: int) -> Any:
         if depth == max_depth:
             return None
         if isinstance(value, (list, tuple)):
-            return tuple(taken(item, depth + 1) for item in value)
+            return tuple(taken(item, depth + 1, (*steps, (ITEM, index))) for index, item in enumerate(value))
         if isinstance(value, dict):
-            return tuple((str(key), taken(item, depth + 1)) for key, item in value.items())
+            return entries(value, depth, steps, ITEM)
         # What modules hold is read from them, and compared by itself.
-        return taken(vars(value), depth + 1) if _is_settings(value) and not isinstance(value, nn.Module) else None
+        is_open = _is_settings(value) and not isinstance(value, nn.Module)
+        return entries(vars(value), depth + 1, steps, ATTRIBUTE) if is_open else None
+
+    def entries(values: Mapping[Any, Any], depth: int, steps: Steps, kind: str) -> Any:
+        return tuple((str(key), taken(item, depth + 1, (*steps, (kind, key)))) for key, item in values.items())
 
     if isinstance(value, (*_PLAIN, list, tuple, dict, np.ndarray, np.generic)):
         return taken(value, 0)
     if _is_settings(value):
-        return taken(vars(value), 0)
+        return entries(vars(value), 0, (), ATTRIBUTE)
     raise Unplain
 
 

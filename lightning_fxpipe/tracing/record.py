@@ -102,6 +102,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._in_own_call: list[nn.Module | None] = []  # modules whose class has a __call__ of its own
         self._watches: list[Snapshot] = []  # of what opened code may change, which is running
 
+    def begin(self) -> None:
+        """Called before user code runs: that of the region, here."""
+        self._settings.begin_region()
+
     # ------------------------------------------------------------------ torch calls
 
     def __torch_function__(

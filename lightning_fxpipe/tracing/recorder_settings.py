@@ -27,6 +27,7 @@ class RecorderSettings:
         inputs: The real inputs, by the graph's placeholders.
         sizes: Values of the symbols.
         before: What the modules' code can change, as it was before.
+        begin_region: Called where the recorded code begins, when the code before it has run.
     """
 
     modules: Mapping[str, nn.Module]
@@ -39,3 +40,4 @@ class RecorderSettings:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     sizes: Mapping[Any, int] = field(default_factory=dict)
     before: Snapshot | None = None
+    begin_region: Callable[[], None] = lambda: None

@@ -118,9 +118,7 @@ def find_region(
         def at_call(call: RegionCall) -> None:
             result.append(function(call))
 
-        find_region(
-            root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=is_region, at_call=at_call
-        )
+        find_region(root, step, batch_size=batch_size, batch_dim=batch_dim, device=device, is_region=is_region, at_call=at_call)
         return result[0]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

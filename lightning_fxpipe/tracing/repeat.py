@@ -90,8 +90,8 @@ class Repeat:
         return symbols <= self._sizes.keys()
 
     @cached_property
-    def _sizes(self) -> dict[Any, int]:
-        sizes = example_sizes(self._traced)
+    def _sizes(self) -> dict[Any, int | float]:
+        sizes = {**example_sizes(self._traced), **self._traced.numbers.recorded}
         return sizes if self._num_samples is None else sizes | dict.fromkeys(self._traced.batch_symbols, self._num_samples)
 
     def _number(self, size: SymbolicSize) -> int | float | bool:

@@ -36,6 +36,7 @@ from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord,
 from lightning_fxpipe.tracing.torch_calls import is_query
 from lightning_fxpipe.user_code.calls import call_name
 from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.snapshot import passing_over
 
 _BATCH = -1  # stands for the batch in a TensorKey
 
@@ -104,6 +105,9 @@ class SpanRecorder(Recorder):
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
 
+    def begin(self) -> None:
+        """Called before user code runs: that before the region."""
+
     def know_batch(self, tensors: tuple[Tensor, ...]) -> None:
         """Tells the batch's tensors, which are inputs of the graph already; each stage takes those that it uses."""
         for position, tensor in enumerate(tensors):
@@ -169,6 +173,8 @@ class SpanRecorder(Recorder):
             return result
         if number == self._span.first:
             self.generators_before = python_rng()
+            with self.pause(), passing_over(self._watches):
+                self._settings.begin_region()
         arguments, structure = tree_flatten((args, kwargs))
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()

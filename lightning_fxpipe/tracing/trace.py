@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import FakeWorld, depends_on_data, has_hooks
+from lightning_fxpipe._compat.torch import FakeWorld, depends_on_data, has_hooks, symbolic_expression
 from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
@@ -29,7 +29,8 @@ from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
-from lightning_fxpipe.tracing.guards import GuardKey, failed_guards
+from lightning_fxpipe.tracing.guards import GuardKey, failed_guards, name_of_guard
+from lightning_fxpipe.tracing.held_numbers import HeldNumbers, NumberPlace
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
@@ -93,6 +94,7 @@ class TracedRegion:
     drawing: frozenset[str] = frozenset()
     guards: Mapping[GuardKey, Any] = field(default_factory=dict, repr=False)
     looks: tuple[Look, ...] = field(default=(), repr=False)
+    numbers: HeldNumbers = field(repr=False)
     recording: _Recording = field(repr=False)
     known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others have found out about the graph
 
@@ -133,11 +135,35 @@ class TracedRegion:
             return None  # torch decides broadcasting and contiguity differently for sizes 0 and 1
         return sizes
 
-    def admits(self, sizes: Mapping[Any, int]) -> bool:
-        """Whether the guards hold at these values of the symbols."""
+    def admits(self, sizes: Mapping[Any, int | float]) -> bool:
+        """True if the conditions hold at these values of the symbols."""
+        return all(_holds(condition, sizes) for condition in self._conditions())
+
+    def _conditions(self) -> list[Any]:
         # A symbol that the trace found to be a constant, or equal to another, must be so again.
-        replaced = [sympy.Eq(symbol, value) for symbol, value in self.world.replacements().items()]
-        return all(_holds(condition, sizes) for condition in (*self.world.guards(), *replaced))
+        return [*self.world.guards(), *(sympy.Eq(symbol, value) for symbol, value in self.world.replacements().items())]
+
+    @cached_property
+    def _conditions_of_numbers(self) -> list[Any]:
+        return [each for each in self._conditions() if each.free_symbols & self.numbers.places.keys()]
+
+    def values(self, sizes: Mapping[Any, int]) -> Mapping[Any, int | float]:
+        """Returns the values of all symbols in the running batch, from those of its sizes."""
+        return {**sizes, **self.numbers.now}
+
+    def constant_numbers(self) -> list[NumberPlace]:
+        """Returns the numbers that the graph holds for one value of only, or that decide about shapes."""
+        shapes = (node.meta["val"].shape for node in self.graph.nodes if isinstance(node.meta.get("val"), Tensor))
+        sizes = (symbolic_expression(size) for shape in shapes for size in shape)
+        fixed = {symbol for size in sizes for symbol in getattr(size, "free_symbols", ())} | self.world.replacements().keys()
+        for condition in self._conditions_of_numbers:
+            if not condition.free_symbols <= self.numbers.places.keys():
+                fixed |= condition.free_symbols
+        return [place for symbol, place in self.numbers.places.items() if symbol in fixed]
+
+    def is_like(self, other: TracedRegion) -> bool:
+        """True if the graph has the calls of another, for the values of numbers that it was recorded with."""
+        return self.numbers.calls_of(self.graph) == other.numbers.calls_of(other.graph)
 
     @cached_property
     def _lasting(self) -> Mapping[int, Any]:
@@ -155,7 +181,8 @@ class TracedRegion:
             made[index] if index in made else Unsent.with_name(f"Tensor {index} in the result of {self.signature.label}")
             for index in range(self.output_structure.num_tensors)
         ]
-        numbers = [size.value(sizes or {}) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
+        known = self.values(sizes or {})
+        numbers = [size.value(known) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
         return self.output_structure.fill(values, numbers)
 
     def covers(self, call: Recordable) -> bool:
@@ -165,7 +192,19 @@ class TracedRegion:
 
     def is_current(self) -> bool:
         """True if recorded code would read the same as when it was recorded. Gives the stages the tensors of now."""
-        return not failed_guards(self.root, self.guards) and self.held.refresh()
+        return not self.failed_guards() and self.take_numbers() and self.held.refresh()
+
+    def failed_guards(self) -> list[GuardKey]:
+        """Returns what recorded code reads, and what is not what it was."""
+        return failed_guards(self.root, self.guards, self.numbers.varying)
+
+    def take_numbers(self) -> bool:
+        """Takes the numbers of now for inputs; False where the graph does not hold for them."""
+        now = self.numbers.look()
+        if now is None or not all(_holds(condition, now) for condition in self._conditions_of_numbers):
+            return False
+        self.numbers.now.update(now)
+        return True
 
     def check_current(self, what: str) -> None:
         """Called at the model's call in a step that the trace was chosen for before.
@@ -173,9 +212,9 @@ class TracedRegion:
         Raises:
             UnsupportedError: The step's code has set something else than in the dry run that chose the trace.
         """
-        failed = failed_guards(self.root, self.guards)
-        if not failed and self.held.refresh():
+        if self.is_current():
             return
+        failed = [*map(name_of_guard, self.failed_guards()), *(str(place) for place in self.numbers.places.values())]
         raise UnsupportedError(
             f"The {what} sets what the model reads to something that was not expected for this batch.",
             where=self.signature.label,
@@ -190,7 +229,7 @@ class TracedRegion:
             return True
         sizes = self.bind_sizes(tuple(tuple(tensor.shape) for tensor in inputs))
         named = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(inputs)}
-        return sizes is not None and looks_hold(self.looks, named, sizes, self.held.constants)
+        return sizes is not None and looks_hold(self.looks, named, self.values(sizes), self.held.constants)
 
     def computes(self, call: Recordable) -> bool:
         """Whether the graph computes this call, as long as the modules' plain attributes are those of the trace."""
@@ -343,6 +382,8 @@ def _record(
                 raise recorder.state_reads.refusal
             check_values_read(recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
+            # While what the step has set before is there.
+            read_elsewhere = code_guards(root, actually_opened)
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
@@ -364,7 +405,8 @@ def _record(
         opened=tuple(path for path in actually_opened if path != call.opened_path),
         kept_whole=dict(learned.kept_whole),
         record=call.record_of(recorder),
-        guards={structure: structure.value(root), **code_guards(root, actually_opened), **run.guards},
+        guards={structure: structure.value(root), **read_elsewhere, **run.guards},
+        numbers=run.numbers,
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
@@ -415,8 +457,8 @@ def _name(root: nn.Module, call: Recordable) -> str:
     return call.label if call.opened_path is None else type(root.get_submodule(call.opened_path)).__name__
 
 
-def _holds(condition: sympy.Basic, sizes: Mapping[Any, int]) -> bool:
-    value = condition.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+def _holds(condition: sympy.Basic, sizes: Mapping[Any, int | float]) -> bool:
+    value = condition.xreplace({symbol: sympy.sympify(size) for symbol, size in sizes.items()})
     # What is left of symbols depends on data: nothing that the inputs' shapes could contradict.
     return bool(value.free_symbols) or bool(value)
 

@@ -40,6 +40,7 @@ class Traced:
     shapes: Shapes
     names: tuple[str, ...]  # of the input tensors
     constants: Mapping[str, Any]  # plain values among the inputs, by name
+    changed: tuple[str, ...] = ()  # names of what recorded code reads, and what had changed
 
 
 class TraceLog:
@@ -109,6 +110,7 @@ def _changes(before: Traced, made: Traced, varying: frozenset[tuple[int, int]]) 
     for field in fields(Signature):
         if field.name in _OTHER and getattr(before.signature, field.name) != getattr(made.signature, field.name):
             found[_OTHER[field.name]] = f"{_OTHER[field.name]} changed"
+    found |= {name: f"{name}, which the recorded code reads, is not what it was" for name in made.changed}
     others = {name: value for name, value in made.constants.items() if before.constants.get(name, value) != value}
     if others:
         found.pop(_OTHER["structure"], None)

@@ -56,7 +56,7 @@ class Looks:
 
 
 def looks_hold(
-    looks: Sequence[Look], inputs: Mapping[str, Tensor], sizes: Mapping[Any, int], constants: Mapping[str, Tensor]
+    looks: Sequence[Look], inputs: Mapping[str, Tensor], sizes: Mapping[Any, int | float], constants: Mapping[str, Tensor]
 ) -> bool:
     """Whether code would see the same for other inputs.
 

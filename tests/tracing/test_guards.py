@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe.tracing.guards import failed_guards, noted_guards, snapshot
+from lightning_fxpipe.tracing.guards import failed_guards, name_of_guard, noted_guards, snapshot
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 
@@ -73,7 +73,7 @@ def test_names_of_what_changed() -> None:
     with noted_guards(model, lambda: True) as guards:
         assert model[0].temperature
     model[0].temperature = 1.5
-    assert failed_guards(model, guards) == ["0.temperature"]
+    assert [*map(name_of_guard, failed_guards(model, guards))] == ["0.temperature"]
 
 
 def test_a_snapshot_compares_contents_and_not_objects() -> None:
