@@ -6,6 +6,7 @@
 - ``values``: values with tensors inside, from a rank to another or to all.
 - ``commands``: what the last stage tells the others to do.
 - ``lifeline``: a connection of our own, on which the ranks hear that one has failed, died or stopped to answer.
+- ``decisions``: who records a step anew, asked over it.
 - ``news``: what is said on it; ``handshake``: how it is made; ``heartbeat``: how a rank that is stopped is noticed.
 - ``gloo_sockets``: frees a rank that waits in a collective for another which is gone.
 - ``failure``: what then happens: ends the run on every rank, and lets the user see why.

@@ -165,6 +165,11 @@ class FailureWatch:
         """Whether any rank has failed in the current or last run."""
         return self._own is not None or self._first() is not None
 
+    @property
+    def lifeline(self) -> Lifeline | None:
+        """Connects the ranks; None where they could not be connected."""
+        return self._lifeline
+
     def has_left(self, rank: int) -> bool:
         """Whether a rank has ended its program, or is about to."""
         return self._lifeline is not None and rank in self._lifeline.left
@@ -226,7 +231,7 @@ class FailureWatch:
             exit_code=_exit_code(error),
         )
         if self._lifeline is not None:
-            self._lifeline.report(self._own)
+            self._lifeline.tell(self._own)
 
     def _hear(self, failure: Failure) -> None:
         """A rank has failed, this one or another; this one, too, may hear that it is lost, when it goes on."""

@@ -24,7 +24,7 @@ from typing import cast
 
 from lightning_fxpipe.distributed import heartbeat
 from lightning_fxpipe.distributed.handshake import Gather, connect_with_first
-from lightning_fxpipe.distributed.news import Done, Failure, Left, Lines, News, death, decode, encode, silence
+from lightning_fxpipe.distributed.news import Decision, Done, Failure, Left, Lines, News, death, decode, encode, silence
 
 _logger = logging.getLogger("lightning_fxpipe")
 # How long a rank may take to accept what it is sent: one that is stopped accepts little.
@@ -49,6 +49,7 @@ class Lifeline:
         self._changed = threading.Condition()
         self.done: set[int] = set()  # ranks that have told the user why they stop
         self.left: set[int] = set()  # ranks that have ended their program in order, or are lost
+        self.on_decision: Callable[[Decision], None] = lambda decision: None  # called as `on_failure`
         for connection in sockets.values():
             connection.settimeout(_SEND_SECONDS)
         # A process that a rank has forked, such as a worker of a dataloader, must not keep the connection of a dead rank open.
@@ -56,17 +57,13 @@ class Lifeline:
         os.register_at_fork(after_in_child=lambda: _forget(this()))
         threading.Thread(target=self._listen, name="fxpipe-lifeline", daemon=True).start()
 
-    def report(self, failure: Failure) -> None:
-        """Tells every rank, this one included."""
-        self._tell(failure)
-
     def tell_done(self) -> None:
         """Tells every rank that the user has been told of this rank's failure."""
-        self._tell(Done(self._rank))
+        self.tell(Done(self._rank))
 
     def leave(self) -> None:
         """Tells every rank that this one ends its program in order."""
-        self._tell(Left(self._rank))
+        self.tell(Left(self._rank))
 
     def wait_done(self, rank: int, seconds: float) -> bool:
         """Waits until another rank has told the user why it stops, or has gone; returns whether it told."""
@@ -76,7 +73,8 @@ class Lifeline:
 
     # ------------------------------------------------------------------ news
 
-    def _tell(self, news: News) -> None:
+    def tell(self, news: News) -> None:
+        """Tells every rank, this one included."""
         with self._lock:
             if self._rank == 0:
                 self._take(news)
@@ -92,12 +90,14 @@ class Lifeline:
             with self._changed:
                 if isinstance(news, Done):
                     self.done.add(news.rank)
-                elif isinstance(news, Left) or news.is_loss:
+                elif isinstance(news, Left) or (isinstance(news, Failure) and news.is_loss):
                     self.left.add(news.rank)
                     self._heartbeat.forget(news.rank)
                 self._changed.notify_all()
             if isinstance(news, Failure):
                 self._on_failure(news)
+            elif isinstance(news, Decision):
+                self.on_decision(news)
 
     def _listen(self) -> None:
         """What the thread does."""
@@ -144,7 +144,7 @@ class Lifeline:
                 failure = silence(rank, self._heartbeat.seconds)
                 self._take(failure)
                 if rank == 0:  # it hears of it when it goes on
-                    self._tell(failure)
+                    self.tell(failure)
 
     def _note_end(self, rank: int) -> None:
         with self._lock:

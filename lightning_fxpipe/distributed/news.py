@@ -71,8 +71,17 @@ class Left:
     rank: int
 
 
-News: TypeAlias = Failure | Done | Left
-_TYPES = {kind.__name__: (kind, get_type_hints(kind)) for kind in (Failure, Done, Left)}
+@dataclass(frozen=True)
+class Decision:
+    """Whether a rank records a step anew in a batch, by the batch's number; see ``distributed.decisions``."""
+
+    rank: int
+    batch: int
+    records: bool
+
+
+News: TypeAlias = Failure | Done | Left | Decision
+_TYPES = {kind.__name__: (kind, get_type_hints(kind)) for kind in (Failure, Done, Left, Decision)}
 
 
 def encode(news: News) -> bytes:

@@ -87,6 +87,7 @@ class StepAttributes:
         is_known = known is not None and known.renew(roots, shallow)
         self.state = known if known is not None and is_known else Snapshot(roots, shallow=shallow, enters_modules=False)
         self._own_iterators: dict[int, tuple[Rewindable, int]] = {}
+        self._changed_before: tuple[Difference, ...] = ()  # by the code before the model's call
 
     def begin_region(self) -> None:
         """Tells that the step is about to call the model: so far every rank has done the same, and made the same iterators."""
@@ -94,6 +95,8 @@ class StepAttributes:
         made = {name: Rewindable(value) for name, value in attributes.items() if is_iterator(value)}
         attributes.update(made)
         self._own_iterators = {id(each): (each, each.position) for each in attributes.values() if type(each) is Rewindable}
+        if not self.state.is_current():
+            self._changed_before = tuple(self.state.differences())
 
     def still(self) -> Snapshot | None:
         """What the step's code can change, if it is as it was, and there are no iterators among it."""
@@ -108,16 +111,24 @@ class StepAttributes:
         Raises:
             UnsupportedError: A new value cannot be sent to the other ranks.
         """
+        assigned = [*self.state.differences()]
         found = [
             _change(self._module, self.state, each, made, is_in_place=is_in_place)
             for is_in_place, differences in (
-                (False, self.state.differences()),
+                (False, (*assigned, *self._undone(assigned))),
                 (True, self.state.written_tensors(self.written)),
             )
             for each in differences
             if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
         ]
         return [*found, *self._changed_buffers()]
+
+    def _undone(self, assigned: Iterable[Difference]) -> Iterator[Difference]:
+        """Yields what the code before the model's call has changed, on every rank, and the code after it has put back."""
+        still, roots = {difference.path for difference in assigned}, roots_of(self._module)[0]
+        for each in self._changed_before:
+            if each.path not in still:
+                yield Difference(each.path, each.start, _value_now(roots, each))
 
     def _changed_buffers(self) -> Iterator[Change]:
         today = self._members.renewed().buffers
@@ -247,6 +258,17 @@ def take_over(
                 kind_of_step(owner, key).put(owner, value)
             else:
                 kind_of_step(owner, kind).set(owner, key, value)
+
+
+def _value_now(roots: Mapping[str, Any], difference: Difference) -> Any:
+    """Returns what is now where something had changed; ``ABSENT`` where there is nothing."""
+    try:
+        if difference.start is not None:
+            return at_path(roots, difference.path)[difference.start :]
+        owner, (kind, key) = at_path(roots, difference.path[:-1]), difference.path[-1]
+        return kind_of_step(owner, key).take(owner) if kind == CONTENTS else kind_of_step(owner, kind).look(owner, key)
+    except (KeyError, IndexError, AttributeError):
+        return ABSENT
 
 
 def _look(module: nn.Module, roots: Mapping[str, Any], path: Path) -> Any:

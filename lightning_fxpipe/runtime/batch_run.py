@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement, digest
 from lightning_fxpipe.distributed.commands import Commands
+from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
 from lightning_fxpipe.metrics.step_log import StepLog
@@ -60,6 +61,7 @@ class PipelineRuntime:
         schedule: Schedule for training; of the name ``"auto"``: the one that the plan was chosen for, if it was.
         loss: What the user says about the loss.
         trace_log: Gets each trace that is made.
+        decisions: Has the ranks agree on recording a step.
         sparing: Knows the ranks that get batches without values; None where all have them.
         no_placeholders: In this context a look at a tensor of another stage is an error; yields what watches for it.
         recorder: Notes what runs.
@@ -82,6 +84,7 @@ class PipelineRuntime:
         num_microbatches: int | None,
         commands: Commands,
         trace_log: TraceLog,
+        decisions: Decisions,
         schedule: Schedule = SCHEDULES["auto"],
         loss: LossOptions | None = None,
         sparing: Sparing | None = None,
@@ -98,8 +101,8 @@ class PipelineRuntime:
         self._batch_dim = plan.batch_dim
         chosen = plan.chosen
         self._num_microbatches = num_microbatches or (chosen.num_microbatches if chosen else None)
-        self.stage_traces = StageTraces(root, plan, topology, trace_log)
-        self.batch_traces = BatchTraces(root, members, topology, self.stage_traces, sparing)
+        self.stage_traces = StageTraces(root, plan, topology, trace_log, decisions)
+        self.batch_traces = BatchTraces(root, members, topology, self.stage_traces, sparing, decisions)
         is_chosen = chosen is not None and schedule.name == "auto"
         schedule = SCHEDULES[chosen.schedule] if chosen and is_chosen else schedule
         interleaving = Interleaving(

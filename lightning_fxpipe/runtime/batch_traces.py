@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fxpipe.data.skip_loading import Sparing, without_values
+from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.pytree.containers import fingerprint
 from lightning_fxpipe.pytree.shapes import Shapes
@@ -38,10 +39,17 @@ class BatchTraces:
         topology: This rank's place.
         traces: The traces of its steps.
         sparing: Knows the ranks that get batches without values; None where all have them.
+        decisions: Has the ranks agree on recording a step.
     """
 
     def __init__(
-        self, root: nn.Module, members: Members, topology: Topology, traces: StageTraces, sparing: Sparing | None
+        self,
+        root: nn.Module,
+        members: Members,
+        topology: Topology,
+        traces: StageTraces,
+        sparing: Sparing | None,
+        decisions: Decisions,
     ) -> None:
         self._root = root
         self._members = members
@@ -49,6 +57,7 @@ class BatchTraces:
         self._traces = traces
         self._found: LruCache[Hashable, Found] = LruCache(_MAX_FOUND)
         self._sparing = sparing
+        self._decisions = decisions
         self._reading: dict[StepKind, frozenset[int]] = {}  # stages that compute with tensors of the batch
 
     def forget(self) -> None:
@@ -57,6 +66,10 @@ class BatchTraces:
 
     def find(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
         """The trace, None for a batch that skips the model; and the batch, which has its values wherever that needs them."""
+        with self._decisions.batch():
+            return self._find_by_values(step, batch, size)
+
+    def _find_by_values(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
         spared = self._sparing.ranks(step.kind) if self._sparing is not None else frozenset[int]()
         try:
             try:

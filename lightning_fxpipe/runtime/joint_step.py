@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
@@ -59,6 +60,7 @@ class JointSteps:
         shared: Parameters of which several stages have a copy.
         num_microbatches: Microbatches of a call; None chooses by its number of samples.
         log: Gets each trace that is made.
+        decisions: Has the ranks agree on making one.
         recorder: Notes what runs.
     """
 
@@ -73,13 +75,14 @@ class JointSteps:
         shared: SharedParameters,
         num_microbatches: int | None,
         log: TraceLog,
+        decisions: Decisions,
         recorder: Recorder | None = None,
     ) -> None:
         self.root = root
         self.topology = topology
         self.batch_dim = plan.batch_dim
         self.num_microbatches = num_microbatches
-        self.traces = StageTraces(root, plan, topology, log)
+        self.traces = StageTraces(root, plan, topology, log, decisions)
         self.setups = PassSetups(root, plan, topology, log, everywhere=True, recorder=recorder)
         self.backwards = Backwards(shared, hooks.meet)
         self.outside = hooks.outside

@@ -12,6 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
+from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.draws import BatchDraws
@@ -79,12 +80,16 @@ class StageTraces:
         plan: Where each parameter lives.
         topology: This rank's place.
         log: Gets each trace that is made.
+        decisions: Has the ranks agree on making one.
 
     Attributes:
         iterators: Those that the running batch's step makes.
     """
 
-    def __init__(self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog) -> None:
+    def __init__(
+        self, root: nn.Module, plan: PartitionPlan, topology: Topology, log: TraceLog, decisions: Decisions | None = None
+    ) -> None:
+        self._decisions = decisions or Decisions(0, (), None)
         self._root = root
         self._batch_dim = plan.batch_dim
         self._plan = plan
@@ -157,10 +162,11 @@ class StageTraces:
             kind: Which step makes it.
             region: The call.
         """
-        if (found := self._known_now(kind, region)) is not None:
-            return self._used(found[0]), found[1]
-        with self._log.told(f"Tracing {region.label}"):
-            return self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
+        with self._decisions.batch():
+            if (found := self._known_now(kind, region)) is not None:
+                return self._used(found[0]), found[1]
+            with self._log.told(f"Tracing {region.label}"):
+                return self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
 
     def _used(self, known: StageTrace) -> StageTrace:
         self._known.remove(known)
@@ -298,6 +304,7 @@ class StageTraces:
     # ------------------------------------------------------------------ new ones
 
     def _make(self, kind: StepKind, cut: Callable[[], _Cut]) -> tuple[StageTrace, Shapes]:
+        self._decisions.agree_to_record([*self._changed])
         begin = time.perf_counter()
         region, shapes, assignment, symbolic = self._agree(kind, cut)
         check_same_cuts(assignment, self._topology, symbolic, region.ends_because, may_run_whole=kind is not StepKind.TRAIN)

@@ -20,6 +20,7 @@ from lightning_fxpipe._compat.torch import return_memory
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Materials
 from lightning_fxpipe.distributed.commands import Commands
+from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError
@@ -121,6 +122,7 @@ class Session:
         self._commands = Commands(topology.control_group, source=topology.last_rank, waiting=recorder.waiting)
         self._channel = ResultChannel(self._commands)
         self.trace_log = TraceLog(inform, warn, told=telling)
+        decisions = Decisions.among(topology)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
@@ -144,6 +146,7 @@ class Session:
             loss=loss,
             commands=self._commands,
             trace_log=self.trace_log,
+            decisions=decisions,
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
             recorder=recorder,
@@ -159,6 +162,7 @@ class Session:
             shared=self._shared,
             num_microbatches=num_microbatches,
             log=self.trace_log,
+            decisions=decisions,
             recorder=recorder,
         )
         self._joint = self._joint_steps if plan.joint_reason or must_run_jointly(module) else None  # in training

@@ -78,7 +78,7 @@ def failure(rank: int) -> Failure:
 
 
 def test_all_ranks_hear_of_failures_in_the_same_order(told: Told) -> None:
-    reporters = [threading.Thread(target=told.lifeline(rank).report, args=(failure(rank),)) for rank in range(WORLD)]
+    reporters = [threading.Thread(target=told.lifeline(rank).tell, args=(failure(rank),)) for rank in range(WORLD)]
     for thread in reporters:
         thread.start()
     orders = [[heard.get(timeout=10) for _ in range(WORLD)] for heard in told.heard]
@@ -104,7 +104,7 @@ def test_a_rank_that_leaves_in_order_has_not_died(told: Told) -> None:
     told.lifeline(2).leave()
     for connection in list(told.lifeline(2)._sockets.values()):  # its own thread takes them out
         connection.shutdown(socket.SHUT_RDWR)
-    told.lifeline(0).report(failure(0))
+    told.lifeline(0).tell(failure(0))
     assert told.heard[1].get(timeout=10).rank == 0
 
 
@@ -114,7 +114,7 @@ def test_what_is_no_news_ends_neither_the_thread_nor_the_run(told: Told, caplog:
     for line in (b"garbage", b"[[[[", b"[" * 100_000, b'{"Failure": {"rank": 1}}', b"\xff" * 1000):
         own_words.sendall(line + b"\n")
     own_words.sendall(encode(failure(2)))  # nobody speaks for another
-    told.lifeline(1).report(failure(1))
+    told.lifeline(1).tell(failure(1))
     for heard in told.heard:
         assert heard.get(timeout=10) == failure(1)
         assert heard.empty()
@@ -185,7 +185,7 @@ def test_a_rank_that_takes_nothing_is_lost_and_holds_up_nobody(monkeypatch: pyte
     monkeypatch.setattr(lifeline, "_SEND_SECONDS", 0.2)
     end = OneEnd(0, [1])
     long = Failure(rank=0, run=1, summary="", traceback="x" * 1_000_000)
-    end.lifeline.report(long)
+    end.lifeline.tell(long)
     assert end.heard.get(timeout=30) == long
     assert end.heard.get(timeout=30).summary.startswith("the process died")
     end.others[1].close()
@@ -215,7 +215,7 @@ def test_a_forked_process_neither_keeps_nor_uses_the_connection(rank: int) -> No
     if child == 0:
         try:
             life[0].close()
-            end.lifeline.report(failure(rank))
+            end.lifeline.tell(failure(rank))
             end.lifeline.leave()
             life[1].sendall(b"+" if not end.lifeline._sockets else b"-")
             life[1].recv(1)  # till the test is over

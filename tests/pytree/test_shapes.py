@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import FakeWorld
 from lightning_fxpipe.distributed.commands import Commands
+from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.planner.assignment import Assignment
@@ -442,7 +443,14 @@ def run_batches(batches: Sequence[Any], training_step: Callable[[Any, Any], Any]
     topology = Topology(group=None, control_group=None, rank=0, placement=Placement(num_ranks=2), device=torch.device("cpu"))
     commands = Commands(None, source=0)
     stages = runtime.PipelineRuntime(
-        root, Members(root), plan, topology, num_microbatches=2, commands=commands, trace_log=messages.log()
+        root,
+        Members(root),
+        plan,
+        topology,
+        num_microbatches=2,
+        commands=commands,
+        trace_log=messages.log(),
+        decisions=Decisions.among(topology),
     )
     for index, batch in enumerate(batches):
         step = Step(

@@ -1,0 +1,118 @@
+"""Ranks of a pipeline agree on recording a step anew before any of them waits for another.
+
+Each rank decides by itself whether a graph that it has computes a batch; all come to the same, as their state is the same. A
+rank that records alone would wait in a collective for ranks that wait for its stage. So it asks over the lifeline first, whose
+threads answer for ranks that wait:
+
+    rank 0, batch 7: records it    ->  Decision(rank=0, batch=7, records=True)   waits for answers
+    rank 1, batch 7: has a graph   ->  Decision(rank=1, batch=7, records=False)  rank 0 raises
+
+Nothing is sent in batches that no rank records.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch.distributed.distributed_c10d as dist
+
+from lightning_fxpipe.distributed.failure import current_watch
+from lightning_fxpipe.distributed.lifeline import Lifeline
+from lightning_fxpipe.distributed.news import Decision
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import TraceError
+
+
+class Decisions:
+    """This rank's decisions. Made by every rank of a pipeline.
+
+    Args:
+        rank: This rank.
+        ranks: All ranks of the pipeline.
+        lifeline: Connects them; without one nothing is asked.
+    """
+
+    def __init__(self, rank: int, ranks: Collection[int], lifeline: Lifeline | None) -> None:
+        self._rank = rank
+        self._others = frozenset(ranks) - {rank}
+        self._lifeline = lifeline if self._others else None
+        self._batch = self._recorded = 0  # numbers of the current batch, and of the last that this rank has recorded
+        self._is_deciding = False
+        self._heard: dict[int, Decision] = {}
+        self._news = threading.Condition()
+        if self._lifeline is not None:
+            self._lifeline.on_decision = self._hear
+
+    @classmethod
+    def among(cls, topology: Topology) -> Decisions:
+        """Returns those of a pipeline's ranks."""
+        if topology.control_group is None:
+            return cls(0, (), None)
+        watch = current_watch()
+        ranks = dist.get_process_group_ranks(topology.control_group)
+        return cls(dist.get_rank(), ranks, None if watch is None else watch.lifeline)
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Decides about one batch in the block. Entered by every rank for the same batches."""
+        with self._news:
+            self._batch += 1
+            self._is_deciding = True
+        try:
+            yield
+        finally:
+            with self._news:
+                self._is_deciding = False
+                is_asked = any(each.batch == self._batch and each.records for each in self._heard.values())
+                has_passed = is_asked and self._recorded != self._batch
+            if has_passed:
+                self._tell(records=False)
+
+    def agree_to_record(self, changed: Collection[str]) -> None:
+        """Returns when every rank is about to record the batch. Called where this rank is.
+
+        Args:
+            changed: Names of what is not what it was when the graphs were recorded.
+
+        Raises:
+            TraceError: Another rank has a graph.
+        """
+        if self._lifeline is None or not self._is_deciding or self._recorded == self._batch:
+            return
+        self._recorded = self._batch
+        self._tell(records=True)
+        with self._news:
+            self._news.wait_for(lambda: all(self._answer(rank) is not None for rank in self._others))
+            passed = sorted(rank for rank in self._others if self._answer(rank) is False)
+        if passed:
+            because = f", since {', '.join(changed)} changed" if changed else ""
+            raise TraceError(
+                "The ranks of the pipeline do not agree on recording the step again.",
+                observed=f"rank {self._rank} would record it{because}; rank {', '.join(map(str, passed))} has a graph of it",
+                expected="the same values on every rank where the model is called",
+                todo="Look for what user code sets on one rank only: in code after the model's call that an exception ends, "
+                "in a hook under `if trainer.is_global_zero`, or from unseeded random numbers.",
+            )
+
+    def _answer(self, rank: int) -> bool | None:
+        """Whether another rank records the batch; None until it has said so."""
+        decision = self._heard.get(rank)
+        return decision.records if decision is not None and decision.batch == self._batch else None
+
+    def _hear(self, decision: Decision) -> None:
+        """Called in the lifeline's thread."""
+        if decision.rank not in self._others:
+            return
+        with self._news:
+            self._heard[decision.rank] = decision
+            self._news.notify_all()
+            is_over = decision.batch < self._batch or (decision.batch == self._batch and not self._is_deciding)
+            has_passed = decision.records and is_over and self._recorded != decision.batch
+        if has_passed:
+            self._tell(records=False, batch=decision.batch)
+
+    def _tell(self, *, records: bool, batch: int | None = None) -> None:
+        assert self._lifeline is not None
+        self._lifeline.tell(Decision(self._rank, self._batch if batch is None else batch, records))
