@@ -6,9 +6,11 @@ same; otherwise a callback that anneals a temperature would anneal nothing. Modu
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from torch import nn
 from lightning_fxpipe._compat.lightning import watched_trainer_counters
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.metrics.metric_calls import METRICS
+from lightning_fxpipe.user_code.code_names import is_own_code
 
 
 class OtherKey(Protocol):
@@ -85,7 +88,7 @@ def noted_guards(
             all_names.add(name)
         if is_nested or name in TORCHS_OWN or name.startswith("__") or not is_recording():
             return object.__getattribute__(module, name)
-        is_nested = True  # a property reads others, which are no reads of the user's
+        is_nested = not _is_own_property((type(module), name))  # what a property of a library's reads is not the user's
         try:
             value = object.__getattribute__(module, name)
         finally:
@@ -102,6 +105,14 @@ def noted_guards(
 
     with watched_trainer_counters(root, read_counter), patched_attributes((nn.Module, "__getattribute__", read)):
         yield guards
+
+
+@lru_cache(maxsize=4096)
+def _is_own_property(place: tuple[type, str]) -> bool:
+    """True for a property, by class and name, whose code is the user's."""
+    cls, name = place
+    found = inspect.getattr_static(cls, name, None)
+    return isinstance(found, property) and is_own_code(getattr(found.fget, "__module__", ""))
 
 
 def guarded_values(root: nn.Module, keys: Iterable[GuardKey], varying: Varying = NOTHING_VARIES) -> dict[GuardKey, Any]:

@@ -63,8 +63,11 @@ class NumberPlace:
         if isinstance(self.guard, CodeKey):
             return self.guard.owner()
         path, name = self.guard if isinstance(self.guard, tuple) else (None, "")
-        module = None if path is None else root.get_submodule(path)
-        return module if module is not None and name in vars(module) else None
+        if path is None:
+            return None
+        module = root.get_submodule(path)
+        owner = next((each for each in (module, *type(module).__mro__) if name in vars(each)), None)
+        return None if owner is None or hasattr(type(vars(owner)[name]), "__get__") else owner
 
     def set(self, root: nn.Module, value: Any) -> None:
         """Puts another value there."""

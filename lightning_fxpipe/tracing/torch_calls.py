@@ -26,6 +26,8 @@ _QUERIES = frozenset(getattr(torch.Tensor, name) for name in _QUERY_METHODS) | {
     torch.numel,
     torch.is_tensor,
     torch.is_complex,
+    # What torch calls where a symbolic number is calculated with.
+    *(torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_max, torch.sym_min, torch.sym_ite, torch.sym_sum),
 }
 
 # Ways in which code looks at a tensor's values, and the same outside of torch's dispatch.

@@ -383,7 +383,7 @@ def _record(
             check_values_read(recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.
-            read_elsewhere = code_guards(root, actually_opened)
+            read_elsewhere = code_guards(root, actually_opened, functions=(call.code(root),))
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)

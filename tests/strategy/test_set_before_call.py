@@ -1,0 +1,217 @@
+"""What user code sets before the model's call counts in that very call, wherever it is kept and whoever sets it.
+
+A trace was compared with user state, and recorded, before the step's own code had run: what the step sets was that of the step
+before. Each holder is tried with each moment in one process, where a stage's graph is as stale as on several ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe.tracing.trace_log import TraceLog
+from tests.lit import make_trainer
+
+ALL_TESTS = "FXPIPE_ALL_TESTS" in os.environ
+FACTOR = 1.0
+
+
+class Block(nn.Module):
+    scale: Any = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale
+
+
+class Annealed(L.LightningModule):
+    """Multiplies by a number that is kept in a ``holder`` and set at a ``moment``; ``calls`` its parts in the step or not."""
+
+    def __init__(self, holder: str, moment: str, calls: str) -> None:
+        super().__init__()
+        global FACTOR
+        FACTOR = 1.0
+        torch.manual_seed(3)
+        self.holder, self.moment, self.calls = holder, moment, calls
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.number, self.count, self.is_on, self.entries, self.items = 1.0, 1, True, {"by": {"now": 1.0}}, [1.0]
+        self.array, self.scalar, self.config = np.ones(1), np.float64(1.0), SimpleNamespace(factor=1.0)
+        self.tensor = torch.ones(())
+        self.register_buffer("buffer", torch.ones(()))
+        self.seen: list[float] = []
+
+    def put(self, value: float) -> None:
+        global FACTOR
+        match self.holder:
+            case "attribute":
+                self.number = value
+            case "own attribute":  # of what it was
+                self.number = 0.5 * self.number + value
+            case "integer":
+                self.count = int(10 * value)
+            case "flag":
+                self.is_on = int(10 * value) % 2 == 0
+            case "dict":
+                self.entries["by"]["now"] = value
+            case "list":
+                self.items[0] = value
+            case "array":
+                self.array[0] = value
+            case "scalar of numpy":
+                self.scalar = np.float64(value)
+            case "object":
+                self.config.factor = value
+            case "new object":
+                self.config = SimpleNamespace(factor=value)
+            case "tensor":
+                self.tensor = torch.tensor(value)
+            case "buffer":
+                self.buffer = torch.tensor(value)
+            case "buffer in place":
+                self.buffer.fill_(value)
+            case "global variable":
+                FACTOR = value
+            case "submodule":
+                self.second.scale = value
+            case "class":
+                type(self.second).scale = value
+
+    @property
+    def factor(self) -> Any:
+        match self.holder:
+            case "attribute" | "own attribute":
+                return self.number
+            case "integer":
+                return self.count / 10 if self.count < 8 else self.count / 20
+            case "flag":
+                return 1.0 if self.is_on else 0.3
+            case "dict":
+                return 1 - self.entries["by"]["now"] / 3
+            case "list":
+                return max(0.2, self.items[0])
+            case "array":
+                return float(self.array[0])
+            case "scalar of numpy":
+                return self.scalar
+            case "object" | "new object":
+                return self.config.factor
+            case "tensor":
+                return self.tensor
+            case "buffer" | "buffer in place":
+                return self.buffer
+            case "global variable":
+                return FACTOR
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x) * self.factor))
+
+    def loss(self, batch: Any, value: float) -> Tensor:
+        if "step" in self.moment:
+            self.put(value)
+        out = self.forward(batch[0]) if self.calls == "parts" else self(batch[0])
+        if self.moment == "step and back":
+            self.put(1.0)
+        return (out - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch, 0.3 + 0.1 * self.global_step)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch, 2.0 + 0.1 * batch_idx))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.moment == "hook":
+            self.put(0.3 + 0.1 * self.global_step)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["loss"]))
+
+    def on_validation_end(self) -> None:
+        self.seen.append(float(self.trainer.callback_metrics["val_loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+HOLDERS = (
+    *("attribute", "own attribute", "integer", "flag", "dict", "list", "array", "scalar of numpy", "object", "new object"),
+    *("tensor", "buffer", "buffer in place", "global variable", "submodule", "class"),
+)
+# In place, each microbatch of 1F1B would invalidate what those before it have saved; arrays and flags have no symbols.
+NUMBERS = (
+    "attribute",
+    "own attribute",
+    "integer",
+    "dict",
+    "list",
+    "scalar of numpy",
+    "object",
+    "new object",
+    "global variable",
+)
+
+
+def fit(module: Annealed, **options: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(22, 6, generator=generator), torch.randn(22, 6, generator=generator)), 4)
+    Block.scale = 1.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make_trainer(max_epochs=2, **options).fit(module, data, data)
+    Block.scale = 1.0
+    return {"seen": module.seen, "state": {fqn: value.clone() for fqn, value in module.state_dict().items()}}
+
+
+def check(holder: str, moment: str, calls: str, schedule: Any, num_microbatches: int) -> None:
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=num_microbatches, schedule=schedule)
+    there = fit(Annealed(holder, moment, calls), strategy=strategy)
+    torch.testing.assert_close(there, fit(Annealed(holder, moment, calls)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("calls", ["model", "parts"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_the_step_sets_counts_in_its_own_call(holder: str, calls: str) -> None:
+    check(holder, "step", calls, "gpipe", 2)
+
+
+@settings(
+    deadline=None, max_examples=60 if "FXPIPE_ALL_TESTS" in os.environ else 8, derandomize="FXPIPE_ALL_TESTS" not in os.environ
+)
+@given(
+    holder=st.sampled_from(HOLDERS),
+    moment=st.sampled_from(["step", "step and back", "hook"]),
+    calls=st.sampled_from(["model", "parts"]),
+    schedule=st.sampled_from(["auto", "gpipe", "looped_bfs"]),
+    num_microbatches=st.sampled_from([1, 2, 4]),
+)
+def test_whoever_sets_it(holder: str, moment: str, calls: str, schedule: str, num_microbatches: int) -> None:
+    check(holder, moment, calls, schedule, num_microbatches)
+
+
+@pytest.mark.parametrize("moment", ["step", "hook"])
+@pytest.mark.parametrize("holder", NUMBERS)
+def test_a_number_is_recorded_twice_and_then_an_input(holder: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    original = TraceLog.add
+    monkeypatch.setattr(TraceLog, "add", lambda self, trace, varying: (made.append(trace.step), original(self, trace, varying)))
+    check(holder, moment, "model", "gpipe", 2)
+    # The one of the plan, those of two values, and of the last batch's size; `max` and `<` have a graph for each side.
+    assert made.count("training_step") <= 5
