@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -17,7 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
-from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background, weights_only_of_run
+from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background
 from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
 from lightning_fxpipe.checkpoint.locations import Location, check_seen_by_all
 from lightning_fxpipe.checkpoint.pickles import Reading
@@ -54,7 +55,11 @@ class _Run:
 
     session: Session
     topology: Topology
-    optimizers: list[StageOptimizer]
+    list_optimizers: Callable[[], Sequence[StageOptimizer]]  # which user code may exchange during the run
+
+    @property
+    def optimizers(self) -> Sequence[StageOptimizer]:
+        return self.list_optimizers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +114,16 @@ class CheckpointHooks:
         self._restored_rng: dict[str, Any] | None = None  # until the first batch
         self._linked: list[Path] = []  # to be removed
 
-    def begin_run(self, trainer: Trainer, session: Session, topology: Topology, optimizers: list[StageOptimizer]) -> Any:
-        """Called once the module is in stages; returns what holds while the run is on, a context."""
-        self._run = _Run(session=session, topology=topology, optimizers=optimizers)
+    def begin_run(
+        self, trainer: Trainer, session: Session, topology: Topology, optimizers: Callable[[], Sequence[StageOptimizer]]
+    ) -> AbstractContextManager[None]:
+        """Called once the module is in stages; returns a context for the rest of the run.
+
+        Args:
+            trainer, session, topology: The run's.
+            optimizers: Returns the run's present optimizers.
+        """
+        self._run = _Run(session=session, topology=topology, list_optimizers=optimizers)
         return checkpoints_in_background(trainer, lambda path: self._saver.is_started(Path(path)), self._link)
 
     def begin_training(self) -> None:
@@ -159,6 +171,11 @@ class CheckpointHooks:
         if self._run is None:
             raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
         return self._run
+
+    @property
+    def are_of_a_run(self) -> bool:
+        """True once the running Trainer's module is in stages."""
+        return self._run is not None
 
     @property
     def saves_nothing(self) -> bool:
@@ -270,8 +287,6 @@ class CheckpointHooks:
         check_seen_by_all(location, num_ranks)
         if location.path is not None:
             recover(location.path)
-        if weights_only is None:
-            weights_only = weights_only_of_run()
         reading = Reading(weights_only=weights_only, is_checked=lambda number: number % num_ranks == rank)
         self._restored_from = _Source(location=location, reading=reading, version=version_of(location))
         with session.hooks.suspend():
@@ -301,13 +316,11 @@ class CheckpointHooks:
         session = self._now.session
         with session.hooks.suspend():
             load_model(session.module, checkpoint["state_dict"], strict=strict)
-            session.materialise_rest(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
+            session.complete_values(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizers and, where a run goes on, the random generators and :attr:`seed`."""
         assert self._restored_from is not None
-        session = self._now.session
-        session.restore_groups(session.module.trainer)
         load_optimizers(self._restored_from.location, self._restored_from.reading, checkpoint, self._now.optimizers)
         self._check_version(self._restored_from)
         entry = entry_of(checkpoint)

@@ -10,12 +10,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
-from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe._compat.torch import return_memory
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Materials
@@ -205,25 +203,18 @@ class Session:
         mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
         return frozenset() if hooks_change_checkpoints(self.module) else mine
 
-    def materialise_rest(self, loaded: Collection[str], *, draws: bool) -> None:
-        """Initialises what has no data, and is not among what a checkpoint has brought. Called by every rank.
+    def complete_values(self, loaded: Collection[str] = (), *, draws: bool = True) -> None:
+        """Initialises tensors that have no data yet, unless a checkpoint has brought them. Called by every rank.
 
         Args:
-            loaded: Names of what it has brought.
+            loaded: Names of the tensors that it has brought.
             draws: Whether random numbers are drawn that a whole construction would have drawn.
         """
         if self._materials is not None:
             self._materials.finish(loaded, draws=draws)
-
-    def restore_groups(self, trainer: Trainer) -> None:
-        """Brings back the optimizer's groups that finetuning has added.
-
-        The callback does so in ``on_fit_start``, which has been: a module in stages is restored after the strategy's setup.
-        """
-        with self.hooks.running(trainer):
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, in_all_roots(BaseFinetuning)):
-                    of_root(BaseFinetuning, callback).on_fit_start(callback, trainer, self.module)
+            self._materials = None
+            self._members.renewed()
+            self.replicated.begin()
 
     def train(self, step: Step, batch: Any, *, averages: bool) -> Any:
         """Runs a training batch up to its loss. Called by every rank.
@@ -422,11 +413,6 @@ class Session:
         return news.output[0] if news.output else None
 
     def _begin_batch(self) -> None:
-        if self._materials is not None:  # the checkpoint that was to come has come
-            self._materials.finish((), draws=True)
-            self._materials = None
-            self._members.renewed()
-            self.replicated.begin()
         self._members.renewed()
 
     def _run_once(

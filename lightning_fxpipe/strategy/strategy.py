@@ -210,11 +210,6 @@ class PipelineStrategy(ReplicaStrategy):
     # ------------------------------------------------------------------ environment
 
     @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # a rank loads only what its stage holds, which setup decides
-
-    @property
     def session(self) -> Session:
         """The module in its pipeline, after setup."""
         if self._session is None:
@@ -250,6 +245,7 @@ class PipelineStrategy(ReplicaStrategy):
         self.set_world_ranks()
         start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
         begin_run(start, self.cluster_environment.main_address)
+        self._checkpoints.forget_run()
         self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
         self._patches.callback(self.offer_mesh(self.module))
@@ -293,9 +289,30 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if not self._checkpoints.are_of_a_run:
+            self._bring_into_stages(trainer)
+        self.session.complete_values()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        else:
+            kept = kept_through(self._stage_optimizers, self.module, self.session.dropped, self.topology)
+            self._stage_optimizers = kept
+        self.name_profile(trainer)
+        self.setup_precision_plugin()
+        self._precision = PipelinePrecision(
+            self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
+        )
+        self._patches.callback(self._precision.detach)
+        self.barrier("setup")
+
+    def _bring_into_stages(self, trainer: Trainer) -> None:
+        """Begins a run, at the moment at which it is known which tensors this rank needs and none has been restored yet.
+
+        A resumed run comes here when Lightning reads the checkpoint, another one in :meth:`setup`. So a checkpoint is loaded
+        at the same moment as on one device, before optimizers and ``on_fit_start``, and a rank reads its stages' part only.
+        """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._checkpoints.forget_run()
         self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
@@ -308,19 +325,8 @@ class PipelineStrategy(ReplicaStrategy):
             self._split(trainer)
         self._recording.begin_run(trainer, self.topology, self.plan, self.num_processes)
         self.session.prepare(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        else:
-            kept = kept_through(self._stage_optimizers, self.module, self.session.dropped, self.topology)
-            self._stage_optimizers = kept
-        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._stage_optimizers))
-        self.name_profile(trainer)
-        self.setup_precision_plugin()
-        self._precision = PipelinePrecision(
-            self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
-        )
-        self._patches.callback(self._precision.detach)
-        self.barrier("setup")
+        optimizers = partial(getattr, self, "_stage_optimizers")
+        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, optimizers))
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
@@ -432,6 +438,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if not self._checkpoints.are_of_a_run and checkpoint_path == self.module.trainer.ckpt_path:
+            self._bring_into_stages(self.module.trainer)
         return self._checkpoints.load(self.broadcast(checkpoint_path), weights_only=weights_only)
 
     @override
