@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
-from lightning_fxpipe.pytree.sizes import plain_numbers
+from lightning_fxpipe.pytree.sizes import as_bytes, plain_numbers
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
 # Of what trains, so much may be frozen for copies of it to be kept: a teacher is as large as its student, but what adapters are
@@ -38,7 +38,7 @@ class _Totals:
     def of(cls, parameters: Mapping[str, Tensor]) -> dict[str, _Totals]:
         """Of each parameter, by its name; the device is asked once."""
         detached = {fqn: p.detach() for fqn, p in parameters.items()}
-        real = {fqn: torch.view_as_real(p) if p.is_complex() else p for fqn, p in detached.items()}
+        real = {fqn: _countable(p) for fqn, p in detached.items()}
         sums = [[p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)] for p in real.values()]
         return {fqn: cls(*found) for fqn, found in zip(real, plain_numbers(*sums), strict=True)}
 
@@ -47,6 +47,13 @@ class _Totals:
         return (
             abs(self.values - others.values) > tolerance * self.sizes or abs(self.sizes - others.sizes) > tolerance * self.sizes
         )
+
+
+def _countable(values: Tensor) -> Tensor:
+    """The values in a dtype that has sums and absolute values: their bytes, unless they are floats of two bytes or more."""
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values if values.is_floating_point() and values.element_size() > 1 else as_bytes(values.contiguous())
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from lightning_fxpipe.deferred_init.materialise import Materials
 from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_tensor
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.hooks.old_gradients import OldGradients
 from lightning_fxpipe.hooks.user_hooks import Hooks
@@ -468,5 +468,5 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):
         if topology.num_ranks > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
-            dist.broadcast(tensor.data, src=0)
+            broadcast_tensor(tensor, 0)
     return shared
