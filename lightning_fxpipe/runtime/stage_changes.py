@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
-from lightning_fxpipe.pytree.sizes import as_bytes, plain_numbers
+from lightning_fxpipe.pytree.sizes import as_bytes, plain_numbers, same_bytes
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
 # Of what trains, so much may be frozen for copies of it to be kept: a teacher is as large as its student, but what adapters are
@@ -80,13 +80,11 @@ class StageChanges:
         self._buffers = {fqn: (buffer, buffer.clone()) for fqn, buffer in root.named_buffers() if not buffer.is_meta}
         own = {fqn: p for fqn, p in root.named_parameters() if not p.is_meta and p.layout is torch.strided}
         num_trained = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
-        # Types of one byte are those of weights that nobody moves, and torch cannot sum them all.
-        summed = {fqn: p for fqn, p in own.items() if p.element_size() > 1}
-        frozen = {fqn: p for fqn, p in summed.items() if not p.requires_grad}
+        frozen = {fqn: p for fqn, p in own.items() if not p.requires_grad}
         # An embedding's are those of the rows that are looked up, whatever the microbatch.
         embeddings = [module for module in root.modules() if isinstance(module, _EMBEDDINGS)]
         bounded = {id(module.weight) for module in embeddings if module.max_norm is not None}
-        self._trained = {fqn: p for fqn, p in summed.items() if p.requires_grad and id(p) not in bounded}
+        self._trained = {fqn: p for fqn, p in own.items() if p.requires_grad and id(p) not in bounded}
         self._totals_after_first: dict[str, _Totals] = {}
         copies = sum(p.numel() * p.element_size() for p in frozen.values()) <= _COPIED_SHARE * num_trained
         totals = _Totals.of(frozen)
@@ -138,7 +136,7 @@ class StageChanges:
     def changed(self) -> list[str]:
         """Names of :attr:`numbers`, and of the buffers that have changed, but for BatchNorm's: these move once for a batch."""
         norms = {f"{path}.{name}" for path, norm in batch_norms(self._root) for name, _ in norm.named_buffers()}
-        buffers = [name for name, (now, before) in self._buffers.items() if name not in norms and not torch.equal(now, before)]
+        buffers = [name for name, (now, before) in self._buffers.items() if name not in norms and not same_bytes(now, before)]
         return [*buffers, *self.numbers]
 
     def restore(self) -> None:
