@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
@@ -37,12 +37,15 @@ from lightning_fxpipe.checkpoint.stage_state import (
     version_of,
     without_foreign_extras,
 )
-from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
+from lightning_fxpipe.distributed.agreement import any_rank, check_agreement, of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at, noted_connections
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
+from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.stages.memory import has_room
 from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.support import report_unsaved
 
@@ -83,7 +86,8 @@ class CheckpointHooks:
     Args:
         timeout: How long a rank waits for another while it writes in the background.
         options: Options of the run that a checkpoint tells of, beside the plan.
-        as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
+        as_folder: Whether checkpoints are folders, into which each rank writes its part, or single files; ``"auto"``: single
+            files if rank 0's machine has the memory for them.
         in_background: Whether training goes on while a checkpoint is written.
 
     Attributes:
@@ -91,10 +95,12 @@ class CheckpointHooks:
         has_trained: Whether the run has; what is restored then is no resumed run, but a trial that is over.
     """
 
-    def __init__(self, timeout: timedelta, *, options: Mapping[str, Any], as_folder: bool, in_background: bool) -> None:
+    def __init__(
+        self, timeout: timedelta, *, options: Mapping[str, Any], as_folder: bool | Literal["auto"], in_background: bool
+    ) -> None:
         self._timeout = timeout
         self._options = options
-        self._as_folder = as_folder
+        self._form = as_folder
         self._in_background = in_background
         self.seed = 0
         self._begin_saving()
@@ -102,9 +108,7 @@ class CheckpointHooks:
 
     def copy(self) -> CheckpointHooks:
         """Those of another strategy with the same options, which has not run."""
-        return CheckpointHooks(
-            self._timeout, options=self._options, as_folder=self._as_folder, in_background=self._in_background
-        )
+        return CheckpointHooks(self._timeout, options=self._options, as_folder=self._form, in_background=self._in_background)
 
     def forget_run(self) -> None:
         """Called before each run, whose module is not in stages yet."""
@@ -113,6 +117,7 @@ class CheckpointHooks:
         self._restored_from: _Source | None = None
         self._restored_rng: dict[str, Any] | None = None  # until the first batch
         self._linked: list[Path] = []  # to be removed
+        self._as_folder = None if self._form == "auto" else self._form  # None: until the first checkpoint of the run
 
     def begin_run(
         self, trainer: Trainer, session: Session, topology: Topology, optimizers: Callable[[], Sequence[StageOptimizer]]
@@ -231,6 +236,8 @@ class CheckpointHooks:
             checkpoint = without_foreign_extras(checkpoint, module)
             checkpoint[ENTRY] = self._entry()
             self._check_common(checkpoint)
+            if self._as_folder is None:
+                self._as_folder = self._needs_folder()
             if self._as_folder:
                 checkpoint = self._folder_like(checkpoint)
             if location.path is None:
@@ -247,6 +254,22 @@ class CheckpointHooks:
             self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
             self._saver.save(location.path, write, topology.control_group)
+
+    def _needs_folder(self) -> bool:
+        """True if rank 0's machine lacks the memory for the whole checkpoint of this run. Called by every rank of a replica."""
+        module, topology = self._now.session.module, self._now.topology
+        num_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        # Before the first step the states are yet to come; all checkpoints of a run have one form.
+        num_bytes += int(ADAM_BYTES_PER_BYTE * sum(p.nbytes for p in module.parameters() if p.requires_grad))
+        num_bytes *= 2 if self._in_background else 1  # it is written from a copy
+        needs_folder = topology.num_ranks > 1 and not of_last_stage(has_room(num_bytes), topology)
+        if needs_folder:
+            warn(
+                "Checkpoints of this run are folders, into which each rank writes its part; torch.load reads files only. "
+                f"One file needs {num_bytes / 2**30:.1f} GiB on rank 0's machine, which are not free. "
+                "FxPipeStrategy(save_distributed_checkpoint=True) chooses folders without this warning, False chooses files."
+            )
+        return needs_folder
 
     def _entry(self) -> dict[str, Any]:
         """What a checkpoint says of the run that has written it, and what the stages' random numbers derive from."""

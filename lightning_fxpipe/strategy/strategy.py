@@ -117,10 +117,11 @@ class PipelineStrategy(ReplicaStrategy):
             ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
         gather_after_run: Whether every process has the whole module after a run, on the CPU, as after one on one device; else
             it keeps its stage's parameters only. ``"auto"``: where the machine's memory has room for the copies.
-        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
-            file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
-        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. What follows waits
-            for it, and raises what it failed with.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part, or one file as of
+            one device, which ``torch.load`` reads: rank 0 gets the others' parts, so its machine needs the memory for all of
+            it. ``"auto"``: a file if there is that memory when a run saves first, else folders, and a warning.
+        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. (For one file, rank
+            0 gets the others' parts before.) What follows waits for it, and raises what it failed with.
         record: Folder for what each rank does when in steps 3 to 7, or a ``Recording`` that chooses them; loggers get it, too.
     """
 
@@ -148,7 +149,7 @@ class PipelineStrategy(ReplicaStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
-        save_distributed_checkpoint: bool = True,
+        save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_save: bool = False,
         record: str | Path | Recording | None = None,
     ) -> None:
