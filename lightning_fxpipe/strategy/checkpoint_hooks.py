@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +46,7 @@ from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.stages.memory import has_room
+from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
 from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.support import report_unsaved
 
@@ -58,11 +59,12 @@ class _Run:
 
     session: Session
     topology: Topology
-    list_optimizers: Callable[[], Sequence[StageOptimizer]]  # which user code may exchange during the run
+    run_optimizers: RunOptimizers
 
     @property
-    def optimizers(self) -> Sequence[StageOptimizer]:
-        return self.list_optimizers()
+    def optimizers(self) -> list[StageOptimizer]:
+        """The present ones."""
+        return [*self.run_optimizers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +122,10 @@ class CheckpointHooks:
         self._as_folder = None if self._form == "auto" else self._form  # None: until the first checkpoint of the run
 
     def begin_run(
-        self, trainer: Trainer, session: Session, topology: Topology, optimizers: Callable[[], Sequence[StageOptimizer]]
+        self, trainer: Trainer, session: Session, topology: Topology, optimizers: RunOptimizers
     ) -> AbstractContextManager[None]:
-        """Called once the module is in stages; returns a context for the rest of the run.
-
-        Args:
-            trainer, session, topology: The run's.
-            optimizers: Returns the run's present optimizers.
-        """
-        self._run = _Run(session=session, topology=topology, list_optimizers=optimizers)
+        """Called once the module is in stages; returns a context for the rest of the run."""
+        self._run = _Run(session=session, topology=topology, run_optimizers=optimizers)
         return checkpoints_in_background(trainer, lambda path: self._saver.is_started(Path(path)), self._link)
 
     def begin_training(self) -> None:

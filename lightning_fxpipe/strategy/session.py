@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -316,7 +316,7 @@ class Session:
         """Clips by the norm over all stages; returns the norm."""
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology)
 
-    def end_run(self, optimizers: Sequence[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
+    def end_run(self, optimizers: Iterable[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
         """Makes the module whole after a run that ended well; after another one, not every rank may come here.
 
         Args:

@@ -32,7 +32,6 @@ from lightning_fxpipe.hooks.hook_code import early_hooks
 from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
 from lightning_fxpipe.metrics.metric_states import among_replicas
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
-from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -47,6 +46,7 @@ from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_fxpipe.strategy.first_values import init_context, materials_of
 from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
+from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.run_recording import RunRecording
 from lightning_fxpipe.strategy.search_space import memory_left
@@ -61,7 +61,6 @@ from lightning_fxpipe.strategy.support import (
     report_plan,
     report_unsaved,
     seeded_alike,
-    stage_optimizers,
 )
 from lightning_fxpipe.user_code.step import Step, StepKind
 
@@ -180,7 +179,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
         self._session: Session | None = None
-        self._stage_optimizers: list[StageOptimizer] = []
+        self._run_optimizers = RunOptimizers(shards=options.shares_out)
         self._checkpoints = CheckpointHooks(
             self._timeout,
             options={"schedule": self._schedule.name, "num_microbatches": self._num_microbatches},
@@ -198,7 +197,7 @@ class PipelineStrategy(ReplicaStrategy):
         copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
         fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_stop_if_asked"))
-        fresh |= {"_topology": self._topology, "_loss": self._loss, "_stage_optimizers": []}
+        fresh |= {"_topology": self._topology, "_loss": self._loss, "_run_optimizers": self._run_optimizers.copy()}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
         fresh["_checkpoints"] = self._checkpoints.copy()
         if self._topology is not None:
@@ -247,6 +246,7 @@ class PipelineStrategy(ReplicaStrategy):
         start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
         begin_run(start, self.cluster_environment.main_address)
         self._checkpoints.forget_run()
+        self._run_optimizers.begin_run()
         self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
         self._patches.callback(self.offer_mesh(self.module))
@@ -261,8 +261,7 @@ class PipelineStrategy(ReplicaStrategy):
             set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
 
     def _take_place(self, plan: PartitionPlan | None = None) -> None:
-        """Joins the process groups that all runs share, once there is a plan those of its stages. A module that is in stages
-        stays in those of its session."""
+        """Joins the process groups of all runs, once there is a plan those of its stages; a split module stays in its own."""
         placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
         with noted_connections():
             topology = shared_topology(self.root_device, self._timeout, placement, num_failed_runs())
@@ -295,23 +294,18 @@ class PipelineStrategy(ReplicaStrategy):
         self.session.complete_values()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._run_optimizers.follow(self.optimizers, self.session, self.topology)
         else:
-            kept = kept_through(self._stage_optimizers, self.module, self.session.dropped, self.topology)
-            self._stage_optimizers = kept
+            self._run_optimizers.keep(self.session, self.topology)
         self.name_profile(trainer)
         self.setup_precision_plugin()
-        self._precision = PipelinePrecision(
-            self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
-        )
+        outside = self.session.hooks.outside
+        self._precision = PipelinePrecision(self.precision_plugin, self.topology.group, self._clip_grad_by_norm, outside)
         self._patches.callback(self._precision.detach)
         self.barrier("setup")
 
     def _bring_into_stages(self, trainer: Trainer) -> None:
-        """Begins a run, at the moment at which it is known which tensors this rank needs and none has been restored yet.
-
-        A resumed run comes here when Lightning reads the checkpoint, another one in :meth:`setup`. So a checkpoint is loaded
-        at the same moment as on one device, before optimizers and ``on_fit_start``, and a rank reads its stages' part only.
-        """
+        """Begins a run: in :meth:`setup`, or before, where Lightning reads the checkpoint, of which a rank needs its part."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
@@ -326,8 +320,7 @@ class PipelineStrategy(ReplicaStrategy):
             self._split(trainer)
         self._recording.begin_run(trainer, self.topology, self.plan, self.num_processes)
         self.session.prepare(trainer)
-        optimizers = partial(getattr, self, "_stage_optimizers")
-        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, optimizers))
+        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._run_optimizers))
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
@@ -383,11 +376,6 @@ class PipelineStrategy(ReplicaStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        shards, is_saved = self._plans.options.shares_out, bool(trainer.checkpoint_callbacks)
-        self._stage_optimizers = stage_optimizers(
-            self.module, self.optimizers, self.topology, dropped=self.session.dropped, shards=shards, is_saved=is_saved
-        )
-        self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         with self.session.hooks.suspend():
@@ -401,7 +389,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._recording.end_run()
         self._patches.close()
         if self._session is not None:
-            self._session.end_run(self._stage_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
+            self._session.end_run(self._run_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -423,7 +411,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(optimizer)
+        if self._run_optimizers.are_followed:
+            return self._checkpoints.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
@@ -473,7 +462,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        stage_optimizer = next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)
+        self._run_optimizers.follow(self.optimizers, self.session, self.topology)
+        stage_optimizer = self._run_optimizers.of(optimizer)
         noted = self._recording.during("optimizer step")
         with no_end_of_epoch("optimizer_step"), noted, self.session.around_optimizer_step(stage_optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)
