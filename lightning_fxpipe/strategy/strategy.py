@@ -24,7 +24,7 @@ from lightning_fxpipe._compat.lightning import init_process_group
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
-from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, num_failed_runs
+from lightning_fxpipe.distributed.failure import begin_run, end_run, has_failed, noted_connections, num_failed_runs
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import DataParallelName, shared_topology
 from lightning_fxpipe.errors import no_end_of_epoch
@@ -411,8 +411,9 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._run_optimizers.are_followed:
-            return self._checkpoints.optimizer_state(optimizer)
+        if self._run_optimizers.are_followed and not has_failed():
+            self._run_optimizers.follow(self.optimizers, self.session, self.topology)
+        return self._checkpoints.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
