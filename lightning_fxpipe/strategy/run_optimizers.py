@@ -44,6 +44,7 @@ class RunOptimizers:
         known = [*map(id, optimizers)]
         if known == self._known:
             return
+        session.check_parameters()
         is_saved = bool(session.module.trainer.checkpoint_callbacks)
         with session.hooks.suspend():
             for former in self._present:

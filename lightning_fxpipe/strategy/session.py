@@ -46,7 +46,7 @@ from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.replicas import Replicated
-from lightning_fxpipe.stages.shard import drop_other_stages
+from lightning_fxpipe.stages.shard import check_none_late, drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
 from lightning_fxpipe.strategy.first_values import hooks_change_checkpoints
 from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
@@ -123,6 +123,8 @@ class Session:
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
+        self._split_names = frozenset(self._members.parameters)
+        self._checked: Mapping[str, nn.Parameter] | None = None  # parameters that were there when it was split
         self.replicated = Replicated(
             topology.replicas,
             lambda: self._members.parameters.values(),
@@ -229,9 +231,24 @@ class Session:
             None if the step returned None, which skips the batch.
         """
         self._begin_batch()
+        self.check_parameters()
         is_manual = not self.module.automatic_optimization
         with self.replicated.step(trains=True, averages=averages, is_manual=is_manual):
             return self._train(step, batch)
+
+    def check_parameters(self) -> None:
+        """Refuses parameters that user code has made since the module was split. Called by every rank.
+
+        No stage has them: each rank would keep its own.
+        """
+        parameters = self._members.renewed().parameters
+        if parameters is self._checked:
+            return
+        holds_any, stages_of = self._topology.holds_any, self.plan.stages_of
+        elsewhere = [fqn for fqn, p in parameters.items() if not p.is_meta and stages_of(fqn) and not holds_any(stages_of(fqn))]
+        late = [*(fqn for fqn in parameters if fqn not in self._split_names), *elsewhere]
+        check_none_late(late)
+        self._checked = parameters
 
     def _train(self, step: Step, batch: Any) -> Any:
         before = self._members.parameters  # a module's forward may give them other memory

@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from lightning_fxpipe._compat.lightning import watched_trainer_counters
-from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe._compat.torch import patched_attributes, registries
 from lightning_fxpipe.metrics.metric_calls import METRICS
 
 
@@ -37,6 +37,8 @@ _LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 256
 _MAX_ARRAY_BYTES = 2**20
+# The value of an attribute that a module does not have.
+_ABSENT = ("no such attribute",)
 
 
 class Unplain(Exception):
@@ -78,12 +80,16 @@ def noted_guards(
             all_names.add(name)
         if is_nested or name in TORCHS_OWN or name.startswith("__") or not is_recording():
             return object.__getattribute__(module, name)
+        path = paths.get(id(module))
         is_nested = True  # a property reads others, which are no reads of the user's
         try:
             value = object.__getattribute__(module, name)
+        except AttributeError:
+            if path is not None and not any(name in registry for registry in registries(module)):
+                note((path, name), _ABSENT)  # as `hasattr` finds it
+            raise
         finally:
             is_nested = False
-        path = paths.get(id(module))
         if path is not None:
             all_attributes.add((path, name))
             note((path, name), value)
@@ -113,7 +119,7 @@ def _value_of(root: nn.Module, key: GuardKey) -> Any:
         return key.value(root)
     path, name = key
     owner: Any = root.trainer if path is None else root.get_submodule(path)
-    return getattr(owner, name, None)
+    return getattr(owner, name, _ABSENT)
 
 
 def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any]) -> list[str]:
