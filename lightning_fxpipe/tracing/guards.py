@@ -85,7 +85,8 @@ def noted_guards(
         try:
             value = object.__getattribute__(module, name)
         except AttributeError:
-            if path is not None and not any(name in registry for registry in registries(module)):
+            home = str(sys._getframe(1).f_globals.get("__name__")).split(".")[0]
+            if path is not None and home not in _NO_SETTINGS and not any(name in registry for registry in registries(module)):
                 note((path, name), _ABSENT)  # as `hasattr` finds it
             raise
         finally:
