@@ -242,7 +242,7 @@ class Session:
         No stage has them: each rank would keep its own.
         """
         parameters = self._members.renewed().parameters
-        if parameters is self._checked:
+        if parameters is self._checked or self._topology.num_ranks == 1:
             return
         holds_any, stages_of = self._topology.holds_any, self.plan.stages_of
         elsewhere = [fqn for fqn, p in parameters.items() if not p.is_meta and stages_of(fqn) and not holds_any(stages_of(fqn))]

@@ -390,7 +390,7 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
     unusual = [f"{name}: {type(tensor).__name__}" for name, tensor in tensors if _has_own_storage(tensor)]
     if unusual:
         yield (
-            f"{len(unusual)} parameters and buffers of tensor classes with a storage of their own, as quantised layers have "
+            "parameters or buffers of tensor classes with a storage of their own, as quantised layers have "
             f"({', '.join(unusual[:4])})",
             "quantise the model after training, or keep the quantised values in plain buffers that forward computes with",
         )
