@@ -282,6 +282,7 @@ def test_late_layers_are_refused_and_checkpoints_are_folders_without_memory_for_
     """Each rank kept its own values of parameters that no stage has, or of another stage's that have been replaced."""
     results = ranks(2).run(refuse_and_save, str(tmp_path))
     for made, _, (is_folder, _) in results:
+        assert "The module has got parameters after it was split into stages." in made
         assert "Observed: head.0.0.weight and 3 others" in made
         assert "made in the constructor, setup or configure_model" in made
         assert is_folder
