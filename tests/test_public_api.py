@@ -100,7 +100,7 @@ def test_the_strategys_parameters_are_these() -> None:
         ("timeout_seconds", 1800.0),
         ("start_method", "auto"),
         ("gather_after_run", "auto"),
-        ("save_distributed_checkpoint", True),
+        ("save_distributed_checkpoint", "auto"),
         ("async_save", False),
         ("record", None),
     ]

@@ -238,7 +238,12 @@ def run_worker(way: str, file: Path, work: Work) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=FxPipeStrategy(num_microbatches=work.microbatches, schedule=work.schedule, gather_after_run=False),
+        strategy=FxPipeStrategy(
+            num_microbatches=work.microbatches,
+            schedule=work.schedule,
+            gather_after_run=False,
+            save_distributed_checkpoint=True,
+        ),
         max_steps=work.steps,
         callbacks=[Measure()],
         logger=False,

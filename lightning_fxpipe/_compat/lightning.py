@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import logging
 import os
@@ -384,21 +383,6 @@ _RUN_STATE = (
     *("training", "validating", "testing", "predicting", "evaluating", "sanity_checking"),
     *("num_training_batches", "num_val_batches", "num_sanity_val_batches", "num_test_batches", "num_predict_batches"),
 )
-
-
-def weights_only_of_run() -> bool | None:
-    """``weights_only`` of the ``Trainer.fit`` (``validate``, ...) that this is called in.
-
-    Where a strategy restores after its setup, the Trainer forgets to pass it on; it is in a frame above. Lightning 2.6.
-    """
-    from lightning.pytorch import Trainer
-
-    codes = [kind._run.__code__ for kind in in_all_roots(Trainer)]
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code not in codes:
-        frame = frame.f_back
-    value = frame.f_locals.get("weights_only") if frame is not None else None
-    return None if value is None else bool(value)
 
 
 def metadata_filename() -> str:

@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.pytree.portable import packed
 from lightning_fxpipe.rng import rng_state, same_rng, set_rng_state
 from lightning_fxpipe.user_code.step import StepKind
 
@@ -115,7 +116,7 @@ class Sparing:
             return load()
         before = rng_state()
         mine = [] if self.is_spared(kind) else load()
-        pickled = pickle.dumps if self._is_seen_by_hooks(kind) else describe_batch
+        pickled = packed if self._is_seen_by_hooks(kind) else describe_batch
         batches = self._tell_others(kind, tuple(map(pickled, mine)) if self._topology.is_last else (), before)
         return [pickle.loads(batch) for batch in batches] if self.is_spared(kind) else mine
 

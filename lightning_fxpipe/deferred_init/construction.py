@@ -188,6 +188,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._construction.operate(func, args, kwargs)
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IS_META, _DEVICE, _IS_CPU, _IS_CUDA = (getattr(Tensor, name).__get__ for name in ("is_meta", "device", "is_cpu", "is_cuda"))
 # With them comes data; asked to make tensors without, they forget it.
 _TAKE_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
@@ -209,6 +210,9 @@ class Calls(TorchFunctionMode):
             if made.is_meta:
                 self._construction.set_data(made, func(*args, **{**kwargs, "device": device}))
             return made
+        if func == _SET_DATA and not args[0].is_meta and args[1].is_meta and self._construction.pretends(args[1]):
+            # Lazy modules do so once they know their sizes: they have memory from then on.
+            return func(args[0], self._construction.data_of(args[1:])[0])
         if not args or not isinstance(args[0], Tensor) or not args[0].is_meta or not self._construction.pretends(args[0]):
             return func(*args, **kwargs)
         if func == _IS_META:

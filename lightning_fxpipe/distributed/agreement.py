@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Collection
 from operator import itemgetter
 from typing import Any, TypeVar, cast
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from lightning_fxpipe._compat.torch import unprofiled
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_object
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.pytree.containers import leaves_with_path
+from lightning_fxpipe.pytree.portable import packed
+from lightning_fxpipe.pytree.sizes import as_bytes
 
 Value = TypeVar("Value")
 
@@ -53,18 +57,16 @@ def gather_values(group: dist.ProcessGroup | None, value: Value) -> list[Value]:
     """The small, picklable values of all ranks, by pipeline rank; this one's without a group. Called by all of the group."""
     if group is None:
         return [value]
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    found: list[bytes] = [b""] * dist.get_world_size(group)
+    dist.all_gather_object(found, packed(value), group=group)
+    return [pickle.loads(each) for each in found]
 
 
 def of_last_stage(value: Value, topology: Topology) -> Value:
     """The picklable value of the last stage's rank; the others' do not count. Called by every rank of the pipeline."""
     if topology.num_ranks == 1:
         return value
-    box = [value if topology.is_last else None]
-    dist.broadcast_object_list(box, src=topology.last_rank, group=topology.control_group)
-    return cast(Value, box[0])
+    return cast(Value, broadcast_object(value, topology.last_rank, topology.control_group))
 
 
 def any_rank(vote: bool, topology: Topology) -> bool:
@@ -99,5 +101,5 @@ def digest(batch: Any) -> str:
     for _, leaf in leaves_with_path(batch):
         if isinstance(leaf, Tensor):
             state.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            state.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            state.update(as_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())
     return state.hexdigest()

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_fxpipe._compat.modes import makes_fakes, unwatched_torch
 from lightning_fxpipe._compat.torch import FakeTensor
 from lightning_fxpipe.distributed.topology import Replicas
+from lightning_fxpipe.distributed.values import broadcast_object
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.user_code.for_microbatch import NeedsWholeBatch, is_for_microbatch
 from lightning_fxpipe.user_code.frames import user_source
@@ -168,15 +169,14 @@ class _Reduce(torch.autograd.Function):
         return reduced_with_gradients(gradients[0], ctx.replicas, ctx.operation), None, None
 
 
-def broadcast_object(value: Any, replicas: Replicas, source: int) -> Any:
+def broadcast_among_replicas(value: Any, replicas: Replicas, source: int) -> Any:
     """A replica's object, on all of them. Called by ranks with the same stages; while a step is recorded it is its own."""
     if makes_fakes():
         return value
     check_may_talk()
-    objects = [value]
     with unwatched_torch():
-        dist.broadcast_object_list(objects, group=replicas.control_group, group_src=source)
-    return objects[0]
+        group = replicas.control_group
+        return broadcast_object(value, source if group is None else dist.get_global_rank(group, source), group)
 
 
 def voted(decision: bool, replicas: Replicas, *, all: bool) -> bool:

@@ -6,15 +6,17 @@ knows every dtype. A tensor that the value has twice is sent once, and lies in m
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import storage_key, tree_map
+from lightning_fxpipe.pytree.portable import packed
 from lightning_fxpipe.pytree.sizes import as_bytes
 
 # Smaller tensors travel together with what describes the others.
@@ -42,7 +44,7 @@ def send_value(value: Any, target: int, group: dist.ProcessGroup | None) -> None
     The group is one for messages between CPUs.
     """
     description, tensors = _taken_apart(value)
-    dist.send_object_list([description], dst=target, group=group)
+    dist.send_object_list([packed(description)], dst=target, group=group)
     for tensor in tensors:
         dist.send(tensor, dst=target, group=group)
 
@@ -51,20 +53,44 @@ def receive_value(source: int, group: dist.ProcessGroup | None) -> Any:
     """What ``source`` sends with :func:`send_value`."""
     box: list[Any] = [None]
     dist.recv_object_list(box, src=source, group=group)
-    return _put_together(box[0], lambda memory: dist.recv(memory, src=source, group=group))
+    return _put_together(pickle.loads(box[0]), lambda memory: dist.recv(memory, src=source, group=group))
 
 
 def broadcast_value(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
     """What ``source`` gives, as for :func:`send_value`; the others' does not count. Called by every rank of the group."""
     is_source = dist.get_rank() == source
     description, tensors = _taken_apart(value) if is_source else (None, ())
-    box = [description]
-    dist.broadcast_object_list(box, src=source, group=group)
+    description = broadcast_object(description, source, group)
     for tensor in tensors:
         dist.broadcast(tensor, src=source, group=group)
     if is_source:
         return value
-    return _put_together(box[0], lambda memory: dist.broadcast(memory, src=source, group=group))
+    return _put_together(description, lambda memory: dist.broadcast(memory, src=source, group=group))
+
+
+def broadcast_object(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+    """Returns the picklable value of ``source``, with its small tensors; those of other ranks are not read.
+
+    Called by every rank of the group.
+    """
+    box = [packed(value) if dist.get_rank() == source else None]
+    dist.broadcast_object_list(box, src=source, group=group)
+    return value if dist.get_rank() == source else pickle.loads(cast(bytes, box[0]))
+
+
+def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup | None = None) -> None:
+    """Gives a tensor of any dtype and layout the values that it has on ``source``. Called by every rank of the group.
+
+    It has one shape and dtype on all of them. Its memory is sent, as gloo and NCCL do not know all dtypes.
+    """
+    with torch.no_grad():
+        if not _is_plain(tensor):
+            tensor.detach().copy_(broadcast_value(tensor.detach(), source, group))
+            return
+        memory = tensor.detach().contiguous()
+        dist.broadcast(as_bytes(memory), src=source, group=group)
+        if memory.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(memory)
 
 
 def _taken_apart(value: Any) -> tuple[Any, Iterable[Tensor]]:

@@ -97,6 +97,7 @@ class Hooks:
         self._agreed = False
         self._reported: set[str] = set()
         self._installed = ExitStack()
+        self._followed = ExitStack()  # what is patched in optimizers
         self._output_readers: frozenset[str] = frozenset()
         self._returns_predictions = False
         self._batch_readers: frozenset[str] = frozenset()
@@ -135,7 +136,8 @@ class Hooks:
         self._optimizers = optimizers if self._topology.num_ranks > 1 else ()
         # It would look at each gradient of the other stages, which the rank that has them sets to zero.
         patches = [(each.optimizer, "zero_grad", self.outside(each.optimizer.zero_grad)) for each in self._optimizers]
-        self._installed.enter_context(patched_attributes(*patches))
+        self._followed.close()
+        self._followed.enter_context(patched_attributes(*patches))
 
     @contextmanager
     def around_optimizers(self, trainer: Trainer) -> Iterator[None]:
@@ -152,6 +154,7 @@ class Hooks:
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
+        self._followed.close()
         self._installed.close()
         self._output_readers = frozenset()
 

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_tensor
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.user_code.exchange import named_tensors
@@ -119,7 +120,7 @@ class WholeModel:
         received = list(tensors)
         for indices in by_dtype.values():
             flat = torch.cat([tensors[index].reshape(-1) for index in indices])
-            dist.broadcast(flat, src=owner, group=self._topology.group)
+            broadcast_tensor(flat, owner, self._topology.group)
             parts = torch.split(flat, [tensors[index].numel() for index in indices])
             for index, part in zip(indices, parts, strict=True):
                 # A copy: each tensor may be changed in place, and has memory of its own on one device.

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import storage_key
 from lightning_fxpipe.independence.division import call_words
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
+from lightning_fxpipe.pytree.sizes import same_bytes
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng
 from lightning_fxpipe.user_code.snapshot import Snapshot
@@ -284,7 +285,7 @@ class _Kept:
         with torch.no_grad():
             for buffer, values in self._buffers:
                 # Only where it has changed: an earlier call may have saved it for its backward pass.
-                if buffer.layout is not torch.strided or not torch.equal(buffer, values):
+                if buffer.layout is not torch.strided or not same_bytes(buffer, values):
                     buffer.copy_(values)
 
 
@@ -307,7 +308,7 @@ def _leaving_untouched(module: nn.Module) -> Iterator[_Kept]:
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Equal but for rounding: kernels may sum in another order."""
     if not one.is_floating_point():
-        return torch.equal(one, other)
+        return same_bytes(one, other)
     tolerance = 1e-3 if one.dtype in (torch.float16, torch.bfloat16) else 1e-4
     return torch.allclose(one.float(), other.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -315,7 +316,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 def _close(one: Tensor, other: Tensor) -> bool:
     """Equal but for what kernels for other sizes, in the precision of the device, may make of it."""
     if not one.is_floating_point():
-        return torch.equal(one, other)
+        return same_bytes(one, other)
     tolerance = 2e-2 if one.dtype in (torch.float16, torch.bfloat16) else 2e-3
     one, other = one.float(), other.float()
     finite = one[one.isfinite()]

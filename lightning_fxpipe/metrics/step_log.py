@@ -25,6 +25,7 @@ from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.commands import MAX_NUMBERS, Command, Commands
+from lightning_fxpipe.distributed.values import broadcast_object
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import metrics_as_one_call
 from lightning_fxpipe.pytree.portable import require_picklable
@@ -227,9 +228,7 @@ class ResultChannel:
             assert command is Command.RESULT
         must_describe, count, *received = message
         if must_describe:
-            sent: list[Any] = [(layout, news) if is_source else None]
-            dist.broadcast_object_list(sent, **channel)
-            self._layout, news = sent[0]
+            self._layout, news = broadcast_object((layout, news), self._commands.source, self._commands.group)
         if num_missing := int(count) - len(received):
             rest = torch.tensor(values[_INLINE_VALUES:] if is_source else [0.0] * num_missing, dtype=torch.float64)
             dist.broadcast(rest, **channel)

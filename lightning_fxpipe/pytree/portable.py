@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,35 @@ from lightning_fxpipe.pytree.sizes import as_bytes
 
 _HOST = torch.device("cpu")
 _SMALL_BYTES = 1 << 16
+# torch 2.13 pickles tensors of the others (unsigned integers, floats of 8 bits, complex halves), and cannot read them.
+_PICKLED_DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    }
+)
+
+
+def packed(value: Any) -> bytes:
+    """Pickles a value with tensors of any dtype; ``pickle.loads`` reads the result."""
+    buffer = io.BytesIO()
+    _Packing(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Packing(pickle.Pickler):
+    """Writes the memory of tensors whose dtype torch cannot read back."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.dtype in _PICKLED_DTYPES or obj.is_meta:
+            return NotImplemented
+        if obj.layout is not torch.strided or obj.is_quantized:
+            return NotImplemented
+        return _from_bytes, (as_bytes(obj.contiguous()), obj.dtype, tuple(obj.shape))
+
+
+def _from_bytes(memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return memory.view(dtype).reshape(shape)
 
 
 def sendable(value: Any, refusal: Callable[[str], UnsupportedError]) -> Any:
@@ -70,6 +100,6 @@ def require_picklable(value: Any, refusal: Callable[[str], UnsupportedError]) ->
     if type(value) in (type(None), bool, int, float, str, Tensor):  # known to be, and tensors may be large
         return
     try:
-        pickle.dumps(value)
+        packed(value)
     except Exception as error:
         raise refusal(f"a {type(value).__name__}, which cannot be pickled: {error}") from error

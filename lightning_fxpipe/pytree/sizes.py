@@ -95,6 +95,11 @@ def plain_numbers(*groups: Sequence[float | Tensor]) -> list[list[float]]:
     return [[next(read[value.device]) if isinstance(value, Tensor) else value for value in group] for group in groups]
 
 
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors of one dtype have equal shapes and bits; ``torch.equal`` does not know all dtypes."""
+    return one.shape == other.shape and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as bytes: not every transport knows every dtype."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.autograd import after_backward, backward_keeps_graph, runs_before
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_tensor
 from lightning_fxpipe.microbatch.draws import generator_state, sent_state, set_generator_state
-from lightning_fxpipe.pytree.sizes import as_bytes
 from lightning_fxpipe.runtime.region_pass import Operation, PassSetup, RegionPass
 from lightning_fxpipe.runtime.stage_changes import StageChanges
 from lightning_fxpipe.stages.gradients import SharedParameters
@@ -149,7 +149,7 @@ class JointPass:
                 results.append(sent_state(generator_state(topology.device), topology.device))
             for tensor in results:
                 if tensor.numel():
-                    dist.broadcast(as_bytes(tensor), src=topology.last_rank, group=topology.group)
+                    broadcast_tensor(tensor, topology.last_rank, topology.group)
         if self.setup.carries_random_state:
             set_generator_state(results.pop(), topology.device)
         self._joined = tuple(results)

@@ -28,6 +28,7 @@ from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_tensor
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.microbatch.draws import BatchDraws
@@ -141,7 +142,7 @@ class JointSteps:
             if gradient is None or dist.get_rank() != source:
                 gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.topology.device)
             gradient = gradient.contiguous()
-            dist.broadcast(gradient, src=source, group=self.topology.group)
+            broadcast_tensor(gradient, source, self.topology.group)
             found.append(gradient)
         return found
 

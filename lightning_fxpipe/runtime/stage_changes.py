@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.microbatch.batch_norms import batch_norms
-from lightning_fxpipe.pytree.sizes import plain_numbers
+from lightning_fxpipe.pytree.sizes import as_bytes, plain_numbers, same_bytes
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
 # Of what trains, so much may be frozen for copies of it to be kept: a teacher is as large as its student, but what adapters are
@@ -38,7 +38,7 @@ class _Totals:
     def of(cls, parameters: Mapping[str, Tensor]) -> dict[str, _Totals]:
         """Of each parameter, by its name; the device is asked once."""
         detached = {fqn: p.detach() for fqn, p in parameters.items()}
-        real = {fqn: torch.view_as_real(p) if p.is_complex() else p for fqn, p in detached.items()}
+        real = {fqn: _countable(p) for fqn, p in detached.items()}
         sums = [[p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)] for p in real.values()]
         return {fqn: cls(*found) for fqn, found in zip(real, plain_numbers(*sums), strict=True)}
 
@@ -47,6 +47,13 @@ class _Totals:
         return (
             abs(self.values - others.values) > tolerance * self.sizes or abs(self.sizes - others.sizes) > tolerance * self.sizes
         )
+
+
+def _countable(values: Tensor) -> Tensor:
+    """The values in a dtype that has sums and absolute values: their bytes, unless they are floats of two bytes or more."""
+    if values.is_complex():
+        return torch.view_as_real(values)
+    return values if values.is_floating_point() and values.element_size() > 1 else as_bytes(values.contiguous())
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,11 @@ class StageChanges:
         self._buffers = {fqn: (buffer, buffer.clone()) for fqn, buffer in root.named_buffers() if not buffer.is_meta}
         own = {fqn: p for fqn, p in root.named_parameters() if not p.is_meta and p.layout is torch.strided}
         num_trained = sum(p.numel() * p.element_size() for p in own.values() if p.requires_grad)
-        # Types of one byte are those of weights that nobody moves, and torch cannot sum them all.
-        summed = {fqn: p for fqn, p in own.items() if p.element_size() > 1}
-        frozen = {fqn: p for fqn, p in summed.items() if not p.requires_grad}
+        frozen = {fqn: p for fqn, p in own.items() if not p.requires_grad}
         # An embedding's are those of the rows that are looked up, whatever the microbatch.
         embeddings = [module for module in root.modules() if isinstance(module, _EMBEDDINGS)]
         bounded = {id(module.weight) for module in embeddings if module.max_norm is not None}
-        self._trained = {fqn: p for fqn, p in summed.items() if p.requires_grad and id(p) not in bounded}
+        self._trained = {fqn: p for fqn, p in own.items() if p.requires_grad and id(p) not in bounded}
         self._totals_after_first: dict[str, _Totals] = {}
         copies = sum(p.numel() * p.element_size() for p in frozen.values()) <= _COPIED_SHARE * num_trained
         totals = _Totals.of(frozen)
@@ -131,7 +136,7 @@ class StageChanges:
     def changed(self) -> list[str]:
         """Names of :attr:`numbers`, and of the buffers that have changed, but for BatchNorm's: these move once for a batch."""
         norms = {f"{path}.{name}" for path, norm in batch_norms(self._root) for name, _ in norm.named_buffers()}
-        buffers = [name for name, (now, before) in self._buffers.items() if name not in norms and not torch.equal(now, before)]
+        buffers = [name for name, (now, before) in self._buffers.items() if name not in norms and not same_bytes(now, before)]
         return [*buffers, *self.numbers]
 
     def restore(self) -> None:

@@ -18,12 +18,9 @@ from lightning_fxpipe.distributed.values import broadcast_value
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.stages.holders import first_held
-from lightning_fxpipe.stages.memory import available_memory
+from lightning_fxpipe.stages.memory import has_room
 from lightning_fxpipe.stages.shard import Dropped
 from lightning_fxpipe.user_code.exchange import named_tensors
-
-# Of the memory that is free; the rest is for what runs beside us.
-_USABLE_SHARE = 0.8
 
 
 def gather(root: nn.Module, plan: PartitionPlan, topology: Topology, dropped: Sequence[Dropped]) -> None:
@@ -63,6 +60,4 @@ def _fill(placeholder: Tensor, parameter: nn.Parameter | None, value: Tensor) ->
 
 def has_room_for_copies(num_bytes: int, num_copies: int, topology: Topology) -> bool:
     """Whether every machine has the memory for copies of the whole model. Called by every rank, with one answer for all."""
-    available = available_memory()
-    fits = available is None or num_bytes * num_copies <= available * _USABLE_SHARE
-    return not any_rank(not fits, topology)
+    return not any_rank(not has_room(num_bytes * num_copies), topology)

@@ -10,6 +10,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_tensor
 
 
 class SharedParameters:
@@ -32,7 +33,7 @@ class SharedParameters:
             if tensor is None:
                 continue
             self._mine.append((tensor, (group, control_group)))
-            dist.broadcast(tensor.data, src=ranks[0], group=group)
+            broadcast_tensor(tensor, ranks[0], group)
             if dist.get_rank() != ranks[0]:
                 self._secondary.add(id(tensor))
 

@@ -11,6 +11,15 @@ from torch import Tensor
 
 from lightning_fxpipe._compat.torch import storage_key
 
+# Of the memory that is free; the rest is for what runs beside us.
+_USABLE_SHARE = 0.8
+
+
+def has_room(num_bytes: int) -> bool:
+    """True if this machine has the memory for so many bytes more, or its memory is unknown."""
+    available = available_memory()
+    return available is None or num_bytes <= available * _USABLE_SHARE
+
 
 def available_memory() -> int | None:
     """Bytes of memory that processes of this machine or container can still take; None where nobody says."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.topology import Replicas
+from lightning_fxpipe.distributed.values import broadcast_tensor
 
 # As DDP's: large enough that the start of a message does not count.
 _BUCKET_BYTES = 25 * 2**20
@@ -77,12 +78,13 @@ def _reduce(gradients: Sequence[Tensor], replicas: Replicas) -> None:
 
 def share_tensors(tensors: Iterable[Tensor], replicas: Replicas, *, source: int = 0) -> None:
     """Makes tensors those of one replica, the first by default. Called by the ranks with the same stages, in all replicas."""
-    if not replicas.are_several:
+    group = replicas.group
+    if group is None:
         return
     with torch.no_grad():
         for bucket in _buckets([tensor.detach() for tensor in tensors if not tensor.is_meta]):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.broadcast(flat, group=replicas.group, group_src=source)
+            broadcast_tensor(flat, dist.get_global_rank(group, source), group)
             if replicas.index != source:
                 for tensor, part in zip(bucket, _parts(flat, bucket), strict=True):
                     tensor.copy_(part.view_as(tensor))

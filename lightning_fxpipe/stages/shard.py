@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe._compat.torch import return_memory
 from lightning_fxpipe.deferred_init.materialise import Materials, check_is_whole, placeholder_for, put_in_place
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.user_code.exchange import named_tensors
@@ -76,6 +77,18 @@ def drop_other_stages(
     return dropped
 
 
+def check_none_late(fqns: Sequence[str]) -> None:
+    """Raises :class:`UnsupportedError` if parameters were made after the module was split."""
+    if fqns:
+        raise UnsupportedError(
+            "The module has got parameters after it was split into stages.",
+            where="configure_optimizers, or a hook of the run",
+            observed=fqns[0] + (f" and {len(fqns) - 1} others" if len(fqns) > 1 else ""),
+            expected="layers that are made in the constructor, setup or configure_model",
+            todo="Make these layers in configure_model, where the Trainer, its datamodule and the data are there as well.",
+        )
+
+
 def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Materials) -> None:
     """Gives the rank's own tensors that have no data theirs."""
     blank = [(module, name, fqn, tensor) for module, name, fqn, tensor in named_tensors(root) if tensor.is_meta and is_own(fqn)]
@@ -94,5 +107,6 @@ def _materialise(root: nn.Module, is_own: Callable[[str], bool], materials: Mate
 
 def _without_memory(data: Tensor) -> Tensor:
     """Of the same shape, and nan everywhere, for whoever still refers to the parameter."""
-    value = float("nan") if data.is_floating_point() or data.is_complex() else 0
-    return torch.full((), value, dtype=data.dtype, device=data.device).expand(data.shape)
+    byte = 255 if data.is_floating_point() or data.is_complex() else 0
+    element = torch.full((data.element_size(),), byte, dtype=torch.uint8, device=data.device).view(data.dtype)
+    return element.reshape(()).expand(data.shape)

@@ -5,6 +5,7 @@
 - ``support``: what cannot be honoured is refused here.
 - ``run_plan``: the plan of a run; ``search_space``: what it is chosen from, where the user wants that.
 - ``session``: a module in its pipeline, from setup to the end of its runs.
+- ``run_optimizers``: a run's optimizers, also where hooks exchange them.
 - ``first_values``: where the tensors of a module without data get it from.
 - ``step_call``: Lightning's call of a step. ``run_recording``: which steps are recorded, and what reaches the loggers.
 - ``stop_request``: SIGTERM ends a run at the same batch on every rank.

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.optim import Optimizer
 
-from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background, weights_only_of_run
+from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background
 from lightning_fxpipe.checkpoint.atomic import is_linked, link, recover, remove
 from lightning_fxpipe.checkpoint.locations import Location, check_seen_by_all
 from lightning_fxpipe.checkpoint.pickles import Reading
@@ -36,12 +37,16 @@ from lightning_fxpipe.checkpoint.stage_state import (
     version_of,
     without_foreign_extras,
 )
-from lightning_fxpipe.distributed.agreement import any_rank, check_agreement
+from lightning_fxpipe.distributed.agreement import any_rank, check_agreement, of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed, have_all_stopped_at, noted_connections
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
+from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
+from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import rng_state, set_rng_state
+from lightning_fxpipe.stages.memory import has_room
+from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
 from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.support import report_unsaved
 
@@ -54,7 +59,12 @@ class _Run:
 
     session: Session
     topology: Topology
-    optimizers: list[StageOptimizer]
+    run_optimizers: RunOptimizers
+
+    @property
+    def optimizers(self) -> list[StageOptimizer]:
+        """The present ones."""
+        return [*self.run_optimizers]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,8 @@ class CheckpointHooks:
     Args:
         timeout: How long a rank waits for another while it writes in the background.
         options: Options of the run that a checkpoint tells of, beside the plan.
-        as_folder: Whether checkpoints are folders, into which each rank writes its part; else single files.
+        as_folder: Whether checkpoints are folders, into which each rank writes its part, or single files; ``"auto"``: single
+            files if rank 0's machine has the memory for them.
         in_background: Whether training goes on while a checkpoint is written.
 
     Attributes:
@@ -86,10 +97,12 @@ class CheckpointHooks:
         has_trained: Whether the run has; what is restored then is no resumed run, but a trial that is over.
     """
 
-    def __init__(self, timeout: timedelta, *, options: Mapping[str, Any], as_folder: bool, in_background: bool) -> None:
+    def __init__(
+        self, timeout: timedelta, *, options: Mapping[str, Any], as_folder: bool | Literal["auto"], in_background: bool
+    ) -> None:
         self._timeout = timeout
         self._options = options
-        self._as_folder = as_folder
+        self._form = as_folder
         self._in_background = in_background
         self.seed = 0
         self._begin_saving()
@@ -97,9 +110,7 @@ class CheckpointHooks:
 
     def copy(self) -> CheckpointHooks:
         """Those of another strategy with the same options, which has not run."""
-        return CheckpointHooks(
-            self._timeout, options=self._options, as_folder=self._as_folder, in_background=self._in_background
-        )
+        return CheckpointHooks(self._timeout, options=self._options, as_folder=self._form, in_background=self._in_background)
 
     def forget_run(self) -> None:
         """Called before each run, whose module is not in stages yet."""
@@ -108,10 +119,13 @@ class CheckpointHooks:
         self._restored_from: _Source | None = None
         self._restored_rng: dict[str, Any] | None = None  # until the first batch
         self._linked: list[Path] = []  # to be removed
+        self._as_folder = None if self._form == "auto" else self._form  # None: until the first checkpoint of the run
 
-    def begin_run(self, trainer: Trainer, session: Session, topology: Topology, optimizers: list[StageOptimizer]) -> Any:
-        """Called once the module is in stages; returns what holds while the run is on, a context."""
-        self._run = _Run(session=session, topology=topology, optimizers=optimizers)
+    def begin_run(
+        self, trainer: Trainer, session: Session, topology: Topology, optimizers: RunOptimizers
+    ) -> AbstractContextManager[None]:
+        """Called once the module is in stages; returns a context for the rest of the run."""
+        self._run = _Run(session=session, topology=topology, run_optimizers=optimizers)
         return checkpoints_in_background(trainer, lambda path: self._saver.is_started(Path(path)), self._link)
 
     def begin_training(self) -> None:
@@ -159,6 +173,11 @@ class CheckpointHooks:
         if self._run is None:
             raise RuntimeError("Checkpoints are of a module in stages, which it is from the strategy's setup on.")
         return self._run
+
+    @property
+    def are_of_a_run(self) -> bool:
+        """True once the running Trainer's module is in stages."""
+        return self._run is not None
 
     @property
     def saves_nothing(self) -> bool:
@@ -214,6 +233,8 @@ class CheckpointHooks:
             checkpoint = without_foreign_extras(checkpoint, module)
             checkpoint[ENTRY] = self._entry()
             self._check_common(checkpoint)
+            if self._as_folder is None:
+                self._as_folder = self._needs_folder()
             if self._as_folder:
                 checkpoint = self._folder_like(checkpoint)
             if location.path is None:
@@ -230,6 +251,22 @@ class CheckpointHooks:
             self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
             self._saver.save(location.path, write, topology.control_group)
+
+    def _needs_folder(self) -> bool:
+        """True if rank 0's machine lacks the memory for the whole checkpoint of this run. Called by every rank of a replica."""
+        module, topology = self._now.session.module, self._now.topology
+        num_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        # Before the first step the states are yet to come; all checkpoints of a run have one form.
+        num_bytes += int(ADAM_BYTES_PER_BYTE * sum(p.nbytes for p in module.parameters() if p.requires_grad))
+        num_bytes *= 2 if self._in_background else 1  # it is written from a copy
+        needs_folder = topology.num_ranks > 1 and not of_last_stage(has_room(num_bytes), topology)
+        if needs_folder:
+            warn(
+                "Checkpoints of this run are folders, into which each rank writes its part; torch.load reads files only. "
+                f"One file needs {num_bytes / 2**30:.1f} GiB on rank 0's machine, which are not free. "
+                "FxPipeStrategy(save_distributed_checkpoint=True) chooses folders without this warning, False chooses files."
+            )
+        return needs_folder
 
     def _entry(self) -> dict[str, Any]:
         """What a checkpoint says of the run that has written it, and what the stages' random numbers derive from."""
@@ -270,8 +307,6 @@ class CheckpointHooks:
         check_seen_by_all(location, num_ranks)
         if location.path is not None:
             recover(location.path)
-        if weights_only is None:
-            weights_only = weights_only_of_run()
         reading = Reading(weights_only=weights_only, is_checked=lambda number: number % num_ranks == rank)
         self._restored_from = _Source(location=location, reading=reading, version=version_of(location))
         with session.hooks.suspend():
@@ -301,13 +336,11 @@ class CheckpointHooks:
         session = self._now.session
         with session.hooks.suspend():
             load_model(session.module, checkpoint["state_dict"], strict=strict)
-            session.materialise_rest(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
+            session.complete_values(checkpoint["state_dict"].keys(), draws=ENTRY not in checkpoint)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Restores the optimizers and, where a run goes on, the random generators and :attr:`seed`."""
         assert self._restored_from is not None
-        session = self._now.session
-        session.restore_groups(session.module.trainer)
         load_optimizers(self._restored_from.location, self._restored_from.reading, checkpoint, self._now.optimizers)
         self._check_version(self._restored_from)
         entry = entry_of(checkpoint)

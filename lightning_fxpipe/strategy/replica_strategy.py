@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed.distributed_c10d as dist
@@ -18,8 +18,9 @@ from lightning_fxpipe._compat.lightning import set_rank_zero_only
 from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.replica_tensors import broadcast_object, gathered, reduced, voted
+from lightning_fxpipe.distributed.replica_tensors import broadcast_among_replicas, gathered, reduced, voted
 from lightning_fxpipe.distributed.topology import Replicas, Topology
+from lightning_fxpipe.distributed.values import broadcast_object
 
 Broadcast = TypeVar("Broadcast")
 
@@ -181,12 +182,10 @@ class ReplicaStrategy(Base):
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
         if not self._others_answer:
-            return broadcast_object(obj, self.replicas, src) if self._replicas_answer else obj
-        objects = [obj]
+            return broadcast_among_replicas(obj, self.replicas, src) if self._replicas_answer else obj
         if self.replicas.are_several:
             src *= self.topology.num_ranks  # to users the ranks are the replicas
-        dist.broadcast_object_list(objects, src, self._everyone)
-        return objects[0]
+        return cast(Broadcast, broadcast_object(obj, src, self._everyone))
 
     def broadcast_in_pipeline(self, obj: Broadcast) -> Broadcast:
         """The object of the rank with the last stage, on the ranks of its pipeline."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from torch import Tensor, nn
 
 from lightning_fxpipe._compat.lightning import averaged_modules, throughputs
-from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe._compat.torch import return_memory
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Materials
@@ -23,6 +20,7 @@ from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.distributed.values import broadcast_tensor
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.hooks.old_gradients import OldGradients
 from lightning_fxpipe.hooks.user_hooks import Hooks
@@ -49,7 +47,7 @@ from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
 from lightning_fxpipe.stages.gradients import SharedParameters, clip_by_global_norm
 from lightning_fxpipe.stages.replicas import Replicated
-from lightning_fxpipe.stages.shard import drop_other_stages
+from lightning_fxpipe.stages.shard import check_none_late, drop_other_stages
 from lightning_fxpipe.strategy.example_run import ExampleRuns
 from lightning_fxpipe.strategy.first_values import hooks_change_checkpoints
 from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
@@ -127,6 +125,8 @@ class Session:
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
         self._members = Members(module)
+        self._split_names = frozenset(self._members.parameters)
+        self._checked: Mapping[str, nn.Parameter] | None = None  # parameters that were there when it was split
         self.replicated = Replicated(
             topology.replicas,
             lambda: self._members.parameters.values(),
@@ -209,25 +209,18 @@ class Session:
         mine = frozenset(fqn for *_, fqn, tensor in named_tensors(self.module) if not tensor.is_meta)
         return frozenset() if hooks_change_checkpoints(self.module) else mine
 
-    def materialise_rest(self, loaded: Collection[str], *, draws: bool) -> None:
-        """Initialises what has no data, and is not among what a checkpoint has brought. Called by every rank.
+    def complete_values(self, loaded: Collection[str] = (), *, draws: bool = True) -> None:
+        """Initialises tensors that have no data yet, unless a checkpoint has brought them. Called by every rank.
 
         Args:
-            loaded: Names of what it has brought.
+            loaded: Names of the tensors that it has brought.
             draws: Whether random numbers are drawn that a whole construction would have drawn.
         """
         if self._materials is not None:
             self._materials.finish(loaded, draws=draws)
-
-    def restore_groups(self, trainer: Trainer) -> None:
-        """Brings back the optimizer's groups that finetuning has added.
-
-        The callback does so in ``on_fit_start``, which has been: a module in stages is restored after the strategy's setup.
-        """
-        with self.hooks.running(trainer):
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, in_all_roots(BaseFinetuning)):
-                    of_root(BaseFinetuning, callback).on_fit_start(callback, trainer, self.module)
+            self._materials = None
+            self._members.renewed()
+            self.replicated.begin()
 
     def train(self, step: Step, batch: Any, *, averages: bool) -> Any:
         """Runs a training batch up to its loss. Called by every rank.
@@ -242,9 +235,24 @@ class Session:
             None if the step returned None, which skips the batch.
         """
         self._begin_batch()
+        self.check_parameters()
         is_manual = not self.module.automatic_optimization
         with self.replicated.step(trains=True, averages=averages, is_manual=is_manual):
             return self._train(step, batch)
+
+    def check_parameters(self) -> None:
+        """Refuses parameters that user code has made since the module was split. Called by every rank.
+
+        No stage has them: each rank would keep its own.
+        """
+        parameters = self._members.renewed().parameters
+        if parameters is self._checked or self._topology.num_ranks == 1:
+            return
+        holds_any, stages_of = self._topology.holds_any, self.plan.stages_of
+        elsewhere = [fqn for fqn, p in parameters.items() if not p.is_meta and stages_of(fqn) and not holds_any(stages_of(fqn))]
+        late = [*(fqn for fqn in parameters if fqn not in self._split_names), *elsewhere]
+        check_none_late(late)
+        self._checked = parameters
 
     def _train(self, step: Step, batch: Any) -> Any:
         before = self._members.parameters  # a module's forward may give them other memory
@@ -329,7 +337,7 @@ class Session:
         """Clips by the norm over all stages; returns the norm."""
         return clip_by_global_norm(parameters, max_norm, self._shared, self._topology)
 
-    def end_run(self, optimizers: Sequence[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
+    def end_run(self, optimizers: Iterable[StageOptimizer], *, num_copies: int, gathers: bool | Literal["auto"]) -> None:
         """Makes the module whole after a run that ended well; after another one, not every rank may come here.
 
         Args:
@@ -426,11 +434,6 @@ class Session:
         return news.output[0] if news.output else None
 
     def _begin_batch(self) -> None:
-        if self._materials is not None:  # the checkpoint that was to come has come
-            self._materials.finish((), draws=True)
-            self._materials = None
-            self._members.renewed()
-            self.replicated.begin()
         self._members.renewed()
 
     def _run_once(
@@ -486,5 +489,5 @@ def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology
     names = canonical_fqns(module)
     for _, _, fqn, tensor in named_tensors(module):
         if topology.num_ranks > 1 and fqn == names[fqn] and not plan.stages_of(fqn):
-            dist.broadcast(tensor.data, src=0)
+            broadcast_tensor(tensor, 0)
     return shared

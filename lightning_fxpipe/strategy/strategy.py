@@ -24,7 +24,7 @@ from lightning_fxpipe._compat.lightning import init_process_group
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
-from lightning_fxpipe.distributed.failure import begin_run, end_run, noted_connections, num_failed_runs
+from lightning_fxpipe.distributed.failure import begin_run, end_run, has_failed, noted_connections, num_failed_runs
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import DataParallelName, shared_topology
 from lightning_fxpipe.errors import no_end_of_epoch
@@ -32,7 +32,6 @@ from lightning_fxpipe.hooks.hook_code import early_hooks
 from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
 from lightning_fxpipe.metrics.metric_states import among_replicas
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
-from lightning_fxpipe.optim.optimizers import StageOptimizer, kept_through
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
@@ -47,6 +46,7 @@ from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_fxpipe.strategy.first_values import init_context, materials_of
 from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
+from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
 from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.run_recording import RunRecording
 from lightning_fxpipe.strategy.search_space import memory_left
@@ -61,7 +61,6 @@ from lightning_fxpipe.strategy.support import (
     report_plan,
     report_unsaved,
     seeded_alike,
-    stage_optimizers,
 )
 from lightning_fxpipe.user_code.step import Step, StepKind
 
@@ -117,10 +116,11 @@ class PipelineStrategy(ReplicaStrategy):
             ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
         gather_after_run: Whether every process has the whole module after a run, on the CPU, as after one on one device; else
             it keeps its stage's parameters only. ``"auto"``: where the machine's memory has room for the copies.
-        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part. Without, it is one
-            file as of one device: rank 0 gets the others' parts, so its machine needs the memory for all of it.
-        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. What follows waits
-            for it, and raises what it failed with.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part, or one file as of
+            one device, which ``torch.load`` reads: rank 0 gets the others' parts, so its machine needs the memory for all of
+            it. ``"auto"``: a file if there is that memory when a run saves first, else folders, and a warning.
+        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. (For one file, rank
+            0 gets the others' parts before.) What follows waits for it, and raises what it failed with.
         record: Folder for what each rank does when in steps 3 to 7, or a ``Recording`` that chooses them; loggers get it, too.
     """
 
@@ -148,7 +148,7 @@ class PipelineStrategy(ReplicaStrategy):
         timeout_seconds: PositiveFloat = 1800.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
-        save_distributed_checkpoint: bool = True,
+        save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_save: bool = False,
         record: str | Path | Recording | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._start_method: StartMethod = start_method
         self._gather_after_run: bool | Literal["auto"] = gather_after_run
         self._session: Session | None = None
-        self._stage_optimizers: list[StageOptimizer] = []
+        self._run_optimizers = RunOptimizers(shards=options.shares_out)
         self._checkpoints = CheckpointHooks(
             self._timeout,
             options={"schedule": self._schedule.name, "num_microbatches": self._num_microbatches},
@@ -197,7 +197,7 @@ class PipelineStrategy(ReplicaStrategy):
         copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
         fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_stop_if_asked"))
-        fresh |= {"_topology": self._topology, "_loss": self._loss, "_stage_optimizers": []}
+        fresh |= {"_topology": self._topology, "_loss": self._loss, "_run_optimizers": self._run_optimizers.copy()}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
         fresh["_checkpoints"] = self._checkpoints.copy()
         if self._topology is not None:
@@ -208,11 +208,6 @@ class PipelineStrategy(ReplicaStrategy):
         return copied
 
     # ------------------------------------------------------------------ environment
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # a rank loads only what its stage holds, which setup decides
 
     @property
     def session(self) -> Session:
@@ -250,6 +245,8 @@ class PipelineStrategy(ReplicaStrategy):
         self.set_world_ranks()
         start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
         begin_run(start, self.cluster_environment.main_address)
+        self._checkpoints.forget_run()
+        self._run_optimizers.begin_run()
         self._take_place()
         self._patches.close()  # where a run before this one ended without a teardown
         self._patches.callback(self.offer_mesh(self.module))
@@ -264,8 +261,7 @@ class PipelineStrategy(ReplicaStrategy):
             set_rng_state(state)  # the device's, too: what a step draws there before the model's call must be the same
 
     def _take_place(self, plan: PartitionPlan | None = None) -> None:
-        """Joins the process groups that all runs share, once there is a plan those of its stages. A module that is in stages
-        stays in those of its session."""
+        """Joins the process groups of all runs, once there is a plan those of its stages; a split module stays in its own."""
         placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
         with noted_connections():
             topology = shared_topology(self.root_device, self._timeout, placement, num_failed_runs())
@@ -293,9 +289,25 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
+        if not self._checkpoints.are_of_a_run:
+            self._bring_into_stages(trainer)
+        self.session.complete_values()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._run_optimizers.follow(self.optimizers, self.session, self.topology)
+        else:
+            self._run_optimizers.keep(self.session, self.topology)
+        self.name_profile(trainer)
+        self.setup_precision_plugin()
+        outside = self.session.hooks.outside
+        self._precision = PipelinePrecision(self.precision_plugin, self.topology.group, self._clip_grad_by_norm, outside)
+        self._patches.callback(self._precision.detach)
+        self.barrier("setup")
+
+    def _bring_into_stages(self, trainer: Trainer) -> None:
+        """Begins a run: in :meth:`setup`, or before, where Lightning reads the checkpoint, of which a rank needs its part."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._checkpoints.forget_run()
         self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
@@ -308,19 +320,7 @@ class PipelineStrategy(ReplicaStrategy):
             self._split(trainer)
         self._recording.begin_run(trainer, self.topology, self.plan, self.num_processes)
         self.session.prepare(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        else:
-            kept = kept_through(self._stage_optimizers, self.module, self.session.dropped, self.topology)
-            self._stage_optimizers = kept
-        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._stage_optimizers))
-        self.name_profile(trainer)
-        self.setup_precision_plugin()
-        self._precision = PipelinePrecision(
-            self.precision_plugin, self.topology.group, self._clip_grad_by_norm, self.session.hooks.outside
-        )
-        self._patches.callback(self._precision.detach)
-        self.barrier("setup")
+        self._patches.enter_context(self._checkpoints.begin_run(trainer, self.session, self.topology, self._run_optimizers))
 
     def _split(self, trainer: Trainer) -> None:
         """Begins a session. After the module's last run with this strategy the plan holds on, where it fits."""
@@ -376,11 +376,6 @@ class PipelineStrategy(ReplicaStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        shards, is_saved = self._plans.options.shares_out, bool(trainer.checkpoint_callbacks)
-        self._stage_optimizers = stage_optimizers(
-            self.module, self.optimizers, self.topology, dropped=self.session.dropped, shards=shards, is_saved=is_saved
-        )
-        self.session.hooks.follow(self._stage_optimizers)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         with self.session.hooks.suspend():
@@ -394,7 +389,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._recording.end_run()
         self._patches.close()
         if self._session is not None:
-            self._session.end_run(self._stage_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
+            self._session.end_run(self._run_optimizers, num_copies=self.num_processes, gathers=self._gather_after_run)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -416,6 +411,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._run_optimizers.are_followed and not has_failed():
+            self._run_optimizers.follow(self.optimizers, self.session, self.topology)
         return self._checkpoints.optimizer_state(optimizer)
 
     @override
@@ -432,6 +429,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if not self._checkpoints.are_of_a_run and checkpoint_path == self.module.trainer.ckpt_path:
+            self._bring_into_stages(self.module.trainer)
         return self._checkpoints.load(self.broadcast(checkpoint_path), weights_only=weights_only)
 
     @override
@@ -464,7 +463,8 @@ class PipelineStrategy(ReplicaStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        stage_optimizer = next((s for s in self._stage_optimizers if s.optimizer is optimizer), None)
+        self._run_optimizers.follow(self.optimizers, self.session, self.topology)
+        stage_optimizer = self._run_optimizers.of(optimizer)
         noted = self._recording.during("optimizer step")
         with no_end_of_epoch("optimizer_step"), noted, self.session.around_optimizer_step(stage_optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)

@@ -386,6 +386,24 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
             "leave fully_shard and parallelize_module out: stages have parts of the model, and with "
             'data_parallel="shard" replicas share out the optimizer',
         )
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    unusual = [f"{name}: {type(tensor).__name__}" for name, tensor in tensors if _has_own_storage(tensor)]
+    if unusual:
+        yield (
+            "parameters or buffers of tensor classes with a storage of their own, as quantised layers have "
+            f"({', '.join(unusual[:4])})",
+            "quantise the model after training, or keep the quantised values in plain buffers that forward computes with",
+        )
+
+
+def _has_own_storage(tensor: Tensor) -> bool:
+    """True if a tensor's values lie elsewhere than in its memory, or change when it is moved."""
+    kind = type(tensor)
+    if isinstance(tensor, DTensor) or kind in (Tensor, nn.Parameter):
+        return False
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or kind.to is not Tensor.to:
+        return True
+    return any(isinstance(value, Tensor) for value in vars(tensor).values())
 
 
 _STEPS = {

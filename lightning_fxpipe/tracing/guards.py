@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 from lightning_fxpipe._compat.lightning import watched_trainer_counters
-from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe._compat.torch import patched_attributes, registries
 from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.user_code.code_names import is_own_code
 
@@ -47,6 +47,8 @@ _LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 256
 _MAX_ARRAY_BYTES = 2**20
+# The value of an attribute that a module does not have.
+_ABSENT = ("no such attribute",)
 
 
 class Unplain(Exception):
@@ -88,12 +90,17 @@ def noted_guards(
             all_names.add(name)
         if is_nested or name in TORCHS_OWN or name.startswith("__") or not is_recording():
             return object.__getattribute__(module, name)
+        path = paths.get(id(module))
         is_nested = not _is_own_property((type(module), name))  # what a property of a library's reads is not the user's
         try:
             value = object.__getattribute__(module, name)
+        except AttributeError:
+            home = str(sys._getframe(1).f_globals.get("__name__")).split(".")[0]
+            if path is not None and home not in _NO_SETTINGS and not any(name in registry for registry in registries(module)):
+                note((path, name), _ABSENT)  # as `hasattr` finds it
+            raise
         finally:
             is_nested = False
-        path = paths.get(id(module))
         if path is not None:
             all_attributes.add((path, name))
             note((path, name), value)
@@ -138,7 +145,7 @@ def value_of(root: nn.Module, key: GuardKey) -> Any:
         return key.value(root)
     path, name = key
     owner: Any = root.trainer if path is None else root.get_submodule(path)
-    return getattr(owner, name, None)
+    return getattr(owner, name, _ABSENT)
 
 
 def failed_guards(root: nn.Module, guards: Mapping[GuardKey, Any], varying: Varying = NOTHING_VARIES) -> list[GuardKey]:

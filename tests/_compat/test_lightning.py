@@ -552,19 +552,6 @@ def test_the_launcher_for_notebooks_starts_processes_of_each_kind() -> None:
         assert callable(launcher.launch)
 
 
-@pytest.mark.parametrize("given", [None, True, False])
-def test_weights_only_is_found_in_the_frame_of_the_run(given: bool | None) -> None:
-    seen: list[bool | None] = []
-
-    class Asks(L.Callback):
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            seen.append(_compat_lightning.weights_only_of_run())
-
-    make_trainer(max_epochs=1, callbacks=[Asks()]).fit(Counted(), loader(), weights_only=given)
-    assert seen == [given]
-    assert _compat_lightning.weights_only_of_run() is None
-
-
 def test_a_checkpoint_callback_asks_for_files_and_makes_links_by_these_methods(tmp_path: Path) -> None:
     started: list[str] = []
     links: list[tuple[str, str]] = []

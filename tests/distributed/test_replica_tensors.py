@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_fxpipe.distributed.replica_calls import ReplicaCalls
 from lightning_fxpipe.distributed.replica_tensors import (
     TalksToReplicas,
-    broadcast_object,
+    broadcast_among_replicas,
     gathered,
     reduced,
     voted,
@@ -24,7 +24,7 @@ TWO = Replicas(count=2)
 TALKS: list[Callable[[], Any]] = [
     lambda: reduced(torch.ones(1), TWO, None, "mean"),
     lambda: gathered(torch.ones(1), TWO),
-    lambda: broadcast_object("text", TWO, 0),
+    lambda: broadcast_among_replicas("text", TWO, 0),
     lambda: voted(True, TWO, all=True),
     lambda: ReplicaCalls(TWO, lambda value: value).run(dist.barrier, {}),
 ]

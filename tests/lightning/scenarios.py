@@ -4,7 +4,7 @@ A scenario gets a folder, asserts what Lightning promises, and returns what must
 :func:`default_strategy` makes ``Trainer()`` take one.
 
 Different, and documented in docs/lightning.md, so in no scenario: ``train_dataloader`` and the batch transfer hooks run once
-more before the first step; callbacks get their state back after ``on_fit_start``; ``inference_mode`` becomes ``no_grad`` with
+more before the first step; ``inference_mode`` becomes ``no_grad`` with
 gloo; a training step that never calls the model is refused, and so are StochasticWeightAveraging, ModelPruning,
 BatchSizeFinder, ``dataloader_iter`` and ``val_check_interval`` as a time.
 """

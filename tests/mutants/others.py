@@ -223,8 +223,22 @@ MUTANTS = [
         "a warning of microbatches where there is one",
     ),
     Mutant(
+        "strategy/run_optimizers.py",
+        "        if known == self._known:\n",
+        "        if self._known is not None:\n",
+        ("ranks/test_setup.py::test_hooks_of_a_run_see_restored_weights_and_may_exchange_its_optimizers",),
+        "optimizers that a hook sets are unknown to steps and checkpoints",
+    ),
+    Mutant(
+        "strategy/strategy.py",
+        "        if not self._checkpoints.are_of_a_run and checkpoint_path == self.module.trainer.ckpt_path:\n",
+        "        if False:\n",
+        ("ranks/test_setup.py::test_hooks_of_a_run_see_restored_weights_and_may_exchange_its_optimizers",),
+        "a checkpoint is read before it is known which part of it a rank needs",
+    ),
+    Mutant(
         "strategy/session.py",
-        "            dist.broadcast(tensor.data, src=0)\n",
+        "            broadcast_tensor(tensor, 0)\n",
         "            pass\n",
         ("ranks/test_training.py::test_what_no_stage_holds_starts_with_the_values_of_rank_zero",),
         "a buffer of the step is another one on each rank that nobody has seeded",

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fxpipe import UnsupportedError
-from lightning_fxpipe.pytree.portable import on_host, sendable
+from lightning_fxpipe.pytree.portable import on_host, packed, sendable
+from lightning_fxpipe.pytree.sizes import same_bytes
 from tests.ranks.synchronisations import DEVICE, renamed_device
 
 
@@ -41,3 +42,16 @@ def test_copies_are_equal_and_the_host_waits_once_for_all_that_are_small() -> No
 def test_what_cannot_be_sent_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="which cannot be pickled"):
         sendable([torch.ones(1), lambda: 0], lambda observed: UnsupportedError("No.", observed=observed))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex32, torch.float32, torch.bool])
+def test_a_packed_value_has_tensors_of_any_dtype(dtype: torch.dtype) -> None:
+    """torch pickles all of them, and cannot read all of them back."""
+    memory = torch.arange(48).to(torch.uint8) if dtype is not torch.bool else torch.ones(48, dtype=torch.uint8)
+    tensor = memory.view(dtype).view(2, -1).t()
+    first, second = pickle.loads(packed({"a": [tensor, "text"], "b": nn.Parameter(torch.ones(2))})).values()
+    assert first[0].dtype is dtype
+    assert first[0].shape == tensor.shape
+    assert same_bytes(first[0], tensor)
+    assert first[1] == "text"
+    assert isinstance(second, nn.Parameter)

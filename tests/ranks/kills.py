@@ -175,7 +175,9 @@ def _train(case: Case, folder: Path, stages: int, *, rank: int, killed: bool) ->
     keep = ModelCheckpoint(
         dirpath=folder / "checkpoints", filename="{step}", every_n_train_steps=EVERY, save_last=case.save_last, save_top_k=1
     )
-    strategy = lightning_fxpipe.FxPipeStrategy(num_microbatches=2, async_save=case.async_save, gather_after_run=False)
+    strategy = lightning_fxpipe.FxPipeStrategy(
+        num_microbatches=2, async_save=case.async_save, save_distributed_checkpoint=True, gather_after_run=False
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=max(stages, 1),

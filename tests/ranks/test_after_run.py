@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_fxpipe.stages.gather
+import lightning_fxpipe.stages.memory
 from lightning_fxpipe import FxPipeStrategy, UnsupportedError
 from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
@@ -146,8 +146,8 @@ def test_a_script_of_several_runs_goes_as_on_one_device(ranks: Ranks, tmp_path: 
 
 def split_fit(strategy_options: dict[str, Any], num_bytes: int | None) -> dict[str, Any]:
     """Fits, validates with the same Trainer, and tries another one."""
-    before = lightning_fxpipe.stages.gather.available_memory
-    lightning_fxpipe.stages.gather.available_memory = lambda: num_bytes
+    before = lightning_fxpipe.stages.memory.available_memory
+    lightning_fxpipe.stages.memory.available_memory = lambda: num_bytes
     try:
         module = LitModel("mlp")
         weight = module.model[0].weight if hasattr(module.model, "__getitem__") else next(module.parameters())
@@ -168,7 +168,7 @@ def split_fit(strategy_options: dict[str, Any], num_bytes: int | None) -> dict[s
             "shape": tuple(weight.shape),
         }
     finally:
-        lightning_fxpipe.stages.gather.available_memory = before
+        lightning_fxpipe.stages.memory.available_memory = before
 
 
 def cases_of_splitting() -> list[dict[str, Any]]:

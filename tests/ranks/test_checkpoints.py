@@ -52,7 +52,8 @@ def run(folder: str, max_epochs: int, ckpt_path: str | None, options: dict[str, 
 
 
 def piped_run(folder: str, max_epochs: int, ckpt_path: str | None, stages: int, seed: int = 5) -> dict[str, Any]:
-    return run(folder, max_epochs, ckpt_path, {"strategy": FxPipeStrategy(num_microbatches=4), "devices": stages}, seed)
+    strategy = FxPipeStrategy(num_microbatches=4, save_distributed_checkpoint=True)
+    return run(folder, max_epochs, ckpt_path, {"strategy": strategy, "devices": stages}, seed)
 
 
 def test_resumed_after_an_epoch_is_bit_for_bit_the_uninterrupted_run(ranks: Ranks, tmp_path: Path) -> None:

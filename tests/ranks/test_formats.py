@@ -444,7 +444,8 @@ class Stateless(Plain):
 
 
 def stateless(folder: str, ckpt_path: str | None) -> dict[str, Any]:
-    return results(2, module=Stateless(), folder=folder, epochs=1 if ckpt_path is None else 2, ckpt_path=ckpt_path)
+    epochs = 1 if ckpt_path is None else 2
+    return results(2, module=Stateless(), folder=folder, epochs=epochs, ckpt_path=ckpt_path, save_distributed_checkpoint=True)
 
 
 def test_an_optimizer_without_a_state_resumes_from_a_folder_and_from_its_consolidation(ranks: Ranks, tmp_path: Path) -> None:

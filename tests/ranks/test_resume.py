@@ -97,7 +97,9 @@ class Place:
 
     stages: int
     is_uneven: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"num_microbatches": 2})
+    options: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"num_microbatches": 2, "save_distributed_checkpoint": True}
+    )
 
     def trainer_options(self) -> dict[str, Any]:
         if not self.stages:

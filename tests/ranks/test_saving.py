@@ -90,7 +90,7 @@ def fit(folder: str, stages: int, keep: dict[str, Any], *, slow: float, async_sa
         max_epochs=1,
         callbacks=[checkpoint, watch],
         enable_checkpointing=True,
-        strategy=FxPipeStrategy(num_microbatches=2, async_save=async_save, **strategy),
+        strategy=FxPipeStrategy(num_microbatches=2, async_save=async_save, save_distributed_checkpoint=True, **strategy),
         devices=stages,
     )
     module = Model()
@@ -168,7 +168,7 @@ def fail(folder: str, rank: int, number: int, keep: dict[str, Any], *, async_sav
         max_epochs=1,
         callbacks=[checkpoint],
         enable_checkpointing=True,
-        strategy=FxPipeStrategy(num_microbatches=2, async_save=async_save),
+        strategy=FxPipeStrategy(num_microbatches=2, async_save=async_save, save_distributed_checkpoint=True),
         devices=2,
     )
     with mock.patch(WRITER, writer(before)), pytest.raises(OSError, match="No space left") as caught:
@@ -195,9 +195,8 @@ def not_allowed(folder: str) -> str:
     if int(os.environ["RANK"]) == 0:
         Path(folder).write_text("a file where the folder should be")
     keep = ModelCheckpoint(dirpath=folder, filename="{step}")
-    trainer = make_trainer(
-        max_epochs=1, callbacks=[keep], enable_checkpointing=True, strategy=FxPipeStrategy(num_microbatches=2), devices=2
-    )
+    strategy = FxPipeStrategy(num_microbatches=2, save_distributed_checkpoint=True)
+    trainer = make_trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=2)
     with pytest.raises(OSError) as caught:  # noqa: PT011
         trainer.fit(Model(), data(2))
     return type(caught.value).__name__
@@ -212,7 +211,7 @@ def test_a_place_that_cannot_be_written_to_is_told_on_all_ranks(ranks: Ranks, tm
 def interrupted_swap(folder: str) -> tuple[int, list[str]]:
     def run(ckpt_path: str | None, max_epochs: int) -> int:
         keep = ModelCheckpoint(dirpath=folder, filename="{step}", save_last=True)
-        strategy = FxPipeStrategy(num_microbatches=2)
+        strategy = FxPipeStrategy(num_microbatches=2, save_distributed_checkpoint=True)
         trainer = make_trainer(max_epochs=max_epochs, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=2)
         began: list[int] = []
         module = Model()
@@ -248,7 +247,7 @@ def fail_while_saving(folder: str) -> tuple[float, list[str]]:
 
     module.on_train_batch_end = on_train_batch_end
     keep = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    strategy = FxPipeStrategy(num_microbatches=2, async_save=True)
+    strategy = FxPipeStrategy(num_microbatches=2, async_save=True, save_distributed_checkpoint=True)
     trainer = make_trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True, strategy=strategy, devices=2)
     # The error comes while a checkpoint is being written.
     with mock.patch(WRITER, writer(lambda number: time.sleep(0.5))), pytest.raises(ValueError, match="the user's own"):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fxpipe.distributed.topology import Placement, Topology
-from lightning_fxpipe.stages import gather
+from lightning_fxpipe.stages import gather, memory
 
 
 def alone() -> Topology:
@@ -15,13 +15,13 @@ def alone() -> Topology:
 
 
 def test_copies_are_made_where_most_of_the_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "available_memory", lambda: 700)
+    monkeypatch.setattr(memory, "available_memory", lambda: 700)
     assert gather.has_room_for_copies(280, 2, alone())
     assert not gather.has_room_for_copies(281, 2, alone())
 
 
 def test_where_nobody_says_how_much_there_is_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "available_memory", lambda: None)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
     assert gather.has_room_for_copies(2**60, 8, alone())
 
 

@@ -281,6 +281,40 @@ def sgd() -> torch.optim.Optimizer:
     return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
 
 
+class Quantised(nn.Parameter):
+    """Its values change when it is moved, as those of bitsandbytes' layers."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+class Scaled(Tensor):
+    """Its values lie in two other tensors, as torchao's."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+class WithManifold(nn.Parameter):
+    """Has something beside its values that an optimizer reads."""
+
+
+def test_tensors_whose_values_lie_elsewhere_are_refused_by_name() -> None:
+    """Layers that are quantised had errors of their own class in setup, without the parameter's name."""
+    module = LitModel("mlp")
+    module.kept = WithManifold(torch.ones(2))
+    module.kept.manifold = "sphere"  # type: ignore[attr-defined]
+    check_trainer(trainer_for(), module)
+    module.first = Quantised(torch.ones(2))
+    module.register_buffer("second", Scaled(torch.zeros(2, dtype=torch.int8), torch.ones(1)))
+    assert "(first: Quantised, second: Scaled)" in str(refusal(trainer_for(), module))
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_number_of_optimizers_passes(count: int) -> None:
     check_optimizers([sgd() for _ in range(count)], 2)

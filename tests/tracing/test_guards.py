@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +61,32 @@ def test_a_trace_is_not_used_once_something_that_it_has_read_changes() -> None:
         assert traced.covers(call_of(torch.ones(2, 3)))
         change(model)
         assert not traced.covers(call_of(torch.ones(2, 3)))
+
+
+class Optional(nn.Module):
+    """Uses what it has, as a model does to which another part of the program adds something."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * self.scale if hasattr(self, "scale") else x
+        return h + getattr(self, "shift", 0.0)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda m: setattr(m, "scale", 2.0),
+        lambda m: setattr(m, "shift", torch.ones(3)),
+        lambda m: m.register_buffer("shift", torch.ones(3)),
+        lambda m: setattr(m, "scale", nn.Parameter(torch.ones(3))),
+    ],
+)
+def test_a_trace_is_not_used_once_there_is_an_attribute_that_was_missing(add: Any) -> None:
+    """The read of an attribute that is not there raises, and so had no value to be compared with."""
+    model = Optional()
+    traced = trace_region(model, call_of(torch.ones(2, 3)))
+    assert traced.covers(call_of(torch.ones(2, 3)))
+    add(model)
+    assert not traced.covers(call_of(torch.ones(2, 3)))
 
 
 def test_modules_that_stay_whole_read_theirs_anew_and_note_nothing() -> None:
