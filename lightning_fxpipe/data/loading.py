@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ _EXACT = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSamp
 
 
 def in_step(loader: Any, sparing: Sparing, as_replica: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
-    """A copy of a dataloader that keeps step with those of the other ranks.
+    """A dataloader with the same state that keeps step with those of the other ranks; the user's own keeps its class.
 
     Where torch's own samplers say how many batches there will be, the numbers are compared when an epoch begins; elsewhere the
     ranks vote before each batch, which costs a tenth of a millisecond.
@@ -58,25 +57,22 @@ def in_step(loader: Any, sparing: Sparing, as_replica: Callable[[], AbstractCont
     group = sparing.everyone
     if group is None or dist.get_world_size(group) == 1 or type(loader).__module__ == "builtins":
         return loader
-    following = copy.copy(loader)  # the user's own stays as it is
-    try:
-        kind: Any = type(loader)
-        following.__class__ = _in_step_kind(kind)
-    except TypeError:
-        return loader  # written in C
-    following.in_step_with, following.as_replica = sparing, as_replica
-    return following
-
-
-@cache
-def _in_step_kind(kind: Any) -> Any:
-    """The kind of dataloader, whose iterators keep step."""
+    kind: Any = type(loader)
 
     def iterate(self: Any) -> Iterator[Any]:
         length = f"{len(self)} batches" if _length_is_exact(self) else None
-        return _InStep(lambda: kind.__iter__(self), partial(end_workers, self), self.in_step_with, self.as_replica, length)
+        return _InStep(lambda: kind.__iter__(loader), partial(end_workers, loader), sparing, as_replica, length)
 
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        return in_step(copy.deepcopy(loader, memo), copy.deepcopy(sparing, memo), copy.deepcopy(as_replica, memo))
+
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    try:
+        following: Any = object.__new__(type(kind.__name__, (kind,), {**names, "__iter__": iterate, "__deepcopy__": copied}))
+        following.__dict__ = vars(loader)  # one state: what has been read of either has been read
+    except TypeError:
+        return loader  # written in C
+    return following
 
 
 def _length_is_exact(loader: Any) -> bool:
@@ -109,8 +105,6 @@ class _InStep:
         self._sparing = sparing
         self._as_replica = as_replica
         self._length = length
-        self._kind = sparing.running_step()
-        self._group = sparing.everyone if self._kind is StepKind.TRAIN else sparing.group
         self._count = 0
 
         def begin_as_replica() -> Iterator[Any]:
@@ -118,6 +112,14 @@ class _InStep:
                 return begin()
 
         self._inner = sparing.begin(self._kind, begin_as_replica)
+
+    @property
+    def _kind(self) -> StepKind | None:  # it may have been made before the run
+        return self._sparing.running_step()
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._sparing.everyone if self._kind is StepKind.TRAIN else self._sparing.group
 
     def __iter__(self) -> _InStep:
         return self
@@ -147,7 +149,10 @@ class _InStep:
     def _load_here(self) -> list[Any]:
         assert self._inner is not None
         with self._as_replica():
-            return list(islice(self._inner, 1))
+            try:
+                return [next(self._inner)]
+            except StopIteration:
+                return []
 
     def _vote(self, has_batch: bool) -> None:
         group = self._group

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict, UserList
+from datetime import date, timedelta
+from enum import Enum
 from functools import lru_cache
-from types import GetSetDescriptorType, SimpleNamespace
+from logging import Logger
+from pathlib import PurePath
+from types import GetSetDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_fxpipe.user_code.code_contents import OF_CODE
@@ -44,6 +51,12 @@ def is_users(cls: type) -> bool:
     return not any(base.__module__.startswith(_RUNS) for base in cls.__mro__)
 
 
+def is_unchanging(value: Any) -> bool:
+    """True if an object without contents cannot change: such as a path, a dtype or a function written in C."""
+    return isinstance(value, _UNCHANGING) or (callable(value) and not hasattr(value, "__dict__"))
+
+
+_UNCHANGING = (Enum, PurePath, np.generic, np.dtype, torch.dtype, torch.device, ModuleType, re.Pattern, date, timedelta, Logger)
 _PLAIN_HOLDERS = (SimpleNamespace, UserDict, UserList)
 _RUNS = tuple(
     f"{top}.{part}"

@@ -13,8 +13,7 @@ at. The functions of installed libraries are not searched for global variables.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -36,7 +35,8 @@ from lightning_fxpipe.user_code.contents import (
     with_changes,
 )
 from lightning_fxpipe.user_code.iterators import ITERATOR, Mark, Rewindable, is_iterator
-from lightning_fxpipe.user_code.kinds import is_users, kinds_of
+from lightning_fxpipe.user_code.kinds import is_unchanging, is_users, kinds_of
+from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, look, name_of
 
 MAX_OBJECTS = 50_000
 MAX_WALKED = 10_000
@@ -47,26 +47,6 @@ _UNCHANGING = frozenset(
 
 # Of optimizers: a root, and the place of a group's parameters in it.
 _GROUPS, _PARAMETERS = ".param_groups", ("key", "params")
-
-# From the name of a root over (kind, key) to an object.
-Path = tuple[Any, ...]
-# The last step of a path where what is in an object has changed as a whole; with it goes the name of the kind.
-CONTENTS = "contents"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Something that has changed.
-
-    Attributes:
-        path: The name of a root, then (kind, key) for each step to what has changed; to a list that has grown or shrunk.
-        start: For such a list, the index of the first new entry; else None.
-        value: What it is now, or the new entries; ``ABSENT`` where it is gone.
-    """
-
-    path: Path
-    start: int | None
-    value: Any
 
 
 @dataclass(slots=True)
@@ -127,6 +107,7 @@ class Snapshot:
 
     Attributes:
         modules_met: The modules that were reached and not looked into.
+        left_alone: The classes of objects that may change and that nothing is known of.
     """
 
     def __init__(
@@ -140,6 +121,7 @@ class Snapshot:
         self._first: dict[int, int] = {}  # by id of an object, its first record
         self._enters_modules = enters_modules
         self.modules_met: list[nn.Module] = []
+        self.left_alone: set[type] = set()
         self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
         self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
         self._marks: list[Mark] = []
@@ -181,6 +163,20 @@ class Snapshot:
         for record in changed:
             record.kind.put(record.owner, record.contents)
         return bool(changed)
+
+    def take_back(self) -> Callable[[], None]:
+        """As :meth:`restore`; returns a function that makes the same changes again, to what the objects are by then."""
+        changed = [(record, record.kind.take(record.owner)) for record in self._records if record.has_changed()]
+        self.restore()
+
+        def again() -> None:
+            for record, after in changed:
+                kind, now = record.kind, record.kind.take(record.owner)
+                is_unchanged = now is not ABSENT and kind.is_same(now, record.contents)
+                if after is not ABSENT:
+                    kind.put(record.owner, after if is_unchanged else with_changes(now, record.contents, after))
+
+        return again
 
     def is_current(self) -> bool:
         """Whether all objects are still what they were."""
@@ -292,6 +288,8 @@ class Snapshot:
             kinds = (ATTRIBUTES,)
         indices = [index for kind in kinds if (index := self._remember(value, kind, parent, key)) >= 0]
         if not indices:
+            if not is_unchanging(value):
+                self.left_alone.add(cls)
             return
         if isinstance(value, Globals):
             self._spaces.append(_Space(value.values, list(value.values)))
@@ -371,34 +369,6 @@ def passing_over(snapshots: Iterable[Snapshot]) -> Iterator[None]:
                 record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
 
 
-def look(owner: Any, step: tuple[str, Any]) -> Any:
-    """Takes one step of a path, from an object to another.
-
-    Raises:
-        KeyError, IndexError, AttributeError: There is nothing.
-    """
-    kind, key = step
-    if kind == "mro":
-        return type(owner).__mro__[key]
-    if kind == "code":
-        return functions_of(owner)[key] if isinstance(owner, type) else owner.__wrapped__
-    if kind == "globals":
-        return Globals(key, vars(sys.modules[key]), frozenset())
-    if kind == "member":
-        return next((entry for entry in owner if entry is key or entry == key), None)
-    return kind_of_step(owner, kind).look(owner, key)
-
-
-def kind_of_step(owner: Any, name: str) -> Kind:
-    """How an object is handled in a step of a path.
-
-    Raises:
-        KeyError: It has no such contents: another object is there now.
-    """
-    kinds = (CLASS,) if isinstance(owner, type) else kinds_of(owner) or (ATTRIBUTES,)
-    return {kind.name: kind for kind in kinds}[name]
-
-
 def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) -> Snapshot:
     """What a module's code may change: the module and what hangs on it, and what it reaches through its Trainer.
 
@@ -440,18 +410,6 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
     return roots, {} if trainer is None else {"trainer": trainer}
 
 
-def at_path(roots: Mapping[str, Any], path: Path) -> Any:
-    """The object that a path leads to.
-
-    Raises:
-        KeyError, IndexError, AttributeError: There is nothing.
-    """
-    owner = roots[path[0]]
-    for step in path[1:]:
-        owner = look(owner, step)
-    return owner
-
-
 def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
     kind, before = record.kind, record.contents
     as_a_whole = (*path, (CONTENTS, kind.name))
@@ -476,16 +434,3 @@ def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
             yield Difference(as_a_whole, None, now)
     else:
         yield Difference(as_a_whole, None, now)
-
-
-def name_of(path: Path) -> str:
-    """A path as its code would write it, up to the first name after a root, a class or a module: ``self.stats``."""
-    name = path[0]
-    for kind, key in path[1:]:
-        if kind in ("attribute", "slot", "global", "class", "function"):
-            return f"{name}.{key if isinstance(key, str) else key[-1]}"
-        if kind == "globals":
-            name = str(key)
-        elif kind == "mro":
-            name = f"type({path[0]})"
-    return str(name)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_fxpipe.user_code import snapshot
-from lightning_fxpipe.user_code.snapshot import Snapshot, at_path
+from lightning_fxpipe.user_code.paths import at_path
+from lightning_fxpipe.user_code.snapshot import Snapshot
 
 GLOBAL_COUNTS: dict[str, list[int]] = {"steps": [0]}
 GLOBAL_NUMBER = 0
