@@ -35,16 +35,17 @@ def lightning_class(module: Any) -> Any:
     return next((kind for kind in bases if kind.__module__.split(".")[0] in LIGHTNING), None)
 
 
-def log_replaced(module: Any, log: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
-    """What to patch so that ``log`` runs in place of Lightning's own methods with these names, called for this module.
+def own_replaced(module: Any, function: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
+    """Patches of Lightning's class after which a function runs in place of its methods with these names, for this module.
 
-    What a LightningModule overrides them with runs on, and ends there. For a module that is not Lightning's it is nothing.
+    What a LightningModule has itself under such a name, be it a method, a property or a number, stays. A module that is not
+    Lightning's needs no patch.
     """
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return log(*args, **kwargs) if self is module else original(self, *args, **kwargs)
+            return function(*args, **kwargs) if self is module else original(self, *args, **kwargs)
 
         return call
 

@@ -35,6 +35,21 @@ def has_loaders(loop: Any) -> bool:
     return bool(loop._data_source.is_defined())
 
 
+LOADER_NAMES = ("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders")
+
+
+def loaders_of(trainer: Any) -> dict[str, Any]:
+    """The dataloaders that the Trainer's properties of these names return; without those that no loop has set up."""
+    fit_loop = getattr(trainer, "fit_loop", None)
+    if fit_loop is None:
+        return {}
+    val_loop = fit_loop.epoch_loop.val_loop
+    val_loop = trainer.validate_loop if val_loop._combined_loader is None else val_loop
+    loops = (fit_loop, val_loop, trainer.test_loop, trainer.predict_loop)
+    loaders = {name: loop._combined_loader for name, loop in zip(LOADER_NAMES, loops, strict=True)}
+    return {name: combined.iterables for name, combined in loaders.items() if combined is not None}
+
+
 def loader_hook(loop: Any) -> tuple[Any, str] | None:
     """The LightningModule or datamodule and the name of its hook that returns a loop's dataloaders; None without a hook."""
     source = loop._data_source
@@ -193,6 +208,14 @@ def next_of_loader(combined: Any) -> Any:
 def renew_limits(combined: Any) -> None:
     """Gives iterators that are there already the limits that have been set since."""
     combined._iterator.limits = combined._limits
+
+
+def set_epoch(loop: Any, combined: Any) -> None:
+    """Tells samplers the epoch, as loops do before they ask for the first batch."""
+    from lightning.fabric.utilities.data import _set_sampler_epoch
+
+    for loader in combined.flattened:
+        _set_sampler_epoch(loader, loop.trainer.fit_loop.epoch_progress.current.processed)
 
 
 def as_step_gets(trainer: Any, batch: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_fxpipe._compat.torch import end_workers
 from lightning_fxpipe.data.skip_loading import Sparing
-from lightning_fxpipe.distributed.agreement import check_agreement
+from lightning_fxpipe.distributed.agreement import check_agreement, digest
 from lightning_fxpipe.errors import BatchError
 from lightning_fxpipe.user_code.step import StepKind
 
@@ -39,6 +39,13 @@ _DISAGREEMENT = BatchError(
     todo="Let the data depend on no rank: do not cut it up by RANK or by the world size, and call seed_everything before "
     "random data is made. Where there are replicas, drop what is left over when the samples are shared out among them.",
 )
+DIFFERENT_BATCHES = BatchError(
+    "The ranks of the pipeline have different batches.",
+    expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
+    todo="Make the data the same in every process: call seed_everything before random data is made or split, and let nothing "
+    "but the step's code and hooks change it.",
+)
+_COMPARED_EVERY = 32  # batches of an epoch, the first included: it takes some tenths of a millisecond
 # Samplers that give as many samples as they say.
 _EXACT = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
@@ -132,6 +139,8 @@ class _InStep:
         if not loaded:
             raise StopIteration
         self._count += 1
+        if self._kind is not None and self._count % _COMPARED_EVERY == 1 and not self._sparing.ranks(self._kind):
+            check_agreement(self._sparing.group, digest(loaded[0]), DIFFERENT_BATCHES)
         if self._count in _CONSIDERED:
             self._sparing.consider(self._kind, loaded[0])
         return loaded[0]

@@ -33,6 +33,7 @@ from lightning_fxpipe._compat.loops import (
     loop_of_run,
     next_of_loader,
     renew_limits,
+    set_epoch,
     unwatch_loader,
     watch_loader,
 )
@@ -196,6 +197,7 @@ class PeekedLoop:
         with self._state:
             begin_loader(self._combined)
             begun = rng_state()
+            set_epoch(self._loop, self._combined)
             with suppress(StopIteration):
                 self.item = next_of_loader(self._combined)
             self._rng = (self._rng[0], begun, rng_state())
@@ -272,7 +274,9 @@ class _Hook:
         code = None if self._owner is None else code_of(getattr(self._owner, self._name))
         if code is None:
             return {}
-        names = {name for called in codes_called(type(self._owner), code) for name in called.co_names}
+        names: set[str] = set()
+        for called in codes_called(type(self._owner), code):
+            names |= {*called.co_names, *(each for each in called.co_consts if isinstance(each, str))}  # as for `getattr`
         attributes = vars(self._owner)
         return {each: attributes[each] for name in names for each in (name, f"_{name}") if each in attributes}
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_fxpipe._compat.lightning import has_validation, num_optimizers, run_state_stood_in
+from lightning_fxpipe._compat.lightning import has_validation, num_optimizers, own_replaced, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.topology import DataParallelName, Placement
 from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
@@ -419,7 +419,8 @@ def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
         return lambda *args, **kwargs: kind() if count == 1 else [kind() for _ in range(count)] or None
 
     kinds = {"optimizers": MadeUpOptimizer, "lr_schedulers": MadeUp}
-    return [(module, name, stand_ins(count, kind)) for (name, kind), count in zip(kinds.items(), counts, strict=True)]
+    functions = {name: stand_ins(count, kind) for (name, kind), count in zip(kinds.items(), counts, strict=True)}
+    return [patch for name, function in functions.items() for patch in own_replaced(module, function, name)]
 
 
 def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:

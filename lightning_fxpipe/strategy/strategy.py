@@ -300,8 +300,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
-        if not self.replicas.are_several:
-            # Lightning advises `sync_dist=True` where several processes log; these log the same values.
+        if not self.replicas.are_several:  # which log the same values: Lightning advises `sync_dist=True`
             warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         with self._constructions.changing(self.module):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)

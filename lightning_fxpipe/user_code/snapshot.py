@@ -13,6 +13,7 @@ at. The functions of installed libraries are not searched for global variables.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.loops import LOADER_NAMES, loaders_of
 from lightning_fxpipe._compat.torch import is_in_memory, modules_inside, version_of
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of, globals_of
+from lightning_fxpipe.user_code.code_names import names_of
 from lightning_fxpipe.user_code.contents import (
     ABSENT,
     ATTRIBUTES,
@@ -38,12 +41,17 @@ from lightning_fxpipe.user_code.iterators import ITERATOR, Mark, Rewindable, is_
 from lightning_fxpipe.user_code.kinds import is_unchanging, is_users, kinds_of
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, look, name_of
 
+_logger = logging.getLogger("lightning_fxpipe")
+
 MAX_OBJECTS = 50_000
 MAX_WALKED = 10_000
 
 _UNCHANGING = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type(Ellipsis), slice, range, type(NotImplemented), type(len)}
 )
+
+# Roots that hold a run's data, which is looked at only if code names one of these attributes.
+_IF_NAMED = {f"trainer.{name}": frozenset({name, "fit_loop"}) for name in LOADER_NAMES}
 
 # Of optimizers: a root, and the place of a group's parameters in it.
 _GROUPS, _PARAMETERS = ".param_groups", ("key", "params")
@@ -129,7 +137,10 @@ class Snapshot:
         for name, value in (shallow or {}).items():
             self._seen[id(value)] = value
             self._records.append(_Record(value, ATTRIBUTES, ATTRIBUTES.take(value), -1, name))
-        self._waiting: list[tuple[Any, int, Any]] = [(value, -1, name) for name, value in roots.items()]
+        self._named: set[str] = set()
+        self._waiting: list[tuple[Any, int, Any]] = [
+            (value, -1, name) for name, value in roots.items() if name not in _IF_NAMED
+        ]
         for value, parent, key in self._waiting:  # which grows meanwhile
             if id(value) not in self._seen and len(self._records) < MAX_OBJECTS:
                 self._seen[id(value)] = value
@@ -294,6 +305,7 @@ class Snapshot:
         if isinstance(value, Globals):
             self._spaces.append(_Space(value.values, list(value.values)))
         if isinstance(value, FunctionType):
+            self._look_for_names(value)
             self._waiting += [(found, indices[0], ("globals", found.module)) for found in globals_of(value)]
             if (wrapped := getattr(value, "__wrapped__", None)) is not None:
                 self._waiting.append((wrapped, indices[0], ("code", 0)))
@@ -302,9 +314,20 @@ class Snapshot:
             bases = enumerate(cls.__mro__)
             self._waiting += [(base, indices[0], ("mro", position)) for position, base in bases if is_users(base)]
 
+    def _look_for_names(self, function: FunctionType) -> None:
+        named = names_of(function.__code__)[0]
+        for root in _IF_NAMED.keys() - self._named:
+            if root in self._roots and not _IF_NAMED[root].isdisjoint(named):
+                self._named.add(root)
+                self._waiting.append((self._roots[root], -1, root))
+
     def _remember(self, value: Any, kind: Kind, parent: int, key: Any) -> int:
         """The number of the record; -1 where there is none."""
-        contents = kind.take(value)
+        try:
+            contents = kind.take(value)
+        except Exception as error:  # such as of a generator for which the system draws
+            _logger.debug("A %s is left alone: %s", type(value).__name__, error)
+            contents = ABSENT
         if contents is ABSENT:
             return -1
         index = len(self._records)
@@ -401,6 +424,7 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
     if trainer is not None:
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if kinds_of(each)}
+        roots |= {f"trainer.{name}": loaders for name, loaders in loaders_of(trainer).items()}
         roots["trainer.datamodule"] = getattr(trainer, "datamodule", None)
         strategy = trainer.strategy  # the Trainer itself would give what stands for optimizers that are yet to come
         roots |= {f"optimizers[{i}]{_GROUPS}": each.param_groups for i, each in enumerate(strategy.optimizers)}

@@ -64,7 +64,7 @@ def test_the_strategy_plans_for_its_device(
     plans = RunPlans(PlanOptions(given=None, num_stages="auto", stages_per_rank="auto", num_microbatches=2, batch_dim=0))
     with simulated_cuda():
         monkeypatch.setattr(runplan, "run_state_stood_in", lambda *args: nullcontext(set()))
-        first: Any = SimpleNamespace(batch=lambda *args, **kwargs: batch_on(CUDA), shown=nullcontext, set_up_validation=None)
+        first: Any = SimpleNamespace(batch=lambda *args, **kwargs: batch_on(CUDA), shown=nullcontext, set_up_validation=int)
         context, placement = partial(step_context, precision), topology.Placement(num_ranks=2)
         plan = plans.make(trainer, module, placement=placement, device=CUDA, context=context, first_batches=first).plan
     assert {output.dtype for output in plan.stages[0].outputs} <= {dtype, "float32"}
