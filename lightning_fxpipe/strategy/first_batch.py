@@ -144,8 +144,10 @@ class PeekedLoop:
     def close(self) -> None:
         """The loop sets up its dataloaders by itself."""
         vars(self._loop).pop("setup_data", None)
-        if self._combined is not None:
-            self._stop()
+        if self._combined is not None and "watching" in vars(self._combined):
+            unwatch_loader(self._combined)
+            if not self._is_taken:  # else the loop ends its iterators
+                self._combined.reset()
 
     def _request(self, request: Callable[[], Any]) -> Any:
         self._hook = _Hook(self._module, self._loop)
@@ -158,11 +160,11 @@ class PeekedLoop:
         """Takes the place of the loop's ``setup_data``, once."""
         del self._loop.setup_data
         assert self._hook is not None and self._set_up is not None
-        self._is_taken = True
         if not self._agreed(self._hook.would_return_the_same()):
             self.close()
             self._loop.setup_data()
             return
+        self._is_taken = True
         self._hook.run_again()
         if self._set_up.hand_over():
             self._stop()
