@@ -29,7 +29,15 @@ ROOMS = (
 NEVER_IMPORTED = {"cli": {"strategy", "__init__"}, "__main__": {"strategy", "__init__"}}
 # What knows Lightning, besides the room `strategy`; the rest would run with any Trainer.
 KNOW_LIGHTNING = {
-    *("_compat.torch", "_compat.lightning", "reporting.messages", "hooks.hook_code", "hooks.user_hooks", "optim.precision"),
+    *(
+        "_compat.torch",
+        "_compat.lightning",
+        "_compat.loops",
+        "reporting.messages",
+        "hooks.hook_code",
+        "hooks.user_hooks",
+        "optim.precision",
+    ),
     *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
 }
 WITHOUT_TORCH = {
@@ -44,7 +52,14 @@ WITHOUT_TORCH = {
 ANY_EXCEPTION = ("Exception", "BaseException")
 KNOW_PRIVATE_NAMES = {
     *("_compat.torch", "_compat.fake_calls", "_compat.fake_sizes", "_compat.checkpoints", "_compat.autograd", "_compat.modes"),
-    *("_compat.lightning", "_compat.loggers", "_compat.pipelining", "_compat.step_hooks", "_compat.device_mesh"),
+    *(
+        "_compat.lightning",
+        "_compat.loops",
+        "_compat.loggers",
+        "_compat.pipelining",
+        "_compat.step_hooks",
+        "_compat.device_mesh",
+    ),
 }
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 # Underscored by convention, yet public: a namedtuple's.

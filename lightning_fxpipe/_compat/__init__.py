@@ -8,5 +8,5 @@
 - ``pipelining``: of the stages of its pipelines.
 - ``checkpoints``: around the files of its checkpoints.
 - ``roots``: ``lightning`` and ``pytorch_lightning``, the same code under two names.
-- ``lightning``: Lightning's; with ``loggers`` and ``device_mesh``.
+- ``lightning``: Lightning's; with ``loops``, ``loggers`` and ``device_mesh``.
 """

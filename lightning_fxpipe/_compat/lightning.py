@@ -6,13 +6,10 @@ inside functions, so that tracing and planning work without it.
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -21,14 +18,11 @@ import torch
 from torch import nn
 
 from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
-from lightning_fxpipe._compat.torch import patched_attributes, tree_leaves, tree_map
-from lightning_fxpipe.rng import isolated_rng, kept_generators
+from lightning_fxpipe._compat.torch import patched_attributes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-
-_logger = logging.getLogger("lightning_fxpipe")
 
 # One package under several names.
 LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -40,16 +34,17 @@ def lightning_class(module: Any) -> Any:
     return next((kind for kind in bases if kind.__module__.split(".")[0] in LIGHTNING), None)
 
 
-def log_replaced(module: Any, log: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
-    """What to patch so that ``log`` runs in place of Lightning's own methods with these names, called for this module.
+def own_replaced(module: Any, function: Callable[..., Any], *names: str) -> list[tuple[Any, str, Any]]:
+    """Patches of Lightning's class after which a function runs in place of its methods with these names, for this module.
 
-    What a LightningModule overrides them with runs on, and ends there. For a module that is not Lightning's it is nothing.
+    What a LightningModule has itself under such a name, be it a method, a property or a number, stays. A module that is not
+    Lightning's needs no patch.
     """
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return log(*args, **kwargs) if self is module else original(self, *args, **kwargs)
+            return function(*args, **kwargs) if self is module else original(self, *args, **kwargs)
 
         return call
 
@@ -115,101 +110,6 @@ def multiprocessing_launcher(strategy: Any, start_method: str) -> Any:
     return launcher(strategy, start_method=start_method)
 
 
-def first_batch(trainer: Trainer, *, of_validation: bool = False, take: Callable[[Any], Any] = next) -> Any:
-    """The first batch of the loop that is about to run, as its step will get it; None where no dataloader is defined.
-
-    With ``of_validation`` it is that of the validation within a fit. ``take`` gets the first batch of an iterator that
-    cannot be copied.
-
-    The plan is made before the first step, and Lightning makes its dataloaders only when a loop starts. Asked here, the
-    dataloader's own iterator, workers and random numbers are left alone, so the run sees the batches that it would have seen.
-    The loops' data sources have no public name. Lightning 2.6.
-    """
-    from lightning.pytorch.trainer.states import TrainerFn
-
-    names = {TrainerFn.FITTING: "fit", TrainerFn.VALIDATING: "validate", TrainerFn.TESTING: "test"}
-    assert trainer.state.fn is not None
-    source = getattr(trainer, f"{names.get(trainer.state.fn, 'predict')}_loop")._data_source
-    if of_validation:
-        source = trainer.fit_loop.epoch_loop.val_loop._data_source
-    if not source.is_defined():
-        return None
-    with isolated_rng():
-        one_by_one = of_validation or trainer.state.fn != TrainerFn.FITTING
-        batch = first_loader_batch(source.dataloader(), one_by_one=one_by_one, take=take)
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
-def first_loader_batch(loaders: Any, *, one_by_one: bool = False, take: Callable[[Any], Any] = next) -> Any:
-    """First batch of one or several dataloaders, in their structure; of the first that has one, where they run one by one.
-
-    Args:
-        loaders: The dataloaders; a ``CombinedLoader`` says itself how they run.
-        one_by_one: How others run.
-        take: Gets the first batch of an iterator that cannot be copied.
-    """
-    from lightning.pytorch.utilities import CombinedLoader
-
-    if isinstance(loaders, in_all_roots(CombinedLoader)):
-        one_by_one, loaders = loaders._mode == "sequential", loaders.iterables
-    with isolated_rng():
-        if not one_by_one:
-            return tree_map(partial(_first_of_loader, take), loaders)
-        for loader in tree_leaves(loaders):
-            with suppress(StopIteration):
-                return _first_of_loader(take, loader)
-        return None
-
-
-def _first_of_loader(take: Callable[[Any], Any], loader: Any) -> Any:
-    """First batch of one dataloader, without starting its workers."""
-    from torch.utils.data import DataLoader
-
-    if not isinstance(loader, DataLoader):
-        return _first_of_iterable(take, loader)
-    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    generators = {id(g): g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)}
-    with kept_generators(generators.values()):
-        return _first_collated(loader)
-
-
-def _first_of_iterable(take: Callable[[Any], Any], loader: Any) -> Any:
-    """First batch of a loader that may be its own iterator, or know how far it has come."""
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        state = copy.deepcopy(loader.state_dict())
-        try:
-            return next(iter(loader))
-        finally:
-            loader.load_state_dict(state)
-    if not hasattr(loader, "__next__"):
-        return next(iter(loader))
-    try:
-        copied = copy.deepcopy(loader)
-    except Exception as error:  # such as a generator
-        _logger.debug("The first batch is taken out of a %s: %s", type(loader).__name__, error)
-        return take(loader)
-    return next(iter(copied))
-
-
-def _first_collated(loader: Any) -> Any:
-    from torch.utils.data import IterableDataset
-
-    dataset, collate = loader.dataset, loader.collate_fn
-    if isinstance(dataset, IterableDataset):
-        # A dataset that is its own iterator would lose the samples looked at here.
-        samples = iter(copy.deepcopy(dataset) if hasattr(dataset, "__next__") else dataset)
-        if loader.batch_size is None:
-            return collate(next(samples))
-        return collate(list(itertools.islice(samples, loader.batch_size)))
-    if loader.batch_sampler is None:
-        return collate(dataset[next(iter(loader.sampler))])
-    indices = next(iter(loader.batch_sampler))
-    many = getattr(dataset, "__getitems__", None)
-    return collate(many(indices) if callable(many) else [dataset[index] for index in indices])
-
-
 def takes_batch_idx(step: Callable[..., Any]) -> bool:
     """Whether the Trainer's loops call a step with the batch's index; the rule has no documented name. Lightning 2.6."""
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -225,71 +125,48 @@ def takes_loader(step: Callable[..., Any]) -> bool:
 
 
 @contextmanager
-def run_state_stood_in(trainer: Trainer, stand_in: Any) -> Iterator[set[str]]:
-    """During the block the Trainer answers what it cannot answer before its loops begin; yields the names of what it was asked.
+def run_state_stood_in(trainer: Trainer, stand_in: Any, set_up_validation: Callable[[], None]) -> Iterator[set[str]]:
+    """During the block the Trainer answers what it cannot answer before its loops begin.
 
-    Optimizers and schedulers that do not exist yet are ``stand_in``; dataloaders are made, once more, when somebody asks for
-    them, and their lengths are those of the loops. The loops' data sources have no public name. Lightning 2.6.
+    Args:
+        trainer: The Trainer.
+        stand_in: Stands for optimizers and schedulers that do not exist yet.
+        set_up_validation: Sets up the dataloaders of the validation, if the Trainer is asked for them.
+
+    Yields:
+        The names of what was asked for and stood in.
     """
     from lightning.pytorch import LightningModule, Trainer
 
     own: Any = of_root(Trainer, trainer)
-    made: dict[str, Any] = {}
     answered: set[str] = set()
 
-    def loader(name: str, loop: Any) -> Any:
-        if name not in made and loop._data_source.is_defined():
-            with isolated_rng():
-                made[name] = loop._data_source.dataloader()
-        return made.get(name)
-
-    def train_loader() -> Any:
-        return loader("train", trainer.fit_loop)
-
-    def val_loader() -> Any:
-        is_fit = trainer.state.fn is None or trainer.state.fn.value == "fit"
-        return loader("val", trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop)
-
-    def num_batches() -> Any:
-        limit = trainer.limit_train_batches
-        try:
-            return min(len(train_loader()), limit if isinstance(limit, int) else 2**62)
-        except TypeError:
-            return float("inf")
-
-    def steps() -> Any:
-        epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else float("inf")
-        limit = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
-        return min(limit, epochs * -(-num_batches() // trainer.accumulate_grad_batches))
-
-    def unless(name: str, other: Callable[[], Any], is_known: Callable[[Any], bool]) -> property:
+    def unless_there(name: str) -> property:
         getter: Any = vars(own)[name].fget
 
         def read(asked: Any) -> Any:
-            value = None if name == "estimated_stepping_batches" else getter(asked)  # which would start the loop's loaders
-            if asked is not trainer or is_known(value):
+            value = getter(asked)
+            if asked is not trainer or value:
                 return value
             answered.add(name)
-            return other()
+            return [stand_in]
 
         return property(read)
 
-    def is_there(value: Any) -> bool:
-        return value is not None
+    def val_dataloaders(asked: Any) -> Any:
+        if asked is trainer:
+            set_up_validation()
+        return val_getter(asked)
 
     def optimizers(module: Any, *args: Any, **kwargs: Any) -> Any:
         answered.add("optimizers")
         return original(module, *args, **kwargs) or stand_in
 
     kind: Any = of_root(LightningModule, trainer.lightning_module)
-    original = kind.optimizers
+    original, val_getter = kind.optimizers, vars(own)["val_dataloaders"].fget
     patches = [
-        (own, "optimizers", unless("optimizers", lambda: [stand_in], bool)),
-        (own, "lr_scheduler_configs", unless("lr_scheduler_configs", lambda: [stand_in], bool)),
-        (own, "train_dataloader", unless("train_dataloader", train_loader, is_there)),
-        (own, "val_dataloaders", unless("val_dataloaders", val_loader, is_there)),
-        (own, "num_training_batches", unless("num_training_batches", num_batches, lambda n: n < 2**62)),
-        (own, "estimated_stepping_batches", unless("estimated_stepping_batches", steps, is_there)),
+        *((own, name, unless_there(name)) for name in ("optimizers", "lr_scheduler_configs")),
+        (own, "val_dataloaders", property(val_dataloaders)),
         (kind, "optimizers", optimizers),
     ]
     with patched_attributes(*patches):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fxpipe._compat.lightning import first_loader_batch
+from lightning_fxpipe._compat.loops import first_loader_batch
 from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from itertools import islice
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch.utils.data import (
 
 from lightning_fxpipe._compat.torch import end_workers
 from lightning_fxpipe.data.skip_loading import Sparing
-from lightning_fxpipe.distributed.agreement import check_agreement
+from lightning_fxpipe.distributed.agreement import check_agreement, digest
 from lightning_fxpipe.errors import BatchError
 from lightning_fxpipe.user_code.step import StepKind
 
@@ -40,12 +39,19 @@ _DISAGREEMENT = BatchError(
     todo="Let the data depend on no rank: do not cut it up by RANK or by the world size, and call seed_everything before "
     "random data is made. Where there are replicas, drop what is left over when the samples are shared out among them.",
 )
+DIFFERENT_BATCHES = BatchError(
+    "The ranks of the pipeline have different batches.",
+    expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
+    todo="Make the data the same in every process: call seed_everything before random data is made or split, and let nothing "
+    "but the step's code and hooks change it.",
+)
+_COMPARED_EVERY = 32  # batches of an epoch, the first included: it takes some tenths of a millisecond
 # Samplers that give as many samples as they say.
 _EXACT = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def in_step(loader: Any, sparing: Sparing, as_replica: Callable[[], AbstractContextManager[None]] = nullcontext) -> Any:
-    """A copy of a dataloader that keeps step with those of the other ranks.
+    """A dataloader with the same state that keeps step with those of the other ranks; the user's own keeps its class.
 
     Where torch's own samplers say how many batches there will be, the numbers are compared when an epoch begins; elsewhere the
     ranks vote before each batch, which costs a tenth of a millisecond.
@@ -58,25 +64,22 @@ def in_step(loader: Any, sparing: Sparing, as_replica: Callable[[], AbstractCont
     group = sparing.everyone
     if group is None or dist.get_world_size(group) == 1 or type(loader).__module__ == "builtins":
         return loader
-    following = copy.copy(loader)  # the user's own stays as it is
-    try:
-        kind: Any = type(loader)
-        following.__class__ = _in_step_kind(kind)
-    except TypeError:
-        return loader  # written in C
-    following.in_step_with, following.as_replica = sparing, as_replica
-    return following
-
-
-@cache
-def _in_step_kind(kind: Any) -> Any:
-    """The kind of dataloader, whose iterators keep step."""
+    kind: Any = type(loader)
 
     def iterate(self: Any) -> Iterator[Any]:
         length = f"{len(self)} batches" if _length_is_exact(self) else None
-        return _InStep(lambda: kind.__iter__(self), partial(end_workers, self), self.in_step_with, self.as_replica, length)
+        return _InStep(lambda: kind.__iter__(loader), partial(end_workers, loader), sparing, as_replica, length)
 
-    return type(kind.__name__, (kind,), {"__iter__": iterate, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        return in_step(copy.deepcopy(loader, memo), copy.deepcopy(sparing, memo), copy.deepcopy(as_replica, memo))
+
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    try:
+        following: Any = object.__new__(type(kind.__name__, (kind,), {**names, "__iter__": iterate, "__deepcopy__": copied}))
+        following.__dict__ = vars(loader)  # one state: what has been read of either has been read
+    except TypeError:
+        return loader  # written in C
+    return following
 
 
 def _length_is_exact(loader: Any) -> bool:
@@ -109,8 +112,6 @@ class _InStep:
         self._sparing = sparing
         self._as_replica = as_replica
         self._length = length
-        self._kind = sparing.running_step()
-        self._group = sparing.everyone if self._kind is StepKind.TRAIN else sparing.group
         self._count = 0
 
         def begin_as_replica() -> Iterator[Any]:
@@ -118,6 +119,14 @@ class _InStep:
                 return begin()
 
         self._inner = sparing.begin(self._kind, begin_as_replica)
+
+    @property
+    def _kind(self) -> StepKind | None:  # it may have been made before the run
+        return self._sparing.running_step()
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._sparing.everyone if self._kind is StepKind.TRAIN else self._sparing.group
 
     def __iter__(self) -> _InStep:
         return self
@@ -130,6 +139,8 @@ class _InStep:
         if not loaded:
             raise StopIteration
         self._count += 1
+        if self._kind is not None and self._count % _COMPARED_EVERY == 1 and not self._sparing.ranks(self._kind):
+            check_agreement(self._sparing.group, digest(loaded[0]), DIFFERENT_BATCHES)
         if self._count in _CONSIDERED:
             self._sparing.consider(self._kind, loaded[0])
         return loaded[0]
@@ -147,7 +158,10 @@ class _InStep:
     def _load_here(self) -> list[Any]:
         assert self._inner is not None
         with self._as_replica():
-            return list(islice(self._inner, 1))
+            try:
+                return [next(self._inner)]
+            except StopIteration:
+                return []
 
     def _vote(self, has_batch: bool) -> None:
         group = self._group

@@ -18,6 +18,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ class Sparing:
             is_seen_by_hooks: Whether a hook of user code looks at the batches of a step.
         """
         self.running_step, self._free_ranks, self._is_seen_by_hooks = running_step, free_ranks, is_seen_by_hooks
+
+    @contextmanager
+    def loading_for(self, kind: StepKind) -> Iterator[None]:
+        """In the block batches are loaded for a step, before the run."""
+        before = self.running_step
+        self.running_step = lambda: kind
+        try:
+            yield
+        finally:
+            self.running_step = before
 
     def ranks(self, kind: StepKind | None) -> frozenset[int]:
         """The pipeline ranks that do not load data for a step; the same on every rank."""

@@ -32,7 +32,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
-from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
+from lightning_fxpipe._compat.lightning import lightning_class, own_replaced
 from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
 from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
@@ -118,10 +118,10 @@ class Hooks:
         patches += [(logger, "log_metrics", _never_ending_epoch(logger.log_metrics)) for logger in trainer.loggers]
         patches.append((self._module, "teardown", self._last(self._wrap(trainer, self._module.teardown))))
         for name in ("log", "log_dict"):
-            patches += log_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
+            patches += own_replaced(self._module, self._logging(getattr(lightning_class(self._module), name)), name)
         kinds = in_all_roots(BasePredictionWriter)
         if not trainer.is_global_zero and type(self._module).print is lightning_class(self._module).print:
-            patches.append((self._module, "print", _do_nothing))  # in a step all ranks take themselves for rank 0
+            patches += own_replaced(self._module, _do_nothing, "print")  # in a step all ranks take themselves for rank 0
         if not self._topology.is_last:  # that rank has the predictions, and a file is written once
             writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]

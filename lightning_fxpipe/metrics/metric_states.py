@@ -24,7 +24,7 @@ from lightning_fxpipe.distributed.topology import Replicas
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.portable import on_host, require_picklable
 from lightning_fxpipe.user_code.contents import same_mapping
-from lightning_fxpipe.user_code.snapshot import Difference
+from lightning_fxpipe.user_code.paths import Difference
 
 # What a metric is, not what it has counted.
 _NO_STATE = frozenset(vars(nn.Module())) - {"training", "_buffers"} | {"forward", "update", "compute", "reset", "increment"}

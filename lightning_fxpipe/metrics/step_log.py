@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
+from lightning_fxpipe._compat.lightning import lightning_class, own_replaced
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.commands import MAX_NUMBERS, Command, Commands
@@ -108,7 +108,7 @@ class StepLog:
             with unwatched_torch():  # what we do with the value is no part of the step
                 self._collects._add(name, value, kwargs)
 
-        with patched_attributes(*log_replaced(module, log, "log")), metrics_as_one_call(self._metrics.values(), count=True):
+        with patched_attributes(*own_replaced(module, log, "log")), metrics_as_one_call(self._metrics.values(), count=True):
             yield
 
     def redirected(self, to: StepLog) -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fxpipe._compat.lightning import own_replaced
 from lightning_fxpipe._compat.torch import FakeTensor, has_hooks, outside_fakes, patched_attributes, size_hint, tree_map
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import batch_size
@@ -294,5 +295,5 @@ def _trains_nothing(root: nn.Module) -> AbstractContextManager[None]:
         (Tensor, "backward", say_nothing),
         (torch.autograd, "backward", say_nothing),
         (torch.autograd, "grad", gradients),
-        *((root, name, say_nothing) for name in names if hasattr(root, name)),
+        *own_replaced(root, say_nothing, *names),
     )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fxpipe._compat.torch import tree_flatten_with_path, tree_unflatten
+from lightning_fxpipe._compat.torch import SUPPORTED_NODES, tree_flatten_with_path, tree_unflatten
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -36,7 +36,9 @@ def container_of(value: Any) -> Container | None:
     """The container that the value is; None for anything else."""
     if isinstance(value, (Tensor, str, bytes, int, float)) or value is None:
         return None
-    if isinstance(value, Mapping):  # first, because some are dataclasses, too
+    if not isinstance(value, (dict, list, tuple)) and type(value) in SUPPORTED_NODES:
+        return _pytree_of(value)  # as a TensorDict is, a mapping whose iteration gives rows
+    if isinstance(value, Mapping):  # before dataclasses, which some are, too
         keys = list(value)
         return Container([(f"[{key!r}]", value[key]) for key in keys], lambda values: _mapping_like(value, keys, values))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -46,9 +48,11 @@ def container_of(value: Any) -> Container | None:
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value) if hasattr(value, field.name)]
         return Container([(f".{n}", getattr(value, n)) for n in names], lambda values: _object_like(value, names, values))
+    return _pytree_of(value) if type(value) in SUPPORTED_NODES else None
+
+
+def _pytree_of(value: Any) -> Container:
     leaves, structure = tree_flatten_with_path(value)
-    if len(leaves) == 1 and leaves[0][1] is value:
-        return None
     entries = [("".join(str(key) for key in path), leaf) for path, leaf in leaves]
     return Container(entries, lambda values: tree_unflatten(list(values), structure))
 

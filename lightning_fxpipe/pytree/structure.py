@@ -184,7 +184,7 @@ class _Shown(str):
     __repr__ = str.__str__
 
 
-_BY_VALUE = (str, bytes, torch.dtype, torch.device)
+_BY_VALUE = (str, bytes, torch.dtype, torch.device, torch.Size)
 _BY_REFERENCE = (type, FunctionType, BuiltinFunctionType, ModuleType, nn.Module, torch.Generator)
 
 

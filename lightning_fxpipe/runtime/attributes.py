@@ -27,7 +27,8 @@ from lightning_fxpipe.errors import UnsupportedError, text_of
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.members import Members
-from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, kind_of_step, name_of, roots_of
+from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, kind_of_step, name_of
+from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's, and
 # recurrent layers keep a second list of their weights.

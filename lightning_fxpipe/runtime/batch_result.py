@@ -12,7 +12,7 @@ from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.metrics.step_log import LogEntry
 from lightning_fxpipe.rng import rng_state, same_rng
 from lightning_fxpipe.runtime.attributes import Change
-from lightning_fxpipe.user_code.snapshot import Difference
+from lightning_fxpipe.user_code.paths import Difference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,12 +16,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_fxpipe.data.loading import DIFFERENT_BATCHES
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.distributed.agreement import check_agreement, digest
 from lightning_fxpipe.distributed.commands import Commands
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.errors import BatchError, FxPipeError, PeerError, UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, PeerError, UnsupportedError
 from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.loss_weights import LossOptions
@@ -235,11 +236,7 @@ class PipelineRuntime:
         check_agreement(
             self._topology.control_group,
             digest(batch) if has_values else None,
-            BatchError(
-                "The ranks of the pipeline have different batches.",
-                expected="the same batch on every rank: the first stage takes its inputs, the last stage its targets",
-                todo="Make the data the same in every process: call seed_everything before random data is made or split.",
-            ),
+            DIFFERENT_BATCHES,
         )
 
     def _loss(self, step: Step, output: Any) -> Tensor | None:

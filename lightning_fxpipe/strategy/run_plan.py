@@ -13,9 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from lightning_fxpipe._compat.lightning import first_batch, has_validation, num_optimizers, run_state_stood_in
+from lightning_fxpipe._compat.lightning import has_validation, num_optimizers, own_replaced, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.data.begun import BegunIterators
 from lightning_fxpipe.distributed.topology import DataParallelName, Placement
 from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import (
@@ -35,6 +34,7 @@ from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, ScheduleName
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
+from lightning_fxpipe.strategy.first_batch import FirstBatches
 from lightning_fxpipe.strategy.search_space import search_space
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_order, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
@@ -156,14 +156,10 @@ class RunPlans:
 
     Args:
         options: What the user says about the plan.
-
-    Attributes:
-        begun: Iterators in place of dataloaders, from which a plan was made.
     """
 
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
-        self.begun = BegunIterators()
         self._last: tuple[LightningModule, PartitionPlan, TrainerFn | None] | None = None
 
     def last_plan(self, trainer: Trainer, module: LightningModule) -> PartitionPlan | None:
@@ -183,6 +179,7 @@ class RunPlans:
         placement: Placement,
         device: torch.device,
         context: Callable[[StepKind], AbstractContextManager[None]],
+        first_batches: FirstBatches,
         memory_left: tuple[int, ...] = (),
         num_replicas: int = 1,
     ) -> Planned:
@@ -194,6 +191,7 @@ class RunPlans:
             placement: How many stages there are, and on how many ranks.
             device: This rank's device.
             context: Makes the precision plugin's context for a step.
+            first_batches: The batches from which a plan is made, for the loops of the run.
             memory_left: Bytes that the stages of each rank may take; empty where nobody knows or asks.
             num_replicas: Pipelines side by side.
 
@@ -209,7 +207,7 @@ class RunPlans:
             planned = Planned(plan=plan)
         else:
             kept = options.optimizer_bytes_per_byte(num_replicas)
-            trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, self.begun)
+            trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, first_batches)
             kind = step_of_run(trainer)
             with telling(f"Tracing the {kind.words}", after_seconds=0):
                 planned = trial.plan(kind)
@@ -229,7 +227,7 @@ class _Trial:
     memory_left: tuple[int, ...]
     optimizer_bytes_per_byte: float
     context: Callable[[StepKind], AbstractContextManager[None]]
-    begun: BegunIterators
+    first_batches: FirstBatches
 
     def plan(self, kind: StepKind) -> Planned:
         """A plan from the step that comes first.
@@ -242,7 +240,8 @@ class _Trial:
         Raises:
             UnsupportedError: No step can be tried, or there is no batch.
         """
-        with run_state_stood_in(self.trainer, MadeUp()) as made_up:
+        set_up_validation = partial(self.first_batches.set_up_validation, self.trainer)
+        with run_state_stood_in(self.trainer, MadeUp(), set_up_validation) as made_up, self.first_batches.shown():
             try:
                 planned = self._plan(kind)
                 return Planned(plan=planned.plan) if made_up else planned
@@ -266,7 +265,7 @@ class _Trial:
         is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
         trains_here = kind is StepKind.TRAIN or is_validation_of_fit
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
-            batch = check_has_batch(first_batch(self.trainer, of_validation=is_validation_of_fit, take=self.begun.first))
+            batch = check_has_batch(self.first_batches.batch(self.trainer, kind, of_validation=is_validation_of_fit))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
             planned = self._chosen(kind, batch, of_region)
@@ -420,7 +419,8 @@ def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
         return lambda *args, **kwargs: kind() if count == 1 else [kind() for _ in range(count)] or None
 
     kinds = {"optimizers": MadeUpOptimizer, "lr_schedulers": MadeUp}
-    return [(module, name, stand_ins(count, kind)) for (name, kind), count in zip(kinds.items(), counts, strict=True)]
+    functions = {name: stand_ins(count, kind) for (name, kind), count in zip(kinds.items(), counts, strict=True)}
+    return [patch for name, function in functions.items() for patch in own_replaced(module, function, name)]
 
 
 def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:

@@ -43,6 +43,7 @@ from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.by_name import ScheduleName
 from lightning_fxpipe.schedules.own_table import wanted_schedule
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_fxpipe.strategy.first_batch import FirstBatches
 from lightning_fxpipe.strategy.first_values import init_context, materials_of
 from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
@@ -279,7 +280,7 @@ class PipelineStrategy(ReplicaStrategy):
         check_sampler(dataloader, self.replicas)
         if self._topology is None:
             return dataloader  # asked for before a run, as to count its batches
-        return seeded_alike(in_step(self._plans.begun.whole(dataloader), self._sparing, self.replica.computing), self.replicas)
+        return seeded_alike(in_step(dataloader, self._sparing, self.replica.computing), self.replicas)
 
     # ------------------------------------------------------------------ setup
 
@@ -311,8 +312,7 @@ class PipelineStrategy(ReplicaStrategy):
         self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
-        if not self.replicas.are_several:
-            # Lightning advises `sync_dist=True` where several processes log; these log the same values.
+        if not self.replicas.are_several:  # which log the same values: Lightning advises `sync_dist=True`
             warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
         with self._constructions.changing(self.module):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
@@ -338,9 +338,9 @@ class PipelineStrategy(ReplicaStrategy):
                         memory_left=memory_left(self.topology, self.num_processes) if self._plans.options.needs_memory else (),
                         num_replicas=self.replicas.count,
                         context=partial(step_context, self.precision_plugin),
+                        first_batches=FirstBatches(self._sparing, self._patches),
                     )
-                # Those of rank 0 hold for all: ranks that cut, or go on, differently would never find each other.
-                plan, self._schedule = self.broadcast((planned.plan, self._schedule))
+                plan, self._schedule = self.broadcast((planned.plan, self._schedule))  # else ranks would not find each other
                 self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
                 placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)

@@ -20,16 +20,8 @@ from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.tracing.examples import NoExample
 from lightning_fxpipe.tracing.signals import FirstCallSets, MustStayWhole
 from lightning_fxpipe.user_code.contents import ABSENT
-from lightning_fxpipe.user_code.snapshot import (
-    CONTENTS,
-    Difference,
-    Path,
-    Snapshot,
-    at_path,
-    kind_of_step,
-    roots_of,
-    user_state,
-)
+from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, kind_of_step
+from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of, user_state
 
 # What a first call sets may have to be there before more of it is seen; nothing ordinary needs as many recordings.
 _MAX_ROUNDS = 8

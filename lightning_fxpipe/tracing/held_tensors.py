@@ -18,7 +18,8 @@ from torch import Tensor, fx, nn
 from lightning_fxpipe._compat.torch import version_of
 from lightning_fxpipe.tracing.graph_writer import CONSTANT_PREFIX
 from lightning_fxpipe.tracing.structure_guards import submodule_at
-from lightning_fxpipe.user_code.snapshot import Path, at_path, roots_of, user_state
+from lightning_fxpipe.user_code.paths import Path, at_path
+from lightning_fxpipe.user_code.snapshot import roots_of, user_state
 
 
 class HeldTensors:

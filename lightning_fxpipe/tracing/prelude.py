@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_fxpipe._compat.lightning import log_replaced, silenced_loggers
+from lightning_fxpipe._compat.lightning import own_replaced, silenced_loggers
 from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe._compat.torch import patched_attributes, tree_map
 from lightning_fxpipe.metrics.metric_calls import held_metrics, metrics_as_one_call
@@ -126,7 +126,7 @@ def dry_run(
 @contextmanager
 def logs_to(log: Callable[..., None], root: nn.Module, *names: str) -> Iterator[None]:
     """In the block, what a module logs by methods of these ``names`` goes to ``log``; its metrics count nothing."""
-    muted = log_replaced(root, log, *names)
+    muted = own_replaced(root, log, *names)
     with patched_attributes(*muted), metrics_as_one_call(held_metrics(root).values(), count=False):
         yield
 

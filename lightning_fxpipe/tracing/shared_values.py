@@ -35,7 +35,8 @@ from lightning_fxpipe.tracing.torch_calls import is_query
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals
 from lightning_fxpipe.user_code.contents import Kind
 from lightning_fxpipe.user_code.kinds import is_users, kinds_of
-from lightning_fxpipe.user_code.snapshot import CONTENTS, Difference, Path, Snapshot, at_path, roots_of
+from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path
+from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
 
 _AROUND = "the code around them"
 _NEW = "new"  # last step of a place in a list that has grown

@@ -10,7 +10,7 @@ from lightning_fxpipe.errors import FxPipeError
 from lightning_fxpipe.user_code.frames import user_source
 
 if TYPE_CHECKING:
-    from lightning_fxpipe.user_code.snapshot import Difference
+    from lightning_fxpipe.user_code.paths import Difference
 
 # Path of a module inside a whole one, which of its calls, and which of the tensors in that call's result.
 InnerPlace = tuple[str, int, int]

@@ -3,6 +3,7 @@
 A dry run, from the outside in
     - ``undo``: the block to run it in: what it leaves behind is put back. ``silence``: nothing of it is heard.
     - ``snapshot``: what a module's code can reach and change, at one moment, and what differs now.
+    - ``paths``: where something is that has changed.
     - ``kinds``: which contents an object has, by its class, and what is left alone.
     - ``contents``, ``code_contents``, ``iterators``: each kind of contents: how it is taken, compared and put back.
     - ``writes``: values of tensors that are changed in place.

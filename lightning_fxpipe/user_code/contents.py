@@ -2,9 +2,9 @@
 
 Lists, dicts, sets and deques and their subclasses, tuples (for what is in them), arrays, random generators, modules, instances
 of classes of user code (``__dict__`` and ``__slots__``), those classes themselves, functions with their closures and default
-values, the generators of dataloaders, and the global variables that functions name. No property or descriptor of the user's is
-asked. What torch and Lightning keep for themselves (the Trainer, loaders, optimizers), files, locks, mocks and whatever else
-the standard library makes is left alone.
+values, datasets, samplers, dataloaders and callbacks of libraries, and the global variables that functions name. No property or
+descriptor of the user's is asked. What torch and Lightning keep for themselves (the Trainer, iterators, optimizers), files,
+locks, mocks and whatever else the standard library makes is left alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from lightning_fxpipe._compat.modes import unwatched_torch
+from lightning_fxpipe._compat.torch import outside_fakes
 
 ABSENT: Any = object()
 # A larger container is data; an array or buffer of more bytes too.
@@ -278,6 +281,9 @@ def state_of(generator: Any) -> Any:
     """The state of a random generator of Python, torch or numpy."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, torch.Generator):
+        with outside_fakes(), unwatched_torch():  # its state is a tensor, which no graph is about
+            return generator.get_state()
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
@@ -287,19 +293,18 @@ def set_state_of(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        with outside_fakes(), unwatched_torch():
+            generator.set_state(state)
     else:
         generator.set_state(state)
 
 
-def _generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    """Those that a loader and its samplers have for themselves."""
-    owners = {"loader": loader, "sampler": loader.sampler, "batch_sampler": loader.batch_sampler}
-    found = {name: getattr(owner, "generator", None) for name, owner in owners.items()}
-    return {name: generator for name, generator in found.items() if isinstance(generator, torch.Generator)}
-
-
 def _same_state(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) else repr(one) == repr(other)
+    if not isinstance(one, Tensor):
+        return repr(one) == repr(other)
+    with outside_fakes(), unwatched_torch():
+        return torch.equal(one, other)
 
 
 ATTRIBUTES = Kind(
@@ -360,16 +365,19 @@ BUFFER = Kind(
     set=setitem,
     is_same=eq,
 )
-LOADER = fixed_kind("loader", _generators)
+# A loader keeps its workers, and the iterator that runs, for itself.
+LOADER = replace(
+    ATTRIBUTES,
+    take=lambda value: {name: each for name, each in _of_dict(value).items() if name != "_iterator"},
+    peek=None,
+    put=lambda value, contents: _put_mapping(_of_dict(value), {**contents, "_iterator": _of_dict(value).get("_iterator")}),
+)
 GENERATOR = Kind("generator", state_of, entries=no_entries, put=set_state_of, is_same=_same_state)
 
 # The classes of objects with such contents; a class of the user's that is derived from one of the first has attributes, too.
-CONTAINERS: tuple[tuple[type, Kind], ...] = (
-    *((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE)),
-    (DataLoader, LOADER),
-)
+CONTAINERS: tuple[tuple[type, Kind], ...] = (*((dict, MAPPING), (list, LIST), (set, SET), (deque, DEQUE), (tuple, TUPLE)),)
 OTHERS: tuple[tuple[Any, Kind], ...] = (
-    *((frozenset, FROZEN), (MappingProxyType, VIEW), (np.ndarray, NUMPY), (nn.Module, MODULE)),
+    *((frozenset, FROZEN), (MappingProxyType, VIEW), (np.ndarray, NUMPY), (nn.Module, MODULE), (DataLoader, LOADER)),
     ((bytearray, array.array), BUFFER),
     ((torch.Generator, random.Random, np.random.Generator, np.random.RandomState), GENERATOR),
 )

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections import UserDict, UserList
+from datetime import date, timedelta
+from enum import Enum
 from functools import lru_cache
-from types import GetSetDescriptorType, SimpleNamespace
+from logging import Logger
+from pathlib import PurePath
+from types import GetSetDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
 from lightning_fxpipe.user_code.code_contents import OF_CODE
 from lightning_fxpipe.user_code.code_names import is_followed
@@ -31,7 +39,7 @@ def _kinds_of_class(cls: type) -> tuple[Kind, ...]:
     for base, kind in (*OTHERS, *OF_CODE, (Rewindable, ITERATOR)):
         if issubclass(cls, base):
             return (kind,)
-    return _object_kinds(cls) if is_users(cls) else ()
+    return _object_kinds(cls) if is_users(cls) or _holds_data(cls) else ()
 
 
 def is_users(cls: type) -> bool:
@@ -44,7 +52,22 @@ def is_users(cls: type) -> bool:
     return not any(base.__module__.startswith(_RUNS) for base in cls.__mro__)
 
 
+def _holds_data(cls: type) -> bool:
+    """True for a library's class whose objects user code fills and changes: datasets, samplers and callbacks."""
+    if issubclass(cls, (Dataset, Sampler)):
+        return True
+    bases = {base.__name__ for base in cls.__mro__ if base.__module__.startswith(_CALLBACKS)}
+    return "Callback" in bases and "ProgressBar" not in bases
+
+
+def is_unchanging(value: Any) -> bool:
+    """True if an object without contents cannot change: such as a path, a dtype or a function written in C."""
+    return isinstance(value, _UNCHANGING) or (callable(value) and not hasattr(value, "__dict__"))
+
+
+_UNCHANGING = (Enum, PurePath, np.generic, np.dtype, torch.dtype, torch.device, ModuleType, re.Pattern, date, timedelta, Logger)
 _PLAIN_HOLDERS = (SimpleNamespace, UserDict, UserList)
+_CALLBACKS = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 _RUNS = tuple(
     f"{top}.{part}"
     for top in ("lightning.pytorch", "pytorch_lightning")

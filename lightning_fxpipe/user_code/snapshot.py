@@ -13,8 +13,8 @@ at. The functions of installed libraries are not searched for global variables.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -23,8 +23,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.loops import LOADER_NAMES, loaders_of
 from lightning_fxpipe._compat.torch import is_in_memory, modules_inside, version_of
 from lightning_fxpipe.user_code.code_contents import CLASS, Globals, functions_of, globals_of
+from lightning_fxpipe.user_code.code_names import names_of
 from lightning_fxpipe.user_code.contents import (
     ABSENT,
     ATTRIBUTES,
@@ -36,7 +38,10 @@ from lightning_fxpipe.user_code.contents import (
     with_changes,
 )
 from lightning_fxpipe.user_code.iterators import ITERATOR, Mark, Rewindable, is_iterator
-from lightning_fxpipe.user_code.kinds import is_users, kinds_of
+from lightning_fxpipe.user_code.kinds import is_unchanging, is_users, kinds_of
+from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, look, name_of
+
+_logger = logging.getLogger("lightning_fxpipe")
 
 MAX_OBJECTS = 50_000
 MAX_WALKED = 10_000
@@ -45,28 +50,11 @@ _UNCHANGING = frozenset(
     {type(None), bool, int, float, complex, str, bytes, type(Ellipsis), slice, range, type(NotImplemented), type(len)}
 )
 
+# Roots that hold a run's data, which is looked at only if code names one of these attributes.
+_IF_NAMED = {f"trainer.{name}": frozenset({name, "fit_loop"}) for name in LOADER_NAMES}
+
 # Of optimizers: a root, and the place of a group's parameters in it.
 _GROUPS, _PARAMETERS = ".param_groups", ("key", "params")
-
-# From the name of a root over (kind, key) to an object.
-Path = tuple[Any, ...]
-# The last step of a path where what is in an object has changed as a whole; with it goes the name of the kind.
-CONTENTS = "contents"
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Something that has changed.
-
-    Attributes:
-        path: The name of a root, then (kind, key) for each step to what has changed; to a list that has grown or shrunk.
-        start: For such a list, the index of the first new entry; else None.
-        value: What it is now, or the new entries; ``ABSENT`` where it is gone.
-    """
-
-    path: Path
-    start: int | None
-    value: Any
 
 
 @dataclass(slots=True)
@@ -127,6 +115,7 @@ class Snapshot:
 
     Attributes:
         modules_met: The modules that were reached and not looked into.
+        left_alone: The classes of objects that may change and that nothing is known of.
     """
 
     def __init__(
@@ -140,6 +129,7 @@ class Snapshot:
         self._first: dict[int, int] = {}  # by id of an object, its first record
         self._enters_modules = enters_modules
         self.modules_met: list[nn.Module] = []
+        self.left_alone: set[type] = set()
         self._tensors: list[tuple[Tensor, int, int, Any]] = []  # with their versions, and where they are
         self._iterators: list[tuple[Any, int, Any]] = []  # that cannot go back, and where they are
         self._marks: list[Mark] = []
@@ -147,7 +137,10 @@ class Snapshot:
         for name, value in (shallow or {}).items():
             self._seen[id(value)] = value
             self._records.append(_Record(value, ATTRIBUTES, ATTRIBUTES.take(value), -1, name))
-        self._waiting: list[tuple[Any, int, Any]] = [(value, -1, name) for name, value in roots.items()]
+        self._named: set[str] = set()
+        self._waiting: list[tuple[Any, int, Any]] = [
+            (value, -1, name) for name, value in roots.items() if name not in _IF_NAMED
+        ]
         for value, parent, key in self._waiting:  # which grows meanwhile
             if id(value) not in self._seen and len(self._records) < MAX_OBJECTS:
                 self._seen[id(value)] = value
@@ -181,6 +174,20 @@ class Snapshot:
         for record in changed:
             record.kind.put(record.owner, record.contents)
         return bool(changed)
+
+    def take_back(self) -> Callable[[], None]:
+        """As :meth:`restore`; returns a function that makes the same changes again, to what the objects are by then."""
+        changed = [(record, record.kind.take(record.owner)) for record in self._records if record.has_changed()]
+        self.restore()
+
+        def again() -> None:
+            for record, after in changed:
+                kind, now = record.kind, record.kind.take(record.owner)
+                is_unchanged = now is not ABSENT and kind.is_same(now, record.contents)
+                if after is not ABSENT:
+                    kind.put(record.owner, after if is_unchanged else with_changes(now, record.contents, after))
+
+        return again
 
     def is_current(self) -> bool:
         """Whether all objects are still what they were."""
@@ -292,10 +299,13 @@ class Snapshot:
             kinds = (ATTRIBUTES,)
         indices = [index for kind in kinds if (index := self._remember(value, kind, parent, key)) >= 0]
         if not indices:
+            if not is_unchanging(value):
+                self.left_alone.add(cls)
             return
         if isinstance(value, Globals):
             self._spaces.append(_Space(value.values, list(value.values)))
         if isinstance(value, FunctionType):
+            self._look_for_names(value)
             self._waiting += [(found, indices[0], ("globals", found.module)) for found in globals_of(value)]
             if (wrapped := getattr(value, "__wrapped__", None)) is not None:
                 self._waiting.append((wrapped, indices[0], ("code", 0)))
@@ -304,9 +314,20 @@ class Snapshot:
             bases = enumerate(cls.__mro__)
             self._waiting += [(base, indices[0], ("mro", position)) for position, base in bases if is_users(base)]
 
+    def _look_for_names(self, function: FunctionType) -> None:
+        named = names_of(function.__code__)[0]
+        for root in _IF_NAMED.keys() - self._named:
+            if root in self._roots and not _IF_NAMED[root].isdisjoint(named):
+                self._named.add(root)
+                self._waiting.append((self._roots[root], -1, root))
+
     def _remember(self, value: Any, kind: Kind, parent: int, key: Any) -> int:
         """The number of the record; -1 where there is none."""
-        contents = kind.take(value)
+        try:
+            contents = kind.take(value)
+        except Exception as error:  # such as of a generator for which the system draws
+            _logger.debug("A %s is left alone: %s", type(value).__name__, error)
+            contents = ABSENT
         if contents is ABSENT:
             return -1
         index = len(self._records)
@@ -371,34 +392,6 @@ def passing_over(snapshots: Iterable[Snapshot]) -> Iterator[None]:
                 record.contents = now if is_as_taken else with_changes(record.contents, earlier, now)
 
 
-def look(owner: Any, step: tuple[str, Any]) -> Any:
-    """Takes one step of a path, from an object to another.
-
-    Raises:
-        KeyError, IndexError, AttributeError: There is nothing.
-    """
-    kind, key = step
-    if kind == "mro":
-        return type(owner).__mro__[key]
-    if kind == "code":
-        return functions_of(owner)[key] if isinstance(owner, type) else owner.__wrapped__
-    if kind == "globals":
-        return Globals(key, vars(sys.modules[key]), frozenset())
-    if kind == "member":
-        return next((entry for entry in owner if entry is key or entry == key), None)
-    return kind_of_step(owner, kind).look(owner, key)
-
-
-def kind_of_step(owner: Any, name: str) -> Kind:
-    """How an object is handled in a step of a path.
-
-    Raises:
-        KeyError: It has no such contents: another object is there now.
-    """
-    kinds = (CLASS,) if isinstance(owner, type) else kinds_of(owner) or (ATTRIBUTES,)
-    return {kind.name: kind for kind in kinds}[name]
-
-
 def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) -> Snapshot:
     """What a module's code may change: the module and what hangs on it, and what it reaches through its Trainer.
 
@@ -431,6 +424,7 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
     if trainer is not None:
         callbacks: list[Any] = getattr(trainer, "callbacks", [])
         roots |= {f"trainer.callbacks[{i}]": each for i, each in enumerate(callbacks) if kinds_of(each)}
+        roots |= {f"trainer.{name}": loaders for name, loaders in loaders_of(trainer).items()}
         roots["trainer.datamodule"] = getattr(trainer, "datamodule", None)
         strategy = trainer.strategy  # the Trainer itself would give what stands for optimizers that are yet to come
         roots |= {f"optimizers[{i}]{_GROUPS}": each.param_groups for i, each in enumerate(strategy.optimizers)}
@@ -438,18 +432,6 @@ def roots_of(root: nn.Module, *functions: Any) -> tuple[dict[str, Any], dict[str
         roots |= {f"lr_schedulers[{i}]": each for i, each in enumerate(schedulers)}
     roots |= {f"step {i}": function for i, function in enumerate(functions)}
     return roots, {} if trainer is None else {"trainer": trainer}
-
-
-def at_path(roots: Mapping[str, Any], path: Path) -> Any:
-    """The object that a path leads to.
-
-    Raises:
-        KeyError, IndexError, AttributeError: There is nothing.
-    """
-    owner = roots[path[0]]
-    for step in path[1:]:
-        owner = look(owner, step)
-    return owner
 
 
 def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
@@ -476,16 +458,3 @@ def _differing(record: _Record, now: Any, path: Path) -> Iterator[Difference]:
             yield Difference(as_a_whole, None, now)
     else:
         yield Difference(as_a_whole, None, now)
-
-
-def name_of(path: Path) -> str:
-    """A path as its code would write it, up to the first name after a root, a class or a module: ``self.stats``."""
-    name = path[0]
-    for kind, key in path[1:]:
-        if kind in ("attribute", "slot", "global", "class", "function"):
-            return f"{name}.{key if isinstance(key, str) else key[-1]}"
-        if kind == "globals":
-            name = str(key)
-        elif kind == "mro":
-            name = f"type({path[0]})"
-    return str(name)

@@ -54,7 +54,7 @@ def uses_arguments_after_batch(function: Callable[..., Any], left_at: TracebackT
 def reads_run_state(root: nn.Module, function: Callable[..., Any]) -> bool:
     """Whether a step, or a method that it calls, asks optimizers or schedulers, whose numbers change from batch to batch."""
     code = code_of(function)
-    return code is not None and any(_RUN_STATE & {*current.co_names} for current in _codes(type(root), code))
+    return code is not None and any(_RUN_STATE & {*current.co_names} for current in codes_called(type(root), code))
 
 
 def assigned_anywhere(cls: type) -> frozenset[str]:
@@ -76,10 +76,10 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
     code = code_of(function)
     if code is None or uses_arguments_after_batch(function):
         return True
-    return any(_CHANGING & {*current.co_names} for current in _codes(type(root), code))
+    return any(_CHANGING & {*current.co_names} for current in codes_called(type(root), code))
 
 
-def _codes(kind: type[nn.Module], code: CodeType) -> Iterator[CodeType]:
+def codes_called(kind: type, code: CodeType) -> Iterator[CodeType]:
     """The code, and that of the methods of the class that it names, but for those of torch and Lightning."""
     seen, waiting = {code}, [code]
     while waiting and len(seen) < _MAX_METHODS:

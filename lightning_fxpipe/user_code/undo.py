@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe._compat.torch import version_of
 from lightning_fxpipe.rng import isolated_rng, rng_state, set_rng_state
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
@@ -54,6 +55,44 @@ def undo_after(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undo
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+
+class Postponed:
+    """What a block changes is undone after it, and can be changed again later.
+
+    A context manager around the block.
+
+    Args:
+        state: What the block can change.
+        watches_tensors: Whether the values of tensors are looked after, by a mode that processes forked in the block inherit.
+    """
+
+    def __init__(self, state: Snapshot, *, watches_tensors: bool = True) -> None:
+        self.state = state
+        self._writes = Writes(state.tensors()) if watches_tensors else None
+        self._again: list[Callable[[], None]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def __enter__(self) -> Postponed:
+        if self._writes is not None:
+            self._writes.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._writes is not None:
+            self._writes.__exit__(*exception)  # type: ignore[no-untyped-call]
+            self._again.append(self._writes.take_back())
+        self._again.append(self.state.take_back())
+        self._versions = [(tensor, version_of(tensor)) for tensor in self.state.tensors()]
+
+    def is_current(self) -> bool:
+        """True if nothing that was looked at has changed since the block."""
+        return self.state.is_current() and all(version_of(tensor) == version for tensor, version in self._versions)
+
+    def again(self) -> None:
+        """Makes the changes of the block."""
+        for change in self._again:
+            change()
 
 
 class UndoneRuns:

@@ -56,6 +56,17 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage.copy_(before)
         self._before.clear()
 
+    def take_back(self) -> Callable[[], None]:
+        """As :meth:`undo`; returns a function that makes the same writes again."""
+        after = [(storage, storage.clone()) for storage, _ in self._before.values()]
+        self.undo()
+
+        def again() -> None:
+            for storage, values in after:
+                storage.copy_(values)
+
+        return again
+
 
 class WritesOfCalls(TorchFunctionMode):
     """:class:`Writes` for those calls of torch only that get parameters or certain tensors: others cannot write to them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,16 +20,13 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fxpipe.strategy.strategy
-from lightning_fxpipe import rng
 from lightning_fxpipe._compat import lightning as _compat_lightning
 from lightning_fxpipe._compat import torch as _compat
 from tests.lit import LitModel, make_trainer
-from tests.test_rng import draw
 
 # ------------------------------------------------------------------ Lightning: processes
 
@@ -152,59 +148,8 @@ class Counted(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class Peek(L.Callback):
-    """Asks for the first batch where the strategy does: in setup, before the loop has made its iterators."""
-
-    def __init__(self, active: bool) -> None:
-        self.active = active
-        self.batch: Any = None
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.active:
-            self.batch = _compat_lightning.first_batch(trainer)
-
-
 def loader(*, shuffle: bool = False, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(10.0).unsqueeze(1)), batch_size=4, shuffle=shuffle, **options)
-
-
-def run_and_peek(method: str, data: Any, *, active: bool = True) -> tuple[Any, list[Tensor]]:
-    L.seed_everything(5, verbose=False)
-    module, peek = Counted(), Peek(active)
-    trainer = make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[peek])
-    getattr(trainer, method)(module, data)
-    return peek.batch, module.seen
-
-
-@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_data_source_of_each_loop_gives_the_batch_that_its_step_gets(method: str) -> None:
-    batch, seen = run_and_peek(method, loader())
-    assert batch is not seen[0]
-    torch.testing.assert_close(batch, seen[0], rtol=0, atol=0)
-    torch.testing.assert_close(batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
-
-
-def test_the_batches_of_a_run_are_the_same_with_and_without_a_look_at_the_first() -> None:
-    with_look = run_and_peek("fit", loader(shuffle=True))[1]
-    without = run_and_peek("fit", loader(shuffle=True), active=False)[1]
-    assert len(with_look) == 6
-    torch.testing.assert_close(with_look, without, rtol=0, atol=0)
-
-
-def test_several_evaluation_loaders_run_one_after_another() -> None:
-    class Two(Counted):
-        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    peek = Peek(active=True)
-    make_trainer(callbacks=[peek]).validate(Two(), [loader(), DataLoader(TensorDataset(torch.ones(2, 1)))])
-    torch.testing.assert_close(peek.batch, 100 + torch.arange(4.0).unsqueeze(1), rtol=0, atol=0)
-
-
-def test_no_dataloader_is_no_batch() -> None:
-    trainer = make_trainer()
-    trainer.state.fn = TrainerFn.FITTING
-    trainer.fit_loop._data_source.instance = Counted()
-    assert _compat_lightning.first_batch(trainer) is None
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -303,7 +248,7 @@ def test_lightnings_own_log_is_replaced_for_one_module_and_below_what_it_overrid
     def log(*args: Any, **kwargs: Any) -> None:
         logged.append((args, kwargs))
 
-    with _compat.patched_attributes(*_compat_lightning.log_replaced(module, log, "log")):
+    with _compat.patched_attributes(*_compat_lightning.own_replaced(module, log, "log")):
         module.log("loss", 1.0, prog_bar=True)
         module.log_dict({"accuracy": 2.0})
         with pytest.warns(UserWarning, match="not registered"):
@@ -311,124 +256,10 @@ def test_lightnings_own_log_is_replaced_for_one_module_and_below_what_it_overrid
     assert [args for args, _ in logged] == [("train/loss", 1.0), ("train/accuracy", 2.0)]
     assert logged[0][1] == {"prog_bar": True}
     assert L.LightningModule.log is original
-    assert _compat_lightning.log_replaced(nn.Linear(1, 1), log, "log") == []
+    assert _compat_lightning.own_replaced(nn.Linear(1, 1), log, "log") == []
 
 
 # ------------------------------------------------------------------ the first batch of a loader
-
-
-class Pids(Dataset[int]):
-    """Says in which process a sample was loaded."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return os.getpid()
-
-
-def test_first_loader_batch_starts_no_workers() -> None:
-    batch = _compat_lightning.first_loader_batch(DataLoader(Pids(), batch_size=4, num_workers=2))
-    assert batch.tolist() == [os.getpid()] * 4
-
-
-def orders(data: DataLoader[Any], *, look: bool) -> list[list[float]]:
-    """Two epochs of a loader, from a fixed state of the generators."""
-    torch.manual_seed(0)
-    if look:
-        _compat_lightning.first_loader_batch(data)
-    return [[value for (batch,) in data for value in batch.flatten().tolist()] for _ in range(2)]
-
-
-def test_first_loader_batch_leaves_the_order_of_a_shuffled_loader() -> None:
-    assert orders(loader(shuffle=True), look=True) == orders(loader(shuffle=True), look=False)
-
-
-def test_first_loader_batch_leaves_a_loaders_own_generator() -> None:
-    """A loader with a generator of its own, as in torch's notes on reproducibility, is out of the default generators' reach."""
-
-    def seeded() -> DataLoader[Any]:
-        return loader(shuffle=True, generator=torch.Generator().manual_seed(3))
-
-    assert orders(seeded(), look=True) == orders(seeded(), look=False)
-
-
-def test_first_loader_batch_leaves_the_default_generators() -> None:
-    state = rng.rng_state()
-    expected = draw()
-    rng.set_rng_state(state)
-
-    class Augmented(Pids):
-        def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
-            return torch.tensor(draw())
-
-    _compat_lightning.first_loader_batch(DataLoader(Augmented(), batch_size=4, shuffle=True))
-    assert draw() == expected
-
-
-class Stream(IterableDataset[int]):
-    """Its own iterator, as a socket or a queue is: what is taken is gone."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if self.position >= 7:
-            raise StopIteration
-        self.position += 1
-        return self.position
-
-
-def test_first_loader_batch_loses_nothing_of_a_dataset_that_is_its_own_iterator() -> None:
-    data = DataLoader(Stream(), batch_size=3)
-    assert _compat_lightning.first_loader_batch(data).tolist() == [1, 2, 3]
-    assert [batch.tolist() for batch in data] == [[1, 2, 3], [4, 5, 6], [7]]
-
-
-def test_first_loader_batch_of_an_iterable_dataset_shorter_than_a_batch() -> None:
-    assert _compat_lightning.first_loader_batch(DataLoader(Stream(), batch_size=20)).tolist() == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_first_loader_batch_without_automatic_batching() -> None:
-    assert _compat_lightning.first_loader_batch(DataLoader(Stream(), batch_size=None)) == 1
-    assert _compat_lightning.first_loader_batch(DataLoader([torch.ones(2, 3)], batch_size=None)).shape == (2, 3)
-
-
-def test_first_loader_batch_collates_as_the_loader_does() -> None:
-    class Many(Pids):
-        def __getitems__(self, indices: list[int]) -> list[int]:
-            return [10 * index for index in indices]
-
-    assert _compat_lightning.first_loader_batch(DataLoader(Many(), batch_size=3)).tolist() == [0, 10, 20]
-    assert _compat_lightning.first_loader_batch(DataLoader([1, 2, 3], batch_size=2, collate_fn=sum)) == 3
-    assert _compat_lightning.first_loader_batch(DataLoader([1, 2, 3], batch_sampler=[[2, 0], [1]])).tolist() == [3, 1]
-
-
-def test_first_loader_batch_keeps_the_structure_of_several_loaders() -> None:
-    loaders = {"a": DataLoader([1, 2], batch_size=2), "b": [DataLoader([3]), DataLoader([4, 5], batch_size=2)]}
-    for given in (loaders, CombinedLoader(loaders, "max_size")):
-        batch = _compat_lightning.first_loader_batch(given)
-        assert batch["a"].tolist() == [1, 2]
-        assert [part.tolist() for part in batch["b"]] == [[3], [4, 5]]
-    for given in (loaders, CombinedLoader(loaders, "sequential")):
-        assert _compat_lightning.first_loader_batch(given, one_by_one=True).tolist() == [1, 2]
-
-
-def test_first_loader_batch_of_a_combined_loader_is_as_this_one_says() -> None:
-    loaders = [DataLoader([1, 2], batch_size=2), DataLoader([3])]
-    for mode in ("max_size_cycle", "min_size", "max_size"):
-        batch = _compat_lightning.first_loader_batch(CombinedLoader(loaders, mode), one_by_one=True)
-        assert [part.tolist() for part in batch] == [[1, 2], [3]]
-    assert _compat_lightning.first_loader_batch(CombinedLoader(loaders, "sequential")).tolist() == [1, 2]
-
-
-def test_first_loader_batch_is_that_of_the_first_loader_that_has_one() -> None:
-    empty: DataLoader[Any] = DataLoader([], batch_size=2)
-    assert _compat_lightning.first_loader_batch([empty, DataLoader([3])], one_by_one=True).tolist() == [3]
-    assert _compat_lightning.first_loader_batch([empty], one_by_one=True) is None
 
 
 @pytest.mark.parametrize("kind", [None, torch.optim.SGD])
@@ -440,51 +271,6 @@ def test_has_no_optimizer_knows_what_lightning_takes_for_none(kind: Any) -> None
     trainer = make_trainer(max_steps=0)
     trainer.fit(Configured(), loader())
     assert _compat_lightning.has_no_optimizer(trainer.optimizers) is (kind is None)
-
-
-def test_first_loader_batch_of_a_loader_that_knows_how_far_it_has_come_is_not_taken_from_it() -> None:
-    class Knows:
-        def __init__(self) -> None:
-            self.position = 0
-
-        def __iter__(self) -> Iterator[int]:
-            while self.position < 3:
-                self.position += 1
-                yield self.position
-
-        def state_dict(self) -> dict[str, int]:
-            return {"position": self.position}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.position = state["position"]
-
-    loader, iterator = Knows(), Deck([1, 2, 3])
-    assert _compat_lightning.first_loader_batch({"one": loader, "other": iterator}) == {"one": 1, "other": 1}
-    assert list(loader) == list(iterator) == [1, 2, 3]
-
-
-class Deck:
-    """Its own iterator."""
-
-    def __init__(self, values: list[int]) -> None:
-        self.values = values
-
-    def __iter__(self) -> Iterator[int]:
-        return self
-
-    def __next__(self) -> int:
-        if not self.values:
-            raise StopIteration
-        return self.values.pop(0)
-
-
-def test_first_loader_batch_of_another_iterable_is_its_first_item() -> None:
-    assert _compat_lightning.first_loader_batch(_Reiterable()) == "first"
-
-
-class _Reiterable:
-    def __iter__(self) -> Iterator[str]:
-        return iter(("first", "second"))
 
 
 # ------------------------------------------------------------------ Lightning: checkpoints
@@ -624,24 +410,23 @@ class Asks(L.Callback):
 
     def __init__(self) -> None:
         self.answers: list[Any] = []
-        self.has_made_loaders = True
+        self.set_up: list[int] = []
 
     def ask(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
-        numbers = trainer.num_training_batches, trainer.estimated_stepping_batches
-        loaders = len(trainer.train_dataloader), len(trainer.val_dataloaders)  # type: ignore[arg-type]
+        loaders = trainer.train_dataloader is not None, trainer.val_dataloaders is not None
         module_sees = bool(module.optimizers()), bool(module.lr_schedulers())
-        self.answers.append((rates, len(trainer.lr_scheduler_configs), numbers, loaders, module_sees))
+        self.answers.append((rates, len(trainer.lr_scheduler_configs), loaders, module_sees))
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         stand_in = SimpleNamespace(param_groups=[{"lr": 0.5}], scheduler="scheduler")
-        with _compat_lightning.run_state_stood_in(trainer, stand_in):
+        with _compat_lightning.run_state_stood_in(trainer, stand_in, lambda: self.set_up.append(1)) as answered:
             self.ask(trainer, pl_module)
-        self.has_made_loaders = trainer.fit_loop._combined_loader is not None
+        assert answered == {"optimizers", "lr_scheduler_configs"}
         self.validates = _compat_lightning.has_validation(trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        with _compat_lightning.run_state_stood_in(trainer, None):
+        with _compat_lightning.run_state_stood_in(trainer, None, lambda: None):
             self.ask(trainer, pl_module)
 
 
@@ -654,9 +439,9 @@ def test_what_the_trainer_is_asked_before_the_run_has_an_answer() -> None:
     asks = Asks()
     make_trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[asks]).fit(WithScheduler(), loader(), loader())
     assert asks.validates
-    assert not asks.has_made_loaders
-    assert all(answer == asks.answers[-1] for answer in asks.answers)
-    assert asks.answers[0] == ([0.5], 1, (3, 6), (3, 3), (True, True))
+    assert asks.set_up  # once it is asked for the dataloaders
+    assert asks.answers[0] == ([0.5], 1, (False, False), (True, True))
+    assert asks.answers[-1] == ([0.5], 1, (True, True), (True, True))
 
 
 def test_optimizers_are_counted_in_whatever_form_they_are_configured() -> None:

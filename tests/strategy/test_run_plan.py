@@ -33,7 +33,12 @@ def make(one: RunPlans, module: Any, fn: TrainerFn = TrainerFn.FITTING) -> Parti
     trainer = make_trainer()
     trainer.state.fn = fn
     placement = one.options.placement(2)
-    return one.make(trainer, module, placement=placement, device=torch.device("cpu"), context=lambda kind: nullcontext()).plan
+    first: Any = None  # a given plan needs no batch
+    device = torch.device("cpu")
+    planned = one.make(
+        trainer, module, placement=placement, device=device, context=lambda kind: nullcontext(), first_batches=first
+    )
+    return planned.plan
 
 
 def test_a_given_plan_is_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -62,10 +63,10 @@ def test_the_strategy_plans_for_its_device(
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn), lightning_module=module)
     plans = RunPlans(PlanOptions(given=None, num_stages="auto", stages_per_rank="auto", num_microbatches=2, batch_dim=0))
     with simulated_cuda():
-        monkeypatch.setattr(runplan, "first_batch", lambda trainer, of_validation, take: batch_on(CUDA))
-        plan = plans.make(
-            trainer, module, placement=topology.Placement(num_ranks=2), device=CUDA, context=partial(step_context, precision)
-        ).plan
+        monkeypatch.setattr(runplan, "run_state_stood_in", lambda *args: nullcontext(set()))
+        first: Any = SimpleNamespace(batch=lambda *args, **kwargs: batch_on(CUDA), shown=nullcontext, set_up_validation=int)
+        context, placement = partial(step_context, precision), topology.Placement(num_ranks=2)
+        plan = plans.make(trainer, module, placement=placement, device=CUDA, context=context, first_batches=first).plan
     assert {output.dtype for output in plan.stages[0].outputs} <= {dtype, "float32"}
     assert any(output.dtype == dtype for output in plan.stages[0].outputs)
 

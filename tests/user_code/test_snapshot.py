@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -17,9 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
+from lightning_fxpipe._compat.torch import FakeWorld
 from lightning_fxpipe.user_code import snapshot
-from lightning_fxpipe.user_code.snapshot import Snapshot, at_path
+from lightning_fxpipe.user_code.paths import at_path
+from lightning_fxpipe.user_code.snapshot import Snapshot
 
 GLOBAL_COUNTS: dict[str, list[int]] = {"steps": [0]}
 GLOBAL_NUMBER = 0
@@ -523,3 +527,31 @@ def test_parameters_in_an_optimizers_groups_are_the_modules() -> None:
     assert [id(tensor) for tensor in found.tensors()] == [id(rate), id(mine["params"][0])]
     groups[0]["params"].pop()
     assert not found.is_current()
+
+
+def test_a_generator_of_torchs_is_remembered_among_tensors_without_data() -> None:
+    """Its state is a tensor with data, in whatever mode the code around runs."""
+    holder = SimpleNamespace(generator=torch.Generator().manual_seed(3), data=TensorDataset(torch.ones(2)))
+    holder.sampler = WeightedRandomSampler([1.0], 1, generator=holder.generator)
+    with FakeWorld().active():
+        before = Snapshot({"holder": holder})
+        assert before.is_current()
+    drawn = torch.rand(2, generator=holder.generator)
+    holder.sampler.num_samples = 2
+    with FakeWorld().active():
+        assert not before.is_current()
+        again = before.take_back()
+        assert before.is_current()
+    assert holder.sampler.num_samples == 1
+    assert torch.equal(torch.rand(2, generator=holder.generator), drawn)
+    before.restore()
+    again()
+    assert holder.sampler.num_samples == 2
+    assert not torch.equal(torch.rand(2, generator=holder.generator), drawn)
+
+
+def test_what_cannot_be_remembered_is_left_alone() -> None:
+    """Such as a generator for which the system draws: it has no state."""
+    found = Snapshot({"holder": SimpleNamespace(generator=random.SystemRandom(), count=1)})
+    assert found.left_alone == {random.SystemRandom}
+    assert found.is_current()
