@@ -58,7 +58,7 @@ def hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[
     for callback in callbacks(trainer):
         for name in _CALLBACK_HOOKS:
             is_user_code = _calls_users(callback) or not is_own(getattr(callback, name))
-            if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
+            if name not in _EARLY_HOOKS and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
                 yield callback, name
 
 

@@ -155,6 +155,10 @@ class Hooks:
         self._installed.close()
         self._output_readers = frozenset()
 
+    def show_state(self, state: Mapping[str, Any]) -> None:
+        """Has hooks see all of a ``state_dict()`` of the module, until the next one."""
+        self._whole.show_state(state)
+
     @property
     def are_running(self) -> bool:
         """Whether a hook of user code runs."""
@@ -216,7 +220,8 @@ class Hooks:
     @contextmanager
     def running(self, trainer: Trainer, *, is_joint: bool = False) -> Iterator[Frame]:
         """The block is user code, on every rank; with ``is_joint`` such as takes the same path on all."""
-        view = WholeView(self._whole.placeholders(), self.values, self._gradients, self._topology.device)
+        whole = self._whole
+        view = WholeView(whole.placeholders(), whole.held, self.values, self._gradients, self._topology.device)
         self._frame = frame = Frame(view=view, is_joint=is_joint)
         try:
             with view, self._groups(whole=True), self._replica.acting(self._share):

@@ -168,11 +168,14 @@ class CheckpointHooks:
     # ------------------------------------------------------------------ saving
 
     def module_state(self) -> dict[str, Any]:
-        """This rank's part of the module's state."""
+        """The module's state: tensors of this rank's part, and for the rest placeholders, for which hooks see values."""
         if self.saves_nothing:
             return {}
-        with self._now.session.hooks.suspend():
-            return drop_placeholders(self._now.session.module.state_dict())
+        hooks = self._now.session.hooks
+        with hooks.suspend():
+            state: dict[str, Any] = self._now.session.module.state_dict()
+        hooks.show_state(state)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state."""

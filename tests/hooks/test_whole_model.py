@@ -24,10 +24,11 @@ class Looks:
         self.real(torch.randn(4, 3)).square().sum().backward()
         self.layer = nn.Linear(3, 2, device="meta")
         self.brought: list[str] = []
+        self.held: dict[int, Tensor] = {}
         pairs = list(zip(self.layer.parameters(), self.real.parameters(), strict=True))
         self._values: dict[int, Tensor] = {id(p): q for p, q in pairs}
         self._gradients = {id(p): q.grad for p, q in pairs}
-        self.view = WholeView({id(p): p for p, _ in pairs}, self.values, self.gradients, torch.device("cpu"))
+        self.view = WholeView({id(p): p for p, _ in pairs}, lambda: self.held, self.values, self.gradients, torch.device("cpu"))
 
     def values(self) -> dict[int, Tensor]:
         self.brought.append("values")
