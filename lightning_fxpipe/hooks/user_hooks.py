@@ -38,6 +38,8 @@ from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
+from lightning_fxpipe.distributed.failure import has_failed
+from lightning_fxpipe.distributed.rank_zero import Shared, answer
 from lightning_fxpipe.distributed.replica import Replica
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
@@ -48,11 +50,13 @@ from lightning_fxpipe.pytree.portable import on_host, sendable
 from lightning_fxpipe.pytree.sizes import held_number, plain_number, plain_numbers
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
+from lightning_fxpipe.user_code.frames import framework_calls, user_source
 
 # What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
 _GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
+_JOINING, _MINUS_JOINING, _ELSEWHERE, _NUM_KINDS = range(11, 15)
 _LOOKS = (_GRADIENTS, _VALUES)
-_REQUESTS = (*_LOOKS, _LOGGING, _SHARING)
+_REQUESTS = (*_LOOKS, _LOGGING, _SHARING, _JOINING)
 _NOTHING = -math.inf
 _Voted = tuple[list[float], list[dict[str, float] | None]]
 
@@ -66,7 +70,7 @@ class Frame:
         values: Values of placeholders, once somebody has looked.
         gradients: Gradients of placeholders, once somebody has looked.
         logged: The numbers that it has logged: arguments of ``self.log``.
-        shared: What rank 0 has shared with all ranks in the last vote, if all came to share; a tuple with it alone.
+        zeros: The call of Lightning or torch that rank 0 made in the last vote, and its value; None if it made none.
         is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspend` together.
     """
 
@@ -75,7 +79,7 @@ class Frame:
     values: dict[int, Tensor] | None = None
     gradients: dict[int, Tensor | None] | None = None
     logged: list[dict[str, Any]] = field(default_factory=list)
-    shared: tuple[Any, ...] = ()
+    zeros: Shared | None = None
 
 
 class Hooks:
@@ -294,11 +298,28 @@ class Hooks:
     def _share(self, value: Any) -> Any:
         """Rank 0's value, where rank 0 comes here, too; else the rank's own."""
         assert self._frame is not None
-        is_alone = False
-        while not is_alone:  # the others are here, or at the end of the hook
-            result, _ = self._vote({_SHARING: 1.0}, value=value)
-            is_alone = not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING)
-        return self._frame.shared[0] if self._frame.shared else value
+        mine = framework_calls(), value
+        is_answered = False
+        while not is_answered:
+            result, _ = self._vote({_SHARING: 1.0}, shared=mine)
+            if not _asks_first(result):  # the others are here, or where they wait for no rank of this call
+                is_answered, value = answer(mine, self._frame.zeros)
+        return value
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """As :meth:`suspend`, around what every rank must do: in a hook, :class:`UnsupportedError` if some rank does not."""
+        frame = self._frame
+        if frame is not None and not frame.is_joint and not has_failed():
+            digest = _digest_of(what)
+            are_back = True
+            while are_back:  # from what they ask for, before they come here
+                result, _ = self._vote({_JOINING: digest, _MINUS_JOINING: -digest})
+                are_back = any(result[kind] > 0 for kind in (*_LOOKS, _LOGGING, _SHARING))
+            if result[_ELSEWHERE] > 0 or result[_JOINING] != -result[_MINUS_JOINING]:
+                raise _not_together(what)
+        with self.suspend():
+            yield
 
     def _end(self, trainer: Trainer) -> None:
         """Takes part in what other ranks ask for, until none does, and makes the ranks equal again."""
@@ -319,20 +340,21 @@ class Hooks:
             state = of_last_stage(rng_state(), self._topology)
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
 
-    def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, value: Any = None) -> _Voted:
+    def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, shared: Shared | None = None) -> _Voted:
         """One round: what any rank wants is done by all.
 
         Args:
             mine: What this rank says.
             logged: What it is about to log.
-            value: What it shares.
+            shared: The call that it makes, and its value.
 
         Returns:
             The largest of each entry, and where the ranks log different values, what each one logs.
         """
         frame = self._frame
         assert frame is not None
-        vote = torch.full((_MINUS_RNG + 1,), _NOTHING, dtype=torch.float64)
+        vote = torch.full((_NUM_KINDS,), _NOTHING, dtype=torch.float64)
+        vote[_ELSEWHERE] = _NOTHING if _JOINING in mine else 1.0
         for kind, number in mine.items():
             vote[kind] = number
         all_logged: list[dict[str, float] | None] = []
@@ -348,8 +370,8 @@ class Hooks:
             looks = any(result[kind] > 0 for kind in _LOOKS)
             if result[_LOGGING] > 0 and not looks and result[_DIGEST] != -result[_MINUS_DIGEST]:
                 all_logged = gather_values(self._topology.control_group, logged)
-            if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
-                frame.shared = of_last_stage((value,) if mine.get(_SHARING) else (), self._topology)
+            if result[_SHARING] > 0 and not _asks_first(result):
+                frame.zeros = of_last_stage(shared, self._topology)
         return result, all_logged
 
     # ------------------------------------------------------------------ logging
@@ -422,6 +444,21 @@ class Hooks:
                 "is right for times and memory; what is computed from something that only one rank has must come from rank 0, "
                 "which runs the steps to their end."
             )
+
+
+def _asks_first(result: Sequence[float]) -> bool:
+    """True if a rank asks for something that comes before the ranks' calls of Lightning or torch."""
+    return any(result[kind] > 0 for kind in (*_LOOKS, _LOGGING))
+
+
+def _not_together(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Not every rank of the pipeline calls {what} in a hook.",
+        where=user_source(),
+        observed="a call on some ranks only",
+        expected="a call on every rank, since each has a part of the model",
+        todo="Make the call without a condition on the rank, such as trainer.is_global_zero. What it writes is written once.",
+    )
 
 
 def _is_number(value: Any) -> bool:

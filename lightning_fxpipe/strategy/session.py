@@ -270,13 +270,13 @@ class Session:
         if self._old_gradients is not None:
             self._old_gradients.release()
         if self._joint is None:
-            return self.hooks.suspend()
+            return self.hooks.together("backward")
         return self._joint.user_code()  # a module may have a backward of its own
 
     @contextmanager
     def around_optimizer_step(self, optimizer: StageOptimizer | None) -> Iterator[None]:
         """In the block an optimizer steps: this rank's parameters, or all where it needs them. Called by every rank."""
-        with self.hooks.suspend():
+        with self.hooks.together("optimizer_step"):
             if optimizer is not None and optimizer.is_coupled:
                 optimizer.know_others(self._topology.control_group)
                 with self.hooks.running(self.module.trainer, is_joint=True):
