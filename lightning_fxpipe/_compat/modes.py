@@ -82,5 +82,5 @@ def unwatched_torch() -> AbstractContextManager[None]:
 @contextmanager
 def without_modes() -> Iterator[None]:
     """No mode of either kind sees the block: its tensors have data even while a module is made without any. torch 2.11-2.15."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

@@ -177,7 +177,7 @@ class Replica:
                 (owner, name, replacement if name in _QUESTIONS else functools.partial(self._among_replicas, calls))
                 for owner, name, replacement in replacements
             ]
-        return _replaced(replacements)
+        return replaced_functions(replacements)
 
     def _for_default_group(self, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         """The function of torch; ``answer`` is called where its group is the default one, with all arguments by name."""
@@ -294,11 +294,11 @@ def replaced_everywhere(
 ) -> AbstractContextManager[None]:
     """During the block functions of torch.distributed are what is made of them, under all names that user code may call."""
     owners = (seen, real, seen_with_gradients, seen.nn)
-    return _replaced((owner, name, replacement) for owner in owners for name in names)
+    return replaced_functions((owner, name, replacement) for owner in owners for name in names)
 
 
 @contextmanager
-def _replaced(functions: Iterable[tuple[ModuleType, str, Callable[[Any], Any]]]) -> Iterator[None]:
+def replaced_functions(functions: Iterable[tuple[ModuleType, str, Callable[[Any], Any]]]) -> Iterator[None]:
     """Replaces functions of modules, if these have them, by what is made of each, also where users have imported them."""
     replaced: dict[int, tuple[Any, Any]] = {}
     patches: list[tuple[Any, str, Any]] = []

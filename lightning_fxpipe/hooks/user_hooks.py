@@ -33,18 +33,18 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_fxpipe._compat.lightning import lightning_class, log_replaced
-from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
+from lightning_fxpipe._compat.modes import function_mode_removed, without_modes
 from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
 from lightning_fxpipe.distributed.failure import has_failed
 from lightning_fxpipe.distributed.rank_zero import Shared, answer
-from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.distributed.replica import Replica, replaced_functions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
-from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, readers, short
-from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
+from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, on_classes, readers, short
+from lightning_fxpipe.hooks.whole_model import TRACERS, WholeModel, WholeView, in_place
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.pytree.portable import on_host, sendable
 from lightning_fxpipe.pytree.sizes import held_number, plain_number, plain_numbers
@@ -132,7 +132,8 @@ class Hooks:
         self._returns_predictions = bool(trainer.predict_loop.return_predictions)
         self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
         self._changes_batches = changes_batches(trainer, self._module)
-        self._installed.enter_context(patched_attributes(*patches))
+        self._installed.enter_context(patched_attributes(*on_classes(patches)))
+        self._installed.enter_context(replaced_functions((owner, name, self._tracer) for owner, name in TRACERS))
 
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
         """Hooks see the parameters of the whole model in the groups of these optimizers."""
@@ -152,7 +153,7 @@ class Hooks:
 
     def patch(self, *patches: tuple[Any, str, Any]) -> None:
         """Sets (object, name, value) for as long as the hooks are wrapped."""
-        self._installed.enter_context(patched_attributes(*patches))
+        self._installed.enter_context(patched_attributes(*on_classes(patches)))
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
@@ -208,6 +209,18 @@ class Hooks:
                 return hook(*args, **kwargs)
             with no_end_of_epoch(getattr(hook, "__name__", "a hook")), self.running(trainer):
                 return hook(*args, **kwargs)
+
+        return run
+
+    def _tracer(self, trace: Callable[..., Any]) -> Callable[..., Any]:
+        """A tracer, which in a hook finds the values of other stages in the module: it reads them past torch's functions."""
+
+        @functools.wraps(trace)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._frame is None:
+                return trace(*args, **kwargs)
+            with in_place(self._module, self.values()), function_mode_removed(self._frame.view):
+                return trace(*args, **kwargs)
 
         return run
 
@@ -358,7 +371,7 @@ class Hooks:
         for kind, number in mine.items():
             vote[kind] = number
         all_logged: list[dict[str, float] | None] = []
-        with unwatched_torch():
+        with without_modes():
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._topology.control_group)
             result: list[float] = vote.tolist()
             if result[_GRADIENTS] > 0:

@@ -15,6 +15,7 @@ vote, and a hook ends with votes until no rank needs anything: whoever needs not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from torch.overrides import TorchFunctionMode
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.distributed.values import broadcast_value
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.members import Members
 
 # torch's stubs give the types of the values, not of the properties.
@@ -52,6 +55,15 @@ _FREEZING = (_PROPERTIES["requires_grad"].__set__, Tensor.requires_grad_)
 _GET_GRAD, _SET_GRAD = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
 _OF_GRADIENTS = (_GET_GRAD, _SET_GRAD)
 _GET_DEVICE = _PROPERTIES["device"].__get__
+
+# Functions that read a module's tensors past torch's functions, where no mode can answer.
+TRACERS = (
+    (torch.jit, "trace"),
+    (torch.jit, "trace_module"),
+    (torch.jit, "script"),
+    (torch.export, "export"),
+    (torch.onnx, "export"),
+)
 
 _ABSENT, _STRIDED, _SPARSE = range(3)  # layouts of gradients, in messages
 
@@ -225,6 +237,8 @@ class WholeView(TorchFunctionMode):
             return None
         if func == _GET_DEVICE:
             return self._device
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined,no-untyped-call]
+            raise _in_trace()
         stood_for: dict[int, Tensor] = {}
         result = func(*self._replace(args, stood_for), **self._replace(kwargs, stood_for))
         # What changes a tensor in place returns that very tensor: `module.weight /= 2` puts it back into the module.
@@ -254,3 +268,31 @@ class WholeView(TorchFunctionMode):
             return value
 
         return tree_map(value_of, arguments)
+
+
+@contextmanager
+def in_place(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """In the block, the module has other tensors in some places.
+
+    Args:
+        module: The module.
+        values: The other tensors, by the identity of those that they replace.
+    """
+    places = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if id(tensor) in values]
+    for owner, name, tensor in places:
+        setattr(owner, name, values[id(tensor)])
+    try:
+        yield
+    finally:
+        for owner, name, tensor in places:
+            setattr(owner, name, tensor)
+
+
+def _in_trace() -> UnsupportedError:
+    return UnsupportedError(
+        "A hook records the model with a tracer that cannot see other stages' tensors.",
+        where=user_source(),
+        observed="a tensor of another stage, used while it records",
+        expected=f"one of {', '.join(f'{owner.__name__}.{name}' for owner, name in TRACERS)}",
+        todo="Use one of these, or record a copy: copy.deepcopy(module), made before.",
+    )
