@@ -7,6 +7,7 @@ While a hook of the LightningModule or of a callback that is not Lightning's own
 * calls of ``self.log`` that rank 0 alone makes (``if self.global_rank == 0: ...``) are made by all,
 * ``trainer.should_stop`` holds for every rank once one has set it,
 * random numbers go on from rank 0's when the hook is over,
+* what it writes to files is written by rank 0,
 * collectives of torch.distributed give all ranks rank 0's values (``distributed.replica``).
 
 Hooks of Lightning's own callbacks, and whatever the strategy does inside a hook, run as they are.
@@ -18,7 +19,6 @@ import functools
 import hashlib
 import inspect
 import math
-import numbers
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,12 +44,14 @@ from lightning_fxpipe.distributed.replica import Replica, replaced_functions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, on_classes, readers, short
+from lightning_fxpipe.hooks.logged_numbers import as_it_is, in_form_of, is_number, same_number
 from lightning_fxpipe.hooks.whole_model import TRACERS, WholeModel, WholeView, in_place
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.pytree.portable import on_host, sendable
-from lightning_fxpipe.pytree.sizes import held_number, plain_number, plain_numbers
+from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
+from lightning_fxpipe.user_code.files import lead_nowhere, writing
 from lightning_fxpipe.user_code.frames import framework_calls, user_source
 
 # What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
@@ -71,10 +73,12 @@ class Frame:
         gradients: Gradients of placeholders, once somebody has looked.
         logged: The numbers that it has logged: arguments of ``self.log``.
         zeros: The call of Lightning or torch that rank 0 made in the last vote, and its value; None if it made none.
+        files: The files that it writes.
         is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspend` together.
     """
 
     view: WholeView
+    files: writing
     is_joint: bool
     values: dict[int, Tensor] | None = None
     gradients: dict[int, Tensor | None] | None = None
@@ -128,6 +132,7 @@ class Hooks:
         if not self._topology.is_last:  # that rank has the predictions, and a file is written once
             writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
+            lead_nowhere([self._module, *callbacks(trainer)])
         self._output_readers = readers(hooks, "output")
         self._returns_predictions = bool(trainer.predict_loop.return_predictions)
         self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
@@ -239,9 +244,10 @@ class Hooks:
         """The block is user code, on every rank; with ``is_joint`` such as takes the same path on all."""
         whole = self._whole
         view = WholeView(whole.placeholders(), whole.held, self.values, self._gradients, self._topology.device)
-        self._frame = frame = Frame(view=view, is_joint=is_joint)
+        files = writing(is_real=self._topology.is_last, meet=partial(self._share, None))
+        self._frame = frame = Frame(view=view, files=files, is_joint=is_joint)
         try:
-            with view, self._groups(whole=True), self._replica.acting(self._share):
+            with view, files, self._groups(whole=True), self._replica.acting(self._share):
                 yield frame
             self._end(trainer)
         finally:
@@ -256,13 +262,13 @@ class Hooks:
             return
         if frame.is_joint:
             self.meet()
-        self._frame = None
+        self._frame, frame.files.is_active = None, False
         try:
             with self._groups(whole=False), function_mode_removed(frame.view), self._replica.aside():
                 yield
         finally:
             frame.values = frame.gradients = None
-            self._frame = frame
+            self._frame, frame.files.is_active = frame, True
 
     def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which is no user code wherever it is called."""
@@ -406,8 +412,8 @@ class Hooks:
                     values = self._agree({arguments["name"]: arguments["value"]})
                     arguments["value"] = values[arguments["name"]]
                 options = {key: option for key, option in arguments.items() if key not in ("self", "dictionary")}
-                numbers_logged = {name: value for name, value in values.items() if _is_number(value)}
-                self._frame.logged += [{**options, "name": name, "value": _kept(v)} for name, v in numbers_logged.items()]
+                numbers_logged = {name: value for name, value in values.items() if is_number(value)}
+                self._frame.logged += [{**options, "name": name, "value": as_it_is(v)} for name, v in numbers_logged.items()]
             self._agreed = True  # log_dict calls log
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -418,7 +424,7 @@ class Hooks:
 
     def _agree(self, values: Any) -> Any:
         """The values, with rank 0's where the ranks have others; what is no number is left as it is."""
-        held = {name: held_number(value) for name, value in values.items() if _is_number(value)}
+        held = {name: held_number(value) for name, value in values.items() if is_number(value)}
         if not held:
             return values
         numbers_logged = dict(zip(held, *plain_numbers([*held.values()]), strict=True))
@@ -430,8 +436,8 @@ class Hooks:
         zeros = by_rank[self._topology.last_place] if by_rank else None  # which is on rank 0
         if zeros is None:
             return values
-        self._report({n for logged in by_rank if logged for n in logged if not _same(logged[n], zeros.get(n))})
-        return {name: _as(value, zeros[name]) if name in zeros else value for name, value in values.items()}
+        self._report({n for logged in by_rank if logged for n in logged if not same_number(logged[n], zeros.get(n))})
+        return {name: in_form_of(value, zeros[name]) if name in zeros else value for name, value in values.items()}
 
     def _log_missing(self, logged: list[dict[str, Any]]) -> None:
         """Makes the calls that rank 0 has made and this rank has not. Called by every rank."""
@@ -472,26 +478,6 @@ def _not_together(what: str) -> UnsupportedError:
         expected="a call on every rank, since each has a part of the model",
         todo="Make the call without a condition on the rank, such as trainer.is_global_zero. What it writes is written once.",
     )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _same(one: float, other: float | None) -> bool:
-    return other is not None and (one == other or (math.isnan(one) and math.isnan(other)))
-
-
-def _as(value: Any, number: float) -> Any:
-    """The number in the form of the value; the value itself where it is the same."""
-    if _same(plain_number(value), number):
-        return value
-    return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
-
-
-def _kept(value: Any) -> Any:
-    """The value as it is now, whatever the hook goes on to do with it."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _digest_of(*values: Any) -> float:

@@ -55,6 +55,7 @@ from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
 from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.files import writing
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step import Step, StepKind
@@ -264,6 +265,12 @@ class Session:
         with step.context():  # in which the default dtype is that of the precision plugin
             value = torch.full((), loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         return {**output, "loss": value} if isinstance(output, Mapping) else value
+
+    @contextmanager
+    def around_step(self, kind: StepKind) -> Iterator[None]:
+        """In the block a step runs: to its end on the last stage, whose rank writes its files. Called by every rank."""
+        with self.hooks.together(kind.value), writing(is_real=self._topology.is_last):
+            yield
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """In the block a backward pass runs. Called by every rank."""
