@@ -17,8 +17,11 @@ import stat
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.user_code.frames import is_machinery
@@ -49,8 +52,9 @@ class writing:
         self._open: Callable[..., Any] = builtins.open
 
     def __enter__(self) -> writing:
-        self._open = builtins.open
-        self._patches = patched_attributes((builtins, "open", self._opened), (io, "open", self._opened))
+        self._open, self._save = builtins.open, torch.save
+        saves = (torch, "save", self._saved)  # which opens a path in C++
+        self._patches = patched_attributes((builtins, "open", self._opened), (io, "open", self._opened), saves)
         self._patches.__enter__()
         return self
 
@@ -58,22 +62,45 @@ class writing:
         self._patches.__exit__(*exception)
 
     def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
-        is_users = self.is_active and threading.get_ident() == self._thread and isinstance(file, _KINDS_OF_PATHS)
-        if not is_users or is_machinery(caller) or caller.split(".")[0] in _COMPILERS:
+        opens = self._open_for_user if self._is_users(file) else self._open
+        return opens(file, mode, *args, **kwargs)
+
+    def _saved(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not self._is_users(f):
+            self._save(obj, f, *args, **kwargs)
+            return
+        with self._open_for_user(f, "wb") as file:
+            self._save(obj, file, *args, **kwargs)
+
+    def _is_users(self, file: Any) -> bool:
+        """True if the code that has called the method that calls this is user code, and ``file`` is a path."""
+        if not self.is_active or threading.get_ident() != self._thread or not isinstance(file, _KINDS_OF_PATHS):
+            return False
+        caller = str(sys._getframe(2).f_globals.get("__name__", ""))
+        return not is_machinery(caller) and caller.split(".")[0] not in _COMPILERS
+
+    def _open_for_user(self, file: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+        path, writes = os.path.abspath(os.fsdecode(file)), bool(set(mode) & set("wax+"))
+        if not writes and path not in self._written:
             return self._open(file, mode, *args, **kwargs)
-        path = os.path.abspath(os.fsdecode(file))
-        writes = bool(set(mode) & set("wax+"))
-        if writes or path in self._written:
+        with self._paused():
             self._meet()
-        if not writes:
-            return self._open(file, mode, *args, **kwargs)
-        self._written.add(path)
-        if self._is_real or not os.path.isfile(path) and os.path.exists(path):
-            return self._open(file, mode, *args, **kwargs)
-        if "+" not in mode:
+            if not writes:
+                return self._open(file, mode, *args, **kwargs)
+            self._written.add(path)
+            if self._is_real or (os.path.exists(path) and not os.path.isfile(path)):
+                return self._open(file, mode, *args, **kwargs)
+            if "+" in mode:
+                return self._open_copy(path, mode, *args, **kwargs)
             return self._open(os.devnull, mode.replace("x", "w"), *args, **kwargs)
-        return self._open_copy(path, mode.replace("x", "w"), *args, **kwargs)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self.is_active = False
+        try:
+            yield
+        finally:
+            self.is_active = True
 
     def _open_copy(self, path: str, mode: str, *args: Any, **kwargs: Any) -> Any:
         """A file without a name, with what is in that of the path."""
@@ -82,7 +109,7 @@ class writing:
         try:
             if os.path.exists(path):
                 shutil.copyfile(path, name)
-            return self._open(name, mode, *args, **kwargs)
+            return self._open(name, mode.replace("x", "w"), *args, **kwargs)
         finally:
             os.unlink(name)
 
