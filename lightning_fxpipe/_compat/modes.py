@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.overrides import (
     _push_mode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode as _TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
 class TorchDispatchMode(_TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,3 +77,10 @@ def unwatched_torch() -> AbstractContextManager[None]:
     """No function mode sees the torch calls of the block. torch 2.11-2.15."""
     # As it is, in no generator: such blocks are around each call of a step.
     return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """No mode of either kind sees the block: its tensors have data even while a module is made without any. torch 2.11-2.15."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield

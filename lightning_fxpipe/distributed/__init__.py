@@ -11,6 +11,7 @@
 - ``gloo_sockets``: frees a rank that waits in a collective for another which is gone.
 - ``failure``: what then happens: ends the run on every rank, and lets the user see why.
 - ``replica``: to user code all ranks of a pipeline are one replica.
+- ``rank_zero``: answers calls that rank 0 alone makes.
 - ``replica_calls``: collectives of user code among several replicas.
 - ``replica_tensors``: what ``self.all_gather`` and ``sync_dist=True`` are among them.
 """

@@ -31,6 +31,7 @@ import torch.distributed.nn.functional as seen_with_gradients
 from torch import Tensor
 
 from lightning_fxpipe._compat.torch import patched_attributes
+from lightning_fxpipe.distributed.rank_zero import RankZeroValues
 from lightning_fxpipe.distributed.replica_calls import Done, ReplicaCalls
 from lightning_fxpipe.distributed.topology import Replicas, Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
@@ -88,11 +89,17 @@ class Replica:
         self._now = _Now()
         self._share_together = share
         self._share: Share = _own
+        self._zeros = None if topology is None or topology.num_ranks == 1 else RankZeroValues(topology)
 
     @property
     def is_computing(self) -> bool:
         """Whether user code runs in this thread that must do the same on every rank."""
         return self._now.is_computing
+
+    @property
+    def is_acting(self) -> bool:
+        """True if user code runs in this thread that may do something else on each rank, such as a hook."""
+        return self._now.is_acting and not self.is_computing
 
     @property
     def is_preparing(self) -> bool:
@@ -136,7 +143,17 @@ class Replica:
 
     def prepares(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`acting` with ``preparing``."""
-        return _run_in(functools.partial(self.acting, preparing=True), function)
+        return _run_in(self._preparing, function)
+
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        if self._zeros is None or self._now.is_preparing:
+            with self.acting(preparing=True):
+                yield
+            return
+        with self.acting(self._zeros.share, preparing=True):
+            yield
+        self._zeros.end()
 
     def acts(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, run by :meth:`acting`."""
@@ -155,12 +172,12 @@ class Replica:
             for name, answer in found.items()
         ]
         if self._replicas.are_several:
-            calls = ReplicaCalls(self._replicas, self._shared_object)
+            calls = ReplicaCalls(self._replicas, self.shared_value)
             replacements = [
                 (owner, name, replacement if name in _QUESTIONS else functools.partial(self._among_replicas, calls))
                 for owner, name, replacement in replacements
             ]
-        return _replaced(replacements)
+        return replaced_functions(replacements)
 
     def _for_default_group(self, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
         """The function of torch; ``answer`` is called where its group is the default one, with all arguments by name."""
@@ -193,12 +210,8 @@ class Replica:
 
     # ------------------------------------------------------------------ who and how many
 
-    @property
-    def _only_acts(self) -> bool:
-        return self._now.is_acting and not self.is_computing
-
     def _get_rank(self, **_: Any) -> int:
-        if not self._only_acts or self.is_preparing:
+        if not self.is_acting or self.is_preparing:
             return self._replicas.index
         return real.get_rank() if self._topology is None else self._topology.rank_to_users
 
@@ -230,27 +243,28 @@ class Replica:
             got = given.detach().clone()
         elif given is not None and given is not got:  # for scatter, only where things come from
             got.copy_(given.detach().reshape(got.shape))
-        if self._only_acts:
+        if self.is_acting:
             with torch.no_grad():
                 got.copy_(self._share(got.detach().cpu()))
 
-    def _shared_object(self, value: Any) -> Any:
-        return self._share(value) if self._only_acts else value
+    def shared_value(self, value: Any) -> Any:
+        """Rank 0's value where user code acts that all ranks run, or this rank's own."""
+        return self._share(value) if self.is_acting else value
 
     def _barrier(self, **_: Any) -> None:
-        self._shared_object(None)
+        self.shared_value(None)
 
     _monitored_barrier = _barrier
 
     def _broadcast_object_list(self, object_list: list[Any], **_: Any) -> None:
-        object_list[:] = self._shared_object(list(object_list))
+        object_list[:] = self.shared_value(list(object_list))
 
     def _all_gather_object(self, object_list: list[Any], obj: Any, **_: Any) -> None:
         _only(object_list, "all_gather_object")
-        object_list[0] = self._shared_object(obj)
+        object_list[0] = self.shared_value(obj)
 
     def _gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, **_: Any) -> None:
-        shared = self._shared_object(obj)
+        shared = self.shared_value(obj)
         if object_gather_list:
             _only(object_gather_list, "gather_object")
             object_gather_list[0] = shared
@@ -259,7 +273,7 @@ class Replica:
         self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None = None, **_: Any
     ) -> None:
         mine = _only(scatter_object_input_list, "scatter_object_list") if scatter_object_input_list else None
-        scatter_object_output_list[0] = self._shared_object(mine)
+        scatter_object_output_list[0] = self.shared_value(mine)
 
 
 def _own(value: Any) -> Any:
@@ -280,11 +294,11 @@ def replaced_everywhere(
 ) -> AbstractContextManager[None]:
     """During the block functions of torch.distributed are what is made of them, under all names that user code may call."""
     owners = (seen, real, seen_with_gradients, seen.nn)
-    return _replaced((owner, name, replacement) for owner in owners for name in names)
+    return replaced_functions((owner, name, replacement) for owner in owners for name in names)
 
 
 @contextmanager
-def _replaced(functions: Iterable[tuple[ModuleType, str, Callable[[Any], Any]]]) -> Iterator[None]:
+def replaced_functions(functions: Iterable[tuple[ModuleType, str, Callable[[Any], Any]]]) -> Iterator[None]:
     """Replaces functions of modules, if these have them, by what is made of each, also where users have imported them."""
     replaced: dict[int, tuple[Any, Any]] = {}
     patches: list[tuple[Any, str, Any]] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,8 @@ _MODULE_HOOKS = (
 _CALLBACK_HOOKS = tuple(
     name for name, value in vars(Callback).items() if inspect.isfunction(value) and not name.startswith("_")
 )
+# An object, the name of an attribute, and its value for a while.
+Patch = tuple[Any, str, Any]
 _OWN_PACKAGES = ("lightning.", "pytorch_lightning.", "lightning_fxpipe.")
 
 
@@ -41,8 +44,34 @@ def early_hooks(trainer: Trainer, module: LightningModule, replica: Replica) -> 
     for owner in (*owners, *callbacks(trainer)):
         patches += [(owner, name, replica.acts if name == "on_exception" else replica.prepares) for name in _EARLY_HOOKS]
     found = [(owner, name, wrapped, getattr(owner, name, None)) for owner, name, wrapped in patches]
-    with patched_attributes(*((o, n, wrapped(hook)) for o, n, wrapped, hook in found if hook and not is_own(hook))):
+    hooks = [(o, n, wrapped(hook)) for o, n, wrapped, hook in found if hook and not is_own(hook)]
+    with patched_attributes(*on_classes(hooks)):
         yield
+
+
+def on_classes(patches: Iterable[Patch]) -> list[Patch]:
+    """The patches with methods of instances replaced on their classes, for these instances only.
+
+    In an instance's ``__dict__`` a replacement cannot be pickled, and a copy of the instance would call it for the original.
+    """
+    grouped: dict[tuple[Any, str], dict[int, tuple[Any, Any]]] = {}
+    result: list[Patch] = []
+    for owner, name, replacement in patches:
+        if inspect.isfunction(inspect.getattr_static(type(owner), name, None)) and name not in vars(owner):
+            grouped.setdefault((type(owner), name), {})[id(owner)] = owner, replacement
+        else:
+            result.append((owner, name, replacement))
+    return result + [(kind, name, _for_instances(getattr(kind, name), found)) for (kind, name), found in grouped.items()]
+
+
+def _for_instances(method: Callable[..., Any], replacements: Mapping[int, tuple[Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in replacements:
+            return method(self, *args, **kwargs)
+        return replacements[id(self)][1](*args, **kwargs)
+
+    return call
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:
@@ -58,7 +87,7 @@ def hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[
     for callback in callbacks(trainer):
         for name in _CALLBACK_HOOKS:
             is_user_code = _calls_users(callback) or not is_own(getattr(callback, name))
-            if name not in _NOT_WRAPPED and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
+            if name not in _EARLY_HOOKS and is_user_code and is_overridden(name, callback, of_root(Callback, callback)):
                 yield callback, name
 
 

@@ -7,6 +7,7 @@ While a hook of the LightningModule or of a callback that is not Lightning's own
 * calls of ``self.log`` that rank 0 alone makes (``if self.global_rank == 0: ...``) are made by all,
 * ``trainer.should_stop`` holds for every rank once one has set it,
 * random numbers go on from rank 0's when the hook is over,
+* what it writes to files is written by rank 0,
 * collectives of torch.distributed give all ranks rank 0's values (``distributed.replica``).
 
 Hooks of Lightning's own callbacks, and whatever the strategy does inside a hook, run as they are.
@@ -18,7 +19,6 @@ import functools
 import hashlib
 import inspect
 import math
-import numbers
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,26 +33,32 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_fxpipe._compat.lightning import lightning_class, own_replaced
-from lightning_fxpipe._compat.modes import function_mode_removed, unwatched_torch
+from lightning_fxpipe._compat.modes import function_mode_removed, without_modes
 from lightning_fxpipe._compat.roots import in_all_roots
 from lightning_fxpipe._compat.step_hooks import wrapped_step_hooks
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.agreement import gather_values, of_last_stage
-from lightning_fxpipe.distributed.replica import Replica
+from lightning_fxpipe.distributed.failure import has_failed
+from lightning_fxpipe.distributed.rank_zero import Shared, answer
+from lightning_fxpipe.distributed.replica import Replica, replaced_functions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
-from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, readers, short
-from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
+from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, on_classes, readers, short
+from lightning_fxpipe.hooks.logged_numbers import as_it_is, in_form_of, is_number, same_number
+from lightning_fxpipe.hooks.whole_model import TRACERS, WholeModel, WholeView, in_place
 from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
 from lightning_fxpipe.pytree.portable import on_host, sendable
-from lightning_fxpipe.pytree.sizes import held_number, plain_number, plain_numbers
+from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
+from lightning_fxpipe.user_code.files import lead_nowhere, writing
+from lightning_fxpipe.user_code.frames import framework_calls, user_source
 
 # What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
 _GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
+_JOINING, _MINUS_JOINING, _ELSEWHERE, _NUM_KINDS = range(11, 15)
 _LOOKS = (_GRADIENTS, _VALUES)
-_REQUESTS = (*_LOOKS, _LOGGING, _SHARING)
+_REQUESTS = (*_LOOKS, _LOGGING, _SHARING, _JOINING)
 _NOTHING = -math.inf
 _Voted = tuple[list[float], list[dict[str, float] | None]]
 
@@ -66,16 +72,18 @@ class Frame:
         values: Values of placeholders, once somebody has looked.
         gradients: Gradients of placeholders, once somebody has looked.
         logged: The numbers that it has logged: arguments of ``self.log``.
-        shared: What rank 0 has shared with all ranks in the last vote, if all came to share; a tuple with it alone.
+        zeros: The call of Lightning or torch that rank 0 made in the last vote, and its value; None if it made none.
+        files: The files that it writes.
         is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspend` together.
     """
 
     view: WholeView
+    files: writing
     is_joint: bool
     values: dict[int, Tensor] | None = None
     gradients: dict[int, Tensor | None] | None = None
     logged: list[dict[str, Any]] = field(default_factory=list)
-    shared: tuple[Any, ...] = ()
+    zeros: Shared | None = None
 
 
 class Hooks:
@@ -125,11 +133,13 @@ class Hooks:
         if not self._topology.is_last:  # that rank has the predictions, and a file is written once
             writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
+            lead_nowhere([self._module, *callbacks(trainer)])
         self._output_readers = readers(hooks, "output")
         self._returns_predictions = bool(trainer.predict_loop.return_predictions)
         self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
         self._changes_batches = changes_batches(trainer, self._module)
-        self._installed.enter_context(patched_attributes(*patches))
+        self._installed.enter_context(patched_attributes(*on_classes(patches)))
+        self._installed.enter_context(replaced_functions((owner, name, self._tracer) for owner, name in TRACERS))
 
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
         """Hooks see the parameters of the whole model in the groups of these optimizers."""
@@ -150,13 +160,17 @@ class Hooks:
 
     def patch(self, *patches: tuple[Any, str, Any]) -> None:
         """Sets (object, name, value) for as long as the hooks are wrapped."""
-        self._installed.enter_context(patched_attributes(*patches))
+        self._installed.enter_context(patched_attributes(*on_classes(patches)))
 
     def uninstall(self) -> None:
         """Leaves the hooks as they were."""
         self._followed.close()
         self._installed.close()
         self._output_readers = frozenset()
+
+    def show_state(self, state: Mapping[str, Any]) -> None:
+        """Has hooks see all of a ``state_dict()`` of the module, until the next one."""
+        self._whole.show_state(state)
 
     @property
     def are_running(self) -> bool:
@@ -206,6 +220,18 @@ class Hooks:
 
         return run
 
+    def _tracer(self, trace: Callable[..., Any]) -> Callable[..., Any]:
+        """A tracer, which in a hook finds the values of other stages in the module: it reads them past torch's functions."""
+
+        @functools.wraps(trace)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._frame is None:
+                return trace(*args, **kwargs)
+            with in_place(self._module, self.values()), function_mode_removed(self._frame.view):
+                return trace(*args, **kwargs)
+
+        return run
+
     def _last(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -219,10 +245,12 @@ class Hooks:
     @contextmanager
     def running(self, trainer: Trainer, *, is_joint: bool = False) -> Iterator[Frame]:
         """The block is user code, on every rank; with ``is_joint`` such as takes the same path on all."""
-        view = WholeView(self._whole.placeholders(), self.values, self._gradients, self._topology.device)
-        self._frame = frame = Frame(view=view, is_joint=is_joint)
+        whole = self._whole
+        view = WholeView(whole.placeholders(), whole.held, self.values, self._gradients, self._topology.device)
+        files = writing(is_real=self._topology.is_last, meet=partial(self._share, None))
+        self._frame = frame = Frame(view=view, files=files, is_joint=is_joint)
         try:
-            with view, self._groups(whole=True), self._replica.acting(self._share):
+            with view, files, self._groups(whole=True), self._replica.acting(self._share):
                 yield frame
             self._end(trainer)
         finally:
@@ -237,13 +265,13 @@ class Hooks:
             return
         if frame.is_joint:
             self.meet()
-        self._frame = None
+        self._frame, frame.files.is_active = None, False
         try:
             with self._groups(whole=False), function_mode_removed(frame.view), self._replica.aside():
                 yield
         finally:
             frame.values = frame.gradients = None
-            self._frame = frame
+            self._frame, frame.files.is_active = frame, True
 
     def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which is no user code wherever it is called."""
@@ -292,11 +320,28 @@ class Hooks:
     def _share(self, value: Any) -> Any:
         """Rank 0's value, where rank 0 comes here, too; else the rank's own."""
         assert self._frame is not None
-        is_alone = False
-        while not is_alone:  # the others are here, or at the end of the hook
-            result, _ = self._vote({_SHARING: 1.0}, value=value)
-            is_alone = not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING)
-        return self._frame.shared[0] if self._frame.shared else value
+        mine = framework_calls(), value
+        is_answered = False
+        while not is_answered:
+            result, _ = self._vote({_SHARING: 1.0}, shared=mine)
+            if not _asks_first(result):  # the others are here, or where they wait for no rank of this call
+                is_answered, value = answer(mine, self._frame.zeros)
+        return value
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """As :meth:`suspend`, around what every rank must do: in a hook, :class:`UnsupportedError` if some rank does not."""
+        frame = self._frame
+        if frame is not None and not frame.is_joint and not has_failed():
+            digest = _digest_of(what)
+            are_back = True
+            while are_back:  # from what they ask for, before they come here
+                result, _ = self._vote({_JOINING: digest, _MINUS_JOINING: -digest})
+                are_back = any(result[kind] > 0 for kind in (*_LOOKS, _LOGGING, _SHARING))
+            if result[_ELSEWHERE] > 0 or result[_JOINING] != -result[_MINUS_JOINING]:
+                raise _not_together(what)
+        with self.suspend():
+            yield
 
     def _end(self, trainer: Trainer) -> None:
         """Takes part in what other ranks ask for, until none does, and makes the ranks equal again."""
@@ -317,24 +362,25 @@ class Hooks:
             state = of_last_stage(rng_state(), self._topology)
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
 
-    def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, value: Any = None) -> _Voted:
+    def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, shared: Shared | None = None) -> _Voted:
         """One round: what any rank wants is done by all.
 
         Args:
             mine: What this rank says.
             logged: What it is about to log.
-            value: What it shares.
+            shared: The call that it makes, and its value.
 
         Returns:
             The largest of each entry, and where the ranks log different values, what each one logs.
         """
         frame = self._frame
         assert frame is not None
-        vote = torch.full((_MINUS_RNG + 1,), _NOTHING, dtype=torch.float64)
+        vote = torch.full((_NUM_KINDS,), _NOTHING, dtype=torch.float64)
+        vote[_ELSEWHERE] = _NOTHING if _JOINING in mine else 1.0
         for kind, number in mine.items():
             vote[kind] = number
         all_logged: list[dict[str, float] | None] = []
-        with unwatched_torch():
+        with without_modes():
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._topology.control_group)
             result: list[float] = vote.tolist()
             if result[_GRADIENTS] > 0:
@@ -346,8 +392,8 @@ class Hooks:
             looks = any(result[kind] > 0 for kind in _LOOKS)
             if result[_LOGGING] > 0 and not looks and result[_DIGEST] != -result[_MINUS_DIGEST]:
                 all_logged = gather_values(self._topology.control_group, logged)
-            if result[_SHARING] > 0 and not any(result[kind] > 0 for kind in _REQUESTS if kind != _SHARING):
-                frame.shared = of_last_stage((value,) if mine.get(_SHARING) else (), self._topology)
+            if result[_SHARING] > 0 and not _asks_first(result):
+                frame.zeros = of_last_stage(shared, self._topology)
         return result, all_logged
 
     # ------------------------------------------------------------------ logging
@@ -369,8 +415,8 @@ class Hooks:
                     values = self._agree({arguments["name"]: arguments["value"]})
                     arguments["value"] = values[arguments["name"]]
                 options = {key: option for key, option in arguments.items() if key not in ("self", "dictionary")}
-                numbers_logged = {name: value for name, value in values.items() if _is_number(value)}
-                self._frame.logged += [{**options, "name": name, "value": _kept(v)} for name, v in numbers_logged.items()]
+                numbers_logged = {name: value for name, value in values.items() if is_number(value)}
+                self._frame.logged += [{**options, "name": name, "value": as_it_is(v)} for name, v in numbers_logged.items()]
             self._agreed = True  # log_dict calls log
             try:
                 return original(*bound.args, **bound.kwargs)
@@ -381,7 +427,7 @@ class Hooks:
 
     def _agree(self, values: Any) -> Any:
         """The values, with rank 0's where the ranks have others; what is no number is left as it is."""
-        held = {name: held_number(value) for name, value in values.items() if _is_number(value)}
+        held = {name: held_number(value) for name, value in values.items() if is_number(value)}
         if not held:
             return values
         numbers_logged = dict(zip(held, *plain_numbers([*held.values()]), strict=True))
@@ -393,8 +439,8 @@ class Hooks:
         zeros = by_rank[self._topology.last_place] if by_rank else None  # which is on rank 0
         if zeros is None:
             return values
-        self._report({n for logged in by_rank if logged for n in logged if not _same(logged[n], zeros.get(n))})
-        return {name: _as(value, zeros[name]) if name in zeros else value for name, value in values.items()}
+        self._report({n for logged in by_rank if logged for n in logged if not same_number(logged[n], zeros.get(n))})
+        return {name: in_form_of(value, zeros[name]) if name in zeros else value for name, value in values.items()}
 
     def _log_missing(self, logged: list[dict[str, Any]]) -> None:
         """Makes the calls that rank 0 has made and this rank has not. Called by every rank."""
@@ -422,24 +468,19 @@ class Hooks:
             )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+def _asks_first(result: Sequence[float]) -> bool:
+    """True if a rank asks for something that comes before the ranks' calls of Lightning or torch."""
+    return any(result[kind] > 0 for kind in (*_LOOKS, _LOGGING))
 
 
-def _same(one: float, other: float | None) -> bool:
-    return other is not None and (one == other or (math.isnan(one) and math.isnan(other)))
-
-
-def _as(value: Any, number: float) -> Any:
-    """The number in the form of the value; the value itself where it is the same."""
-    if _same(plain_number(value), number):
-        return value
-    return torch.full_like(value, number) if isinstance(value, Tensor) else type(value)(number)
-
-
-def _kept(value: Any) -> Any:
-    """The value as it is now, whatever the hook goes on to do with it."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _not_together(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Not every rank of the pipeline calls {what} in a hook.",
+        where=user_source(),
+        observed="a call on some ranks only",
+        expected="a call on every rank, since each has a part of the model",
+        todo="Make the call without a condition on the rank, such as trainer.is_global_zero. What it writes is written once.",
+    )
 
 
 def _digest_of(*values: Any) -> float:

@@ -1,9 +1,12 @@
 """What a hook of user code sees of other stages: the values and gradients that one device would have.
 
-Code outside the steps looks at the whole model: a total gradient norm, clipping by hand, a histogram of weights, an average of
-weights. This rank holds one stage; of the others it has placeholders. The first look at a placeholder brings the tensors of all
-stages here, until the hook is over. Every rank sees the same, so what the code does with them is what it does on one device,
+Code outside the steps reads the whole model: a total gradient norm, clipping by hand, a histogram of weights, an average of
+weights. This rank holds one stage; of the others it has placeholders. The first use of any stage's tensor brings copies of all
+stages' here, until the hook is over. Every rank sees the same, so what the code does with them is what it does on one device,
 and where it changes them the rank that holds them makes the same change to the real ones.
+
+A rank's own tensors count as well: the copies are then made before any rank has changed what it holds. If they were made at
+the first use of a placeholder, a rank whose own tensors come first in a loop would already have changed these.
 
 A rank cannot know what the others' hooks look at, and code may be for one rank only (``rank_zero_only``). So each look is a
 vote, and a hook ends with votes until no rank needs anything: whoever needs nothing takes part, too, and nobody waits for ever.
@@ -12,6 +15,7 @@ vote, and a hook ends with votes until no rank needs anything: whoever needs not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +25,14 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import tree_map
 from lightning_fxpipe.distributed.topology import Topology
-from lightning_fxpipe.distributed.values import broadcast_tensor
+from lightning_fxpipe.distributed.values import broadcast_tensor, broadcast_value
+from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.stages.holders import first_held
 from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.members import Members
 
 # torch's stubs give the types of the values, not of the properties.
 _PROPERTIES: dict[str, Any] = {name: value for name in dir(Tensor) if hasattr(value := getattr(Tensor, name, None), "__set__")}
@@ -45,7 +53,19 @@ _DESCRIBING = frozenset(
 )
 _FREEZING = (_PROPERTIES["requires_grad"].__set__, Tensor.requires_grad_)
 _GET_GRAD, _SET_GRAD = _PROPERTIES["grad"].__get__, _PROPERTIES["grad"].__set__
+_OF_GRADIENTS = (_GET_GRAD, _SET_GRAD)
 _GET_DEVICE = _PROPERTIES["device"].__get__
+
+# Functions that read a module's tensors past torch's functions, where no mode can answer.
+TRACERS = (
+    (torch.jit, "trace"),
+    (torch.jit, "trace_module"),
+    (torch.jit, "script"),
+    (torch.export, "export"),
+    (torch.onnx, "export"),
+)
+
+_ABSENT, _STRIDED, _SPARSE = range(3)  # layouts of gradients, in messages
 
 
 class WholeModel:
@@ -66,16 +86,48 @@ class WholeModel:
         self._topology = topology
         found = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if tensor.is_meta]
         self._first = found[0] if found else None
+        self._in_state: list[Tensor] = []
+        self._members = Members(module)
+        self._listed: object = None  # the members that `_held` is of
+        self._held: dict[int, Tensor] = {}
         # Kept alive, so that no other tensor gets the identity of one.
         self._placeholders = {id(tensor): tensor for *_, tensor in found}
         self._placeholders |= dropped or {}
 
     def placeholders(self) -> Mapping[int, Tensor]:
         """This rank's placeholders, by their identity and that of what they stand for; none once the module is whole."""
-        if self._first is None:
+        return {} if self._first is None or self._is_whole else self._placeholders
+
+    def show_state(self, state: Mapping[str, Any]) -> None:
+        """Has hooks see what a ``state_dict()`` of the module lacks, until the next one: its tensors are other objects."""
+        for entry in self._in_state:
+            self._placeholders.pop(id(entry), None)
+        found = [(state.get(fqn), tensor) for *_, fqn, tensor in named_tensors(self._module) if tensor.is_meta]
+        self._in_state = [entry for entry, _ in found if entry is not None]  # kept alive as the placeholders are
+        self._placeholders.update((id(entry), tensor) for entry, tensor in found if entry is not None)
+
+    def held(self) -> Mapping[int, Tensor]:
+        """This rank's tensors that other ranks have placeholders for, by identity; none once the module is whole."""
+        if self._is_whole:
             return {}
+        members = self._members.renewed()
+        if self._listed is not members.parameters:
+            self._listed, names = members.parameters, canonical_fqns(self._module)
+            mine = [(names[fqn], t) for fqn, t in (*members.parameters.items(), *members.buffers.items()) if not t.is_meta]
+            self._held = {id(tensor): tensor for fqn, tensor in mine if self._is_missed(fqn)}
+        return self._held
+
+    @property
+    def _is_whole(self) -> bool:
+        if self._first is None:
+            return False
         owner, name, tensor = self._first
-        return self._placeholders if getattr(owner, name, None) is tensor else {}
+        return getattr(owner, name, None) is not tensor
+
+    def _is_missed(self, fqn: str) -> bool:
+        """True if a stage holds the tensor, and some rank does not."""
+        stages = self._plan.stages_of(fqn)
+        return bool(stages) and len(self._topology.ranks_of(stages)) < self._topology.num_ranks
 
     def values(self) -> dict[int, Tensor]:
         """The values of this rank's placeholders, by the placeholder's identity."""
@@ -95,20 +147,24 @@ class WholeModel:
         for owner, tensors in self._by_owner():
             parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
             mine = dist.get_rank() == owner
-            present = torch.tensor([float(mine and parameter.grad is not None) for parameter in parameters])
-            dist.broadcast(present, src=owner, group=self._topology.control_group)
+            own = [parameter.grad if mine else None for parameter in parameters]
+            layouts = torch.tensor([_layout(gradient) for gradient in own])
+            dist.broadcast(layouts, src=owner, group=self._topology.control_group)
             found |= dict.fromkeys(map(id, parameters))
-            there = [parameter for parameter, flag in zip(parameters, present.tolist(), strict=True) if flag]
-            own = [_dense(parameter.grad) if mine else _like(parameter, self._topology.device) for parameter in there]
-            found |= {id(p): value for p, value in zip(there, self._broadcast(owner, own), strict=True)}
+            forms = list(zip(parameters, own, layouts.tolist(), strict=True))
+            strided, sparse = ([(p, g) for p, g, layout in forms if layout == wanted] for wanted in (_STRIDED, _SPARSE))
+            sent = self._broadcast(owner, [_like(p, self._topology.device) if g is None else g for p, g in strided])
+            if sparse:
+                values = broadcast_value([gradient for _, gradient in sparse], owner, self._topology.control_group)
+                sent += [value.to(self._topology.device) for value in values]
+            found |= {id(p): value for (p, _), value in zip((*strided, *sparse), sent, strict=True)}
         return {key: value for key, value in found.items() if key in self._placeholders}
 
     def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
         """Each rank that has something which another has not, and that in the same order everywhere."""
         topology = self._topology
         for stage, tensors in first_held(self._module, self._plan).items():
-            holders = {fqn: topology.ranks_of(self._plan.stages_of(fqn)) for fqn in tensors}
-            wanted = [tensor for fqn, tensor in tensors.items() if len(holders[fqn]) < topology.num_ranks]
+            wanted = [tensor for fqn, tensor in tensors.items() if self._is_missed(fqn)]
             if wanted:
                 yield topology.rank_of(stage), wanted
 
@@ -132,9 +188,10 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _dense(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.to_dense() if gradient.is_sparse else gradient
+def _layout(gradient: Tensor | None) -> int:
+    if gradient is None:
+        return _ABSENT
+    return _STRIDED if gradient.layout is torch.strided else _SPARSE
 
 
 class WholeView(TorchFunctionMode):
@@ -142,20 +199,23 @@ class WholeView(TorchFunctionMode):
 
     Args:
         placeholders: The placeholders, by their identity and by that of what they stand for.
-        values: Called at the first look at a value.
-        gradients: Called at the first look at a gradient.
-        device: What a placeholder says when asked for its device.
+        held: Returns this rank's tensors that other ranks have placeholders for, by identity.
+        values: Called at each use of a value of either, before the call that uses it.
+        gradients: Called at each use of a gradient of either.
+        device: What a placeholder answers when asked for its device.
     """
 
     def __init__(
         self,
         placeholders: Mapping[int, Tensor],
+        held: Callable[[], Mapping[int, Tensor]],
         values: Callable[[], Mapping[int, Tensor]],
         gradients: Callable[[], dict[int, Tensor | None]],
         device: torch.device,
     ) -> None:
         super().__init__()
         self._placeholders = placeholders
+        self._held = held
         self._values = values
         self._gradients = gradients
         self._device = device
@@ -164,7 +224,11 @@ class WholeView(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _FREEZING and id(args[0]) in self._placeholders:
             func(self._placeholders[id(args[0])], *args[1:], **kwargs)  # of a parameter that was dropped, too
-        if func in _DESCRIBING or not self._meets_placeholder(args, kwargs):
+        if func in _DESCRIBING:
+            return func(*args, **kwargs)
+        if not self._has_any(self._placeholders, args, kwargs):
+            if func != _GET_DEVICE and self._has_any(self._held(), args, kwargs):
+                _ = self._gradients() if func in _OF_GRADIENTS else self._values()
             return func(*args, **kwargs)
         if func == _GET_GRAD:
             return self._gradients().get(id(self._placeholders[id(args[0])]))
@@ -173,17 +237,19 @@ class WholeView(TorchFunctionMode):
             return None
         if func == _GET_DEVICE:
             return self._device
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined,no-untyped-call]
+            raise _in_trace()
         stood_for: dict[int, Tensor] = {}
         result = func(*self._replace(args, stood_for), **self._replace(kwargs, stood_for))
         # What changes a tensor in place returns that very tensor: `module.weight /= 2` puts it back into the module.
         return stood_for.get(id(result), result)
 
-    def _meets_placeholder(self, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _has_any(self, tensors: Mapping[int, Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, (list, tuple)):
-                if any(id(entry) in self._placeholders for entry in argument):
+                if any(id(entry) in tensors for entry in argument):
                     return True
-            elif id(argument) in self._placeholders:
+            elif id(argument) in tensors:
                 return True
         return False
 
@@ -196,7 +262,37 @@ class WholeView(TorchFunctionMode):
             if placeholder is None:
                 return leaf
             value = values[id(placeholder)]
+            if isinstance(value, nn.Parameter) and not isinstance(leaf, nn.Parameter):
+                value, placeholder = value.detach(), leaf  # of a state_dict
             stood_for[id(value)] = placeholder
             return value
 
         return tree_map(value_of, arguments)
+
+
+@contextmanager
+def in_place(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
+    """In the block, the module has other tensors in some places.
+
+    Args:
+        module: The module.
+        values: The other tensors, by the identity of those that they replace.
+    """
+    places = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if id(tensor) in values]
+    for owner, name, tensor in places:
+        setattr(owner, name, values[id(tensor)])
+    try:
+        yield
+    finally:
+        for owner, name, tensor in places:
+            setattr(owner, name, tensor)
+
+
+def _in_trace() -> UnsupportedError:
+    return UnsupportedError(
+        "A hook records the model with a tracer that cannot see other stages' tensors.",
+        where=user_source(),
+        observed="a tensor of another stage, used while it records",
+        expected=f"one of {', '.join(f'{owner.__name__}.{name}' for owner, name in TRACERS)}",
+        todo="Use one of these, or record a copy: copy.deepcopy(module), made before.",
+    )

@@ -159,7 +159,7 @@ class WholeSteps:
     def no_placeholders(self) -> Iterator[TorchFunctionMode]:
         """In the block, a look at a tensor of another stage raises :class:`UnsupportedError`; yields what watches for it."""
         placeholders = {id(tensor): tensor for *_, tensor in named_tensors(self._module) if tensor.is_meta}
-        with WholeView(placeholders, _refuse_look, _refuse_look, self._topology.device) as view:
+        with WholeView(placeholders, dict, _refuse_look, _refuse_look, self._topology.device) as view:
             yield view
 
     def _missing(self) -> list[tuple[int, Tensor]]:

@@ -26,7 +26,6 @@ from lightning_fxpipe.checkpoint.saving import Saver, folder_writer
 from lightning_fxpipe.checkpoint.single_file import file_writer, save_file_at, save_folder_at, whole_checkpoint
 from lightning_fxpipe.checkpoint.stage_state import (
     ENTRY,
-    drop_placeholders,
     entry_of,
     load_model,
     load_optimizers,
@@ -187,11 +186,14 @@ class CheckpointHooks:
     # ------------------------------------------------------------------ saving
 
     def module_state(self) -> dict[str, Any]:
-        """This rank's part of the module's state."""
+        """The module's state: tensors of this rank's part, and for the rest placeholders, for which hooks see values."""
         if self.saves_nothing:
             return {}
-        with self._now.session.hooks.suspend():
-            return drop_placeholders(self._now.session.module.state_dict())
+        hooks = self._now.session.hooks
+        with hooks.suspend():
+            state: dict[str, Any] = self._now.session.module.state_dict()
+        hooks.show_state(state)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part of an optimizer's state."""
@@ -209,8 +211,11 @@ class CheckpointHooks:
             path: A path or URL.
             storage_options: For the file system of a URL.
         """
-        session, topology = self._now.session, self._now.topology
-        module = session.module
+        with self._now.session.hooks.together("save_checkpoint"):
+            self._save(checkpoint, path, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
+        topology, module = self._now.topology, self._now.session.module
         shares_out = any(mine.is_shared_out for mine in self._now.optimizers)
         ranks = topology.everyone if shares_out else topology.control_group
         if has_failed() and not have_all_stopped_at(module.trainer.global_step, ranks):
@@ -228,25 +233,24 @@ class CheckpointHooks:
             return  # it has the same
         self._remove_linked()
         check_seen_by_all(location, topology.num_ranks)
-        with session.hooks.suspend():
-            names = list(module.state_dict())
-            checkpoint = without_foreign_extras(checkpoint, module)
-            checkpoint[ENTRY] = self._entry()
-            self._check_common(checkpoint)
-            if self._as_folder is None:
-                self._as_folder = self._needs_folder()
-            if self._as_folder:
-                checkpoint = self._folder_like(checkpoint)
-            if location.path is None:
-                self._saver.wait()
-                save = save_folder_at if self._as_folder else save_file_at
-                save(location, checkpoint, names, topology)
-                return
-            if self._as_folder:
-                parts = taken_parts(checkpoint, names)
-                write = folder_writer(parts, checkpoint, copied=in_background)
-            else:
-                write = file_writer(whole_checkpoint(checkpoint, names, topology), copied=in_background)
+        names = list(module.state_dict())
+        checkpoint = without_foreign_extras(checkpoint, module)
+        checkpoint[ENTRY] = self._entry()
+        self._check_common(checkpoint)
+        if self._as_folder is None:
+            self._as_folder = self._needs_folder()
+        if self._as_folder:
+            checkpoint = self._folder_like(checkpoint)
+        if location.path is None:
+            self._saver.wait()
+            save = save_folder_at if self._as_folder else save_file_at
+            save(location, checkpoint, names, topology)
+            return
+        if self._as_folder:
+            parts = taken_parts(checkpoint, names)
+            write = folder_writer(parts, checkpoint, copied=in_background)
+        else:
+            write = file_writer(whole_checkpoint(checkpoint, names, topology), copied=in_background)
         if in_background:
             self._saver.start(location.path, write, moment=batch_counter(module.trainer, "training_step"))
         else:
@@ -301,6 +305,10 @@ class CheckpointHooks:
 
     def load(self, path: str | Path, *, weights_only: bool | None) -> dict[str, Any]:
         """Reads a checkpoint but for the optimizers' states. Called by every rank with the same path."""
+        with self._now.session.hooks.together("load_checkpoint"):
+            return self._load(path, weights_only)
+
+    def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         session = self._now.session
         self._saver.wait()
         location, rank, num_ranks = Location.of(path), self._now.topology.rank, self._now.topology.num_ranks
@@ -309,8 +317,7 @@ class CheckpointHooks:
             recover(location.path)
         reading = Reading(weights_only=weights_only, is_checked=lambda number: number % num_ranks == rank)
         self._restored_from = _Source(location=location, reading=reading, version=version_of(location))
-        with session.hooks.suspend():
-            checkpoint = read_checkpoint(location, session.module, reading, into=session.overwritable())
+        checkpoint = read_checkpoint(location, session.module, reading, into=session.overwritable())
         self._check_version(self._restored_from)
         return checkpoint
 

@@ -23,16 +23,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.modes import function_mode_removed
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
-from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode, patched_attributes
+from lightning_fxpipe._compat.torch import FakeWorld, TorchDispatchMode
 from lightning_fxpipe.distributed.agreement import of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.hooks.hook_code import is_own
-from lightning_fxpipe.hooks.user_hooks import Frame, Hooks
+from lightning_fxpipe.hooks.user_hooks import Hooks
 from lightning_fxpipe.rng import isolated_rng, python_rng, rng_state, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes, take_over
-from lightning_fxpipe.user_code.exchange import exchanged_tensors, named_tensors
+from lightning_fxpipe.user_code.exchange import exchanged_tensors
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.placement import Placement
 from lightning_fxpipe.user_code.snapshot import Snapshot
@@ -83,7 +82,7 @@ class ExampleRuns:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             before = StepAttributes(self._module, Members(self._module), {})
-            with self._hooks.running(trainer) as frame, self._traceable(frame):
+            with self._hooks.running(trainer) as frame:
                 result = hook(*args, **kwargs)
             if frame.values is not None:  # on every rank, if any rank has looked at another's
                 self._share_changes(before, frame.values)
@@ -106,20 +105,6 @@ class ExampleRuns:
             for fqn, buffer in self._module.named_buffers():
                 if not buffer.is_meta:
                     buffer.copy_(buffers[fqn])
-
-    @contextmanager
-    def _traceable(self, frame: Frame) -> Iterator[None]:
-        """In the block ``torch.jit.trace``, which takes parameters past torch's functions, finds the real ones."""
-        original = torch.jit.trace
-
-        def trace(func: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(func, nn.Module) or not any(parameter.is_meta for parameter in func.parameters()):
-                return original(func, *args, **kwargs)  # type: ignore[no-untyped-call]
-            with _in_place(self._module, self._hooks.values()), function_mode_removed(frame.view):
-                return original(func, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-        with patched_attributes((torch.jit, "trace", trace)):
-            yield
 
 
 def _makes_summary(callback: Any) -> bool:
@@ -170,16 +155,3 @@ class _NeedsValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.happened |= not _OF_VALUES.isdisjoint(func.tags)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _in_place(module: nn.Module, values: Mapping[int, Tensor]) -> Iterator[None]:
-    """In the block, the module has other tensors in some places."""
-    places = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if id(tensor) in values]
-    for owner, name, tensor in places:
-        setattr(owner, name, values[id(tensor)])
-    try:
-        yield
-    finally:
-        for owner, name, tensor in places:
-            setattr(owner, name, tensor)

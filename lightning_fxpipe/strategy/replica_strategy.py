@@ -165,23 +165,32 @@ class ReplicaStrategy(Base):
 
     @property
     def _replicas_answer(self) -> bool:
-        """Whether a step runs, or what makes its data, to which the ranks with the same stages in other replicas come, too."""
-        is_computing = self._replica is not None and self._replica.is_computing
-        return dist.is_initialized() and is_computing and self.replicas.are_several and not has_failed()
+        """Whether user code runs to which the ranks with the same stages in other replicas come, too."""
+        is_running = self._replica is not None and (self._replica.is_computing or self._replica.is_acting)
+        return dist.is_initialized() and is_running and self.replicas.are_several and not has_failed()
 
     @property
     def _everyone(self) -> dist.ProcessGroup | None:
         """For messages between CPUs, for which the host need not wait for its device."""
         return None if self._topology is None else self._topology.everyone
 
+    @property
+    def _is_in_hook(self) -> bool:
+        """True in user code that not every rank of the pipeline need run, such as a hook with ``if trainer.is_global_zero``."""
+        return dist.is_initialized() and self._replica is not None and self._replica.is_acting and not has_failed()
+
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._others_answer:
+        if self._is_in_hook:
+            self.reduce_boolean_decision(True)
+        elif self._others_answer:
             dist.barrier(self._everyone)
 
     @override
     def broadcast(self, obj: Broadcast, src: int = 0) -> Broadcast:
-        if not self._others_answer:
+        if self._is_in_hook:
+            obj = self.replica.shared_value(obj)
+        if self._is_in_hook or not self._others_answer:
             return broadcast_among_replicas(obj, self.replicas, src) if self._replicas_answer else obj
         if self.replicas.are_several:
             src *= self.topology.num_ranks  # to users the ranks are the replicas
@@ -193,7 +202,9 @@ class ReplicaStrategy(Base):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not self._others_answer:
+        if self._is_in_hook:
+            decision = self.replica.shared_value(decision)
+        if self._is_in_hook or not self._others_answer:
             return voted(decision, self.replicas, all=all) if self._replicas_answer else decision
         votes = torch.tensor(int(decision), device="cpu")
         dist.all_reduce(votes, group=self._everyone)

@@ -54,6 +54,7 @@ from lightning_fxpipe.tracing.parameter_use import check_none_exchanged
 from lightning_fxpipe.tracing.signals import CannotFollow, StepFailed
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.exchange import named_tensors
+from lightning_fxpipe.user_code.files import writing
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step import Step, StepKind
@@ -277,18 +278,24 @@ class Session:
             value = torch.full((), loss, dtype=torch.get_default_dtype(), device=self._topology.device)
         return {**output, "loss": value} if isinstance(output, Mapping) else value
 
+    @contextmanager
+    def around_step(self, kind: StepKind) -> Iterator[None]:
+        """In the block a step runs: to its end on the last stage, whose rank writes its files. Called by every rank."""
+        with self.hooks.together(kind.value), writing(is_real=self._topology.is_last):
+            yield
+
     def around_backward(self) -> AbstractContextManager[Any]:
         """In the block a backward pass runs. Called by every rank."""
         if self._old_gradients is not None:
             self._old_gradients.release()
         if self._joint is None:
-            return self.hooks.suspend()
+            return self.hooks.together("backward")
         return self._joint.user_code()  # a module may have a backward of its own
 
     @contextmanager
     def around_optimizer_step(self, optimizer: StageOptimizer | None) -> Iterator[None]:
         """In the block an optimizer steps: this rank's parameters, or all where it needs them. Called by every rank."""
-        with self.hooks.suspend():
+        with self.hooks.together("optimizer_step"):
             if optimizer is not None and optimizer.is_coupled:
                 optimizer.know_others(self._topology.control_group)
                 with self.hooks.running(self.module.trainer, is_joint=True):

@@ -378,7 +378,7 @@ class PipelineStrategy(ReplicaStrategy):
         super().setup_optimizers(trainer)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        with self.session.hooks.suspend():
+        with self.session.hooks.together("clip_gradients"):
             self.session.clip_gradients(self.precision_plugin.main_params(optimizer), clip_val)
 
     @override
@@ -491,7 +491,7 @@ class PipelineStrategy(ReplicaStrategy):
         assert self._stop_if_asked is not None
         self._stop_if_asked(kind is StepKind.TRAIN or not self.replicas.are_several)
         noted = self._recording.during(kind.value, trains=kind is StepKind.TRAIN)
-        with no_end_of_epoch(kind.value), noted, self.session.hooks.suspend(), self.replica.computing():
+        with no_end_of_epoch(kind.value), noted, self.session.around_step(kind), self.replica.computing():
             seed, precision = self._checkpoints.seed, self._precision
             return run(step_of_call(self.module, kind, args[1:], kwargs, seed=seed, precision=precision), args[0])
 

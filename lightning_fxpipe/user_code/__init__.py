@@ -2,6 +2,7 @@
 
 A dry run, from the outside in
     - ``undo``: the block to run it in: what it leaves behind is put back. ``silence``: nothing of it is heard.
+    - ``files``: what user code writes to files is written once.
     - ``snapshot``: what a module's code can reach and change, at one moment, and what differs now.
     - ``paths``: where something is that has changed.
     - ``kinds``: which contents an object has, by its class, and what is left alone.

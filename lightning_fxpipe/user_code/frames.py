@@ -29,6 +29,16 @@ def user_frame() -> FrameType | None:
     return frame
 
 
+def framework_calls() -> tuple[str, ...]:
+    """Names of the functions, from the innermost to that which user code has called, that have led here."""
+    names = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_framework(frame.f_globals.get("__name__", "")):
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return tuple(names)
+
+
 def is_machinery(module_name: str) -> bool:
     """Whether a module is torch's or this package's."""
     return module_name.split(".")[0] in ("torch", "lightning_fxpipe", "contextlib")

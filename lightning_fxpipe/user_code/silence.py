@@ -1,6 +1,7 @@
-"""Nothing of a dry run is heard: what user code prints, logs and warns of while it runs once more than the user knows of.
+"""Nothing of a dry run is heard: what user code prints, logs, warns of and writes to files while it runs once more than the
+user knows of.
 
-It prints, logs and warns again when it really runs, with values in place of symbols. Only the thread of the dry run is
+It does so again when it really runs, with values in place of symbols. Only the thread of the dry run is
 silenced; progress bars are drawn by others.
 """
 
@@ -20,6 +21,7 @@ import torch
 
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.errors import FxPipeError, add_note
+from lightning_fxpipe.user_code.files import writing
 
 _KEPT_LINES = 10
 # Of the machinery itself: what somebody has turned on to watch a dry run.
@@ -41,7 +43,11 @@ class silencing:
         self._warns_always = torch.is_warn_always_enabled()
         out, err = _Silenced(sys.stdout, printed), _Silenced(sys.stderr, printed)
         quiet = (logging.Logger, "handle", _quiet_handle(printed))
-        for block in (patched_attributes((sys, "stdout", out), (sys, "stderr", err), quiet), _NoWarnings()):
+        for block in (
+            patched_attributes((sys, "stdout", out), (sys, "stderr", err), quiet),
+            _NoWarnings(),
+            writing(is_real=False),
+        ):
             block.__enter__()
             self._blocks.append(block)
         torch.set_warn_always(True)  # what torch says once only, it must not say here

@@ -15,6 +15,7 @@ from lightning_fxpipe._compat.modes import (
     is_watched,
     makes_fakes,
     unwatched_torch,
+    without_modes,
 )
 
 
@@ -83,3 +84,8 @@ def test_fakes_are_made_where_a_mode_of_theirs_is_on() -> None:
         with FakeTensorMode():
             assert makes_fakes()
     assert not makes_fakes()
+
+
+def test_tensors_have_data_where_no_mode_is_on() -> None:
+    with torch.device("meta"), FakeTensorMode(), without_modes():
+        assert torch.ones(2).tolist() == [1, 1]

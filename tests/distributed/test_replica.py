@@ -199,10 +199,10 @@ def test_what_is_shared_in_a_block_is_not_shared_after_it() -> None:
 
     replica = Replica(named("together"))
     with replica.acting():
-        replica._shared_object(1)
+        replica.shared_value(1)
         with replica.acting(named("own")):
-            replica._shared_object(2)
-        replica._shared_object(3)
+            replica.shared_value(2)
+        replica.shared_value(3)
     assert calls == ["together", "own", "together"]
 
 

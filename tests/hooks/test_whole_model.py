@@ -12,6 +12,7 @@ import torch.distributed.distributed_c10d as dist
 from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.topology import Placement, Topology
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
 
 
@@ -24,10 +25,11 @@ class Looks:
         self.real(torch.randn(4, 3)).square().sum().backward()
         self.layer = nn.Linear(3, 2, device="meta")
         self.brought: list[str] = []
+        self.held: dict[int, Tensor] = {}
         pairs = list(zip(self.layer.parameters(), self.real.parameters(), strict=True))
         self._values: dict[int, Tensor] = {id(p): q for p, q in pairs}
         self._gradients = {id(p): q.grad for p, q in pairs}
-        self.view = WholeView({id(p): p for p, _ in pairs}, self.values, self.gradients, torch.device("cpu"))
+        self.view = WholeView({id(p): p for p, _ in pairs}, lambda: self.held, self.values, self.gradients, torch.device("cpu"))
 
     def values(self) -> dict[int, Tensor]:
         self.brought.append("values")
@@ -51,6 +53,30 @@ def test_a_description_brings_nothing_here(what: str) -> None:
     with looks.view:
         assert DESCRIBING[what](looks.layer.weight) == DESCRIBING[what](looks.real.weight)
     assert looks.brought == []
+
+
+def test_values_are_brought_before_a_rank_changes_its_own() -> None:
+    """Later this rank's own would be sent as changed, and the ranks that receive them would change them once more."""
+    looks = Looks()
+    own = nn.Linear(2, 2)
+    own.weight.grad = torch.ones(2, 2)
+    looks.held = {id(own.weight): own.weight}
+    with looks.view, torch.no_grad():
+        assert (own.weight.shape, own.weight.device.type) == ((2, 2), "cpu")
+        own.bias.mul_(2)
+        assert looks.brought == []
+        own.weight.mul_(2)
+        assert looks.brought == ["values"]
+        own.weight.grad.mul_(0.5)
+        own.weight.grad = None
+    assert looks.brought == ["values", "gradients", "gradients"]
+
+
+def test_nothing_is_brought_into_the_trace_of_another() -> None:
+    """The message would become part of what is recorded."""
+    looks = Looks()
+    with looks.view, pytest.raises(UnsupportedError, match="tracer"):
+        torch.jit.trace(lambda x: x @ looks.layer.weight.t(), torch.ones(1, 3))  # type: ignore[no-untyped-call]
 
 
 VALUES: dict[str, Callable[[nn.Linear], Any]] = {

@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         _REPLICA,
-        "        if not self._only_acts or self.is_preparing:\n            return self._replicas.index\n",
+        "        if not self.is_acting or self.is_preparing:\n            return self._replicas.index\n",
         "",
         (f"{_TEST_REPLICA}::test_a_rank_has_a_number_of_its_own_where_it_acts_only",),
         "a step sees the number of its rank, and does something else on each",
@@ -399,10 +399,17 @@ MUTANTS = [
     # hooks
     Mutant(
         _WHOLE,
-        "        return self._placeholders if getattr(owner, name, None) is tensor else {}\n",
-        "        return self._placeholders\n",
+        "        return getattr(owner, name, None) is not tensor\n",
+        "        return False\n",
         (f"{_TEST_WHOLE}::test_a_module_that_is_whole_again_has_no_placeholders",),
         "hooks bring parameters here that are there",
+    ),
+    Mutant(
+        _WHOLE,
+        "                _ = self._gradients() if func in _OF_GRADIENTS else self._values()\n",
+        "                pass\n",
+        (f"{_TEST_WHOLE}::test_values_are_brought_before_a_rank_changes_its_own",),
+        "a hook that changes weights before it reads all of them changes other stages' twice",
     ),
     Mutant(
         _WHOLE,

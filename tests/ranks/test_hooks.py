@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ from lightning.pytorch.core.hooks import DataHooks
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from lightning_fxpipe import FxPipeStrategy, PeerError
+from lightning_fxpipe import FxPipeStrategy, PeerError, UnsupportedError
 from tests.hook_traces import CALLBACK_HOOKS, MODULE_HOOKS, TraceCallback, traced
 from tests.lit import LitModel, make_loader, make_trainer
 from tests.ranks.pool import RankPool
@@ -218,6 +221,77 @@ class LogsRank(Net):
             self.extent = float(sum(p.norm() for p in self.parameters()))
 
 
+class ChangesFirst(Net):
+    """Changes gradients and weights in place, and then looks at all of them, also while a checkpoint is made."""
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+        self.log("norm", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.data = parameter.data * 0.9
+        self.log("weight", torch.stack([p.norm() for p in self.parameters()]).norm())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(2)
+            checkpoint["doubled"] = [p.detach().clone() for p in self.parameters()]
+            for parameter in self.parameters():
+                parameter.div_(2)
+        self.saved = checkpoint["doubled"], float(sum(value.norm() for value in checkpoint["state_dict"].values()))
+
+
+class AsksAlone(Net):
+    """Asks on rank 0 alone for what needs all ranks, before the module is split and after."""
+
+    def setup(self, stage: str) -> None:
+        self.asked = [Path(self.trainer.log_dir).name] if self.trainer.is_global_zero else []
+
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.asked.append(Path(self.trainer.log_dir).name)
+            self.trainer.strategy.barrier()
+        self.epoch = self.trainer.strategy.broadcast(self.current_epoch)
+
+
+class Exports(Net):
+    """Records, copies and pickles itself in a hook."""
+
+    def on_train_epoch_end(self) -> None:
+        x, copied = torch.ones(2, 12), copy.deepcopy(self)
+        copied.on_train_epoch_end = lambda: None
+        programs = (torch.jit.trace(self, x), torch.export.export(self.backbone, (x,)).module())  # type: ignore[no-untyped-call]
+        models = (*programs, copied, pickle.loads(pickle.dumps(self)))
+        self.results = [model(x).detach() for model in models]
+
+
+class Appends(Net):
+    """Writes rows in steps and hooks, and reads them."""
+
+    def _append(self, row: Any) -> None:
+        with (Path(self.trainer.default_root_dir) / "rows.txt").open("a") as file:
+            file.write(f"{row}\n")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._append("before")
+        loss = super().training_step(batch, batch_idx)
+        self._append("after")
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._append(self.global_step)
+
+    def on_train_end(self) -> None:
+        path = Path(self.trainer.default_root_dir) / "rows.txt"
+        self.rows = path.read_text().split()
+        self.trainer.strategy.barrier()
+        if self.trainer.is_global_zero:
+            path.unlink()
+
+
 class ConfiguresCallbacks(Net):
     def configure_callbacks(self) -> Any:
         return [L.pytorch.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.02)]
@@ -272,6 +346,14 @@ HOOKS: dict[str, Run] = {
         look_at_zero=lambda trainer, module, folder: module.extent,
         strategy={"num_microbatches": 4, "schedule": "zbv_zero_bubble"},
     ),
+    "changes first": Run(
+        module=ChangesFirst,
+        options={"enable_checkpointing": True, "max_epochs": 1},
+        look=lambda trainer, module, folder: module.saved,
+    ),
+    "asks alone": Run(module=AsksAlone, look_at_zero=lambda trainer, module, folder: (len(module.asked), module.epoch)),
+    "exports": Run(module=Exports, look=lambda trainer, module, folder: module.results),
+    "appends": Run(module=Appends, look=lambda trainer, module, folder: module.rows),
     "configures callbacks": Run(module=ConfiguresCallbacks, options={"max_epochs": 8}),
 }
 
@@ -324,6 +406,30 @@ def test_an_exception_in_one_ranks_hook_is_told_to_the_other(ranks: Ranks) -> No
     assert told[1] == "ArithmeticError on purpose"
     assert "ArithmeticError: on purpose" in told[0]
     assert "rank 1" in told[0]
+
+
+class SavesAlone(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.trainer.save_checkpoint("never.ckpt")
+
+
+def saves_alone() -> tuple[str, float]:
+    """Runs on every rank; what it ends with, and after how many seconds."""
+    begin = time.monotonic()
+    with pytest.raises((UnsupportedError, PeerError)) as raised:
+        make_trainer(max_epochs=1, strategy="fxpipe", devices=2).fit(SavesAlone())
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_what_every_rank_must_do_is_refused_where_one_does_it(ranks: Ranks) -> None:
+    """It would wait for the other ranks until the timeout."""
+    pool = ranks(2)
+    (message, seconds), _ = pool.run(saves_alone)
+    pool.kill()
+    assert "save_checkpoint" in message
+    assert "test_hooks.py" in message
+    assert seconds < 30
 
 
 def do(name: str, folder: str, stages: int) -> dict[str, Any]:
