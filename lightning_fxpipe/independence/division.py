@@ -189,6 +189,8 @@ class _Tail:
         return set(group)
 
     def _why_mixing(self, group: tuple[fx.Node, ...], following: set[fx.Node]) -> str | None:
+        if reads := group[0].meta.get("reads_batch"):  # `if (labels == 1).any()` is true for some microbatches only
+            return str(reads)
         for node in group:
             for operand in node.all_input_nodes:
                 before = self._position_of.get(operand)

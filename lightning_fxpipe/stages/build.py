@@ -31,6 +31,7 @@ from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size
 from lightning_fxpipe.tracing.activation_checkpointing import marks_of_modules, run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
 from lightning_fxpipe.tracing.inner_results import taking
+from lightning_fxpipe.tracing.kept_state import KEPT, set_kept
 from lightning_fxpipe.tracing.signals import InnerPlace
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -229,7 +230,7 @@ class _StageBuilder:
             sides, inner = node.meta.get("sides", ()), node.meta.get("inner_results", ())
             path = _free_name(str(target))
             is_compiled = self._compiles and next(module.children(), None) is not None
-            if context is not None or sides or inner:
+            if context is not None or sides or inner or KEPT in kwargs:
                 self._called_inside[path] = module
                 operation, target = "call_function", _taking_more(module, sides, inner)
             elif is_compiled:
@@ -320,10 +321,11 @@ def _all_symbols(node: fx.Node) -> set[Any]:
 def _taking_more(
     module: nn.Module, sides: tuple[tuple[str, str], ...], inner_places: tuple[InnerPlace, ...]
 ) -> Callable[..., Any]:
-    """Calls a module, and returns with its result the tensors that it leaves on itself and its submodules, and results of
-    modules inside it."""
+    """Calls a module with what an earlier call has kept for it. Returns, with its result, the tensors that it leaves on itself
+    and its submodules, and results of modules inside it."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
+        set_kept(module, kwargs.pop(KEPT, {}))
         with taking(module, inner_places) as inner:
             result = module(*args, **kwargs)
         if not sides and not inner:
