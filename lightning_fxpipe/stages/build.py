@@ -25,6 +25,7 @@ from torch.fx.node import map_aggregate
 
 from lightning_fxpipe._compat.modes import is_watched
 from lightning_fxpipe._compat.torch import patched_attributes, storage_key, symbolic_expression
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.skips import Skip
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
@@ -35,6 +36,7 @@ from lightning_fxpipe.tracing.kept_state import KEPT, set_kept
 from lightning_fxpipe.tracing.signals import InnerPlace
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.user_code.frames import user_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +115,18 @@ def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tupl
 
 
 def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
-    """A possibly symbolic size as a number."""
+    """A possibly symbolic size as a number. Raises :class:`UnsupportedError` where that depends on values."""
     expression = symbolic_expression(size)
-    return int(expression if isinstance(expression, int) else expression.subs(dict(sizes)))
+    number = expression if isinstance(expression, int) else expression.subs(dict(sizes))
+    if getattr(number, "free_symbols", None):
+        raise UnsupportedError(
+            "The size of a tensor depends on values of the batch, and other ranks would have to know it.",
+            where=user_source(),
+            observed="a size as that of unique(), nonzero(), or of an index with a mask",
+            expected="sizes that follow from the shapes of the batch",
+            todo="Compute it before the first call of the model or after the last, or inside a module's forward.",
+        )
+    return int(number)
 
 
 class _StageBuilder:

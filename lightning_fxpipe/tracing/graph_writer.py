@@ -152,7 +152,9 @@ class GraphWriter:
     def has_from_code(self, tensor: Tensor) -> bool:
         """True if a tensor is an input, or made by a call that is no whole module's."""
         node = self._nodes.get(id(tensor))
-        return node is not None and node.meta.get("part_of", node).op != "call_module"
+        while node is not None and "part_of" in node.meta:
+            node = node.meta["part_of"]
+        return node is not None and node.op != "call_module"
 
     def recorded_by(self, tensor: Tensor) -> str | None:
         """The path of the opened module, with the region's for its own, whose call has made a tensor; None for others, and for

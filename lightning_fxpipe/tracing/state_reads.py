@@ -1,10 +1,10 @@
 """Finds code that reads what other code has left for it in an object that both know.
 
 A block may set a tensor on the next block, or put it in a list that all blocks have. Nothing inside a whole module is recorded,
-so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. A tensor that
-is an attribute of a module is recorded: once more, with the reader open, and with who has made it unless it is a result. What
-is in a list or a dict is not: where one puts it in and another takes it out, a list would only grow in one stage. What follows
-neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
+so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. If the graph
+has the tensor, and the reader has it as an attribute, it is an operand of the reader (``tracing.kept_state``); else the call is
+recorded once more, with the module open that has made it. What is in a list or a dict is not recorded: where one puts it in and
+another takes it out, a list would only grow in one stage.
 
 Numbers that a module's forward sets on it are refused where code outside of it reads them.
 """
