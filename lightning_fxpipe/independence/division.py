@@ -17,10 +17,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_fxpipe._compat.torch import storage_key
+from lightning_fxpipe._compat.torch import storage_key, symbolic_expression
 from lightning_fxpipe.independence.batch_rows import Rows, settle
 from lightning_fxpipe.independence.value_use import made_without_values
 from lightning_fxpipe.planner.cost import group_calls, node_fqns
+from lightning_fxpipe.pytree.sizes import size_symbols
 from lightning_fxpipe.tracing.examples import draws
 from lightning_fxpipe.tracing.repeat import Repeat, has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -154,6 +155,7 @@ class _Tail:
         self._following = {node for node in placeholders if rows.carrying(node.meta["val"])}
         self._repeat = Repeat(traced)
         self._mixing: dict[int, str] = {}  # positions of groups, and why
+        self._mixed_sizes: dict[Any, str] = {}  # symbols that results of such groups have as sizes, and why
         self._twins: list[tuple[fx.Node, fx.Node]] = []
 
     def find(self) -> frozenset[fx.Node]:
@@ -168,6 +170,7 @@ class _Tail:
             self._following |= following
             if reason is not None:
                 self._mixing[position] = reason
+                self._mixed_sizes |= dict.fromkeys(self._new_sizes(group), reason)
         try:
             self._take_in_what_cannot_be_joined()
             self._check_effects()
@@ -189,7 +192,11 @@ class _Tail:
         return set(group)
 
     def _why_mixing(self, group: tuple[fx.Node, ...], following: set[fx.Node]) -> str | None:
+        if reads := group[0].meta.get("reads_batch"):  # `if (labels == 1).any()` is true for some microbatches only
+            return str(reads)
         for node in group:
+            if mixed := size_symbols((node.args, node.kwargs)) & self._mixed_sizes.keys():
+                return self._mixed_sizes[min(mixed, key=str)]
             for operand in node.all_input_nodes:
                 before = self._position_of.get(operand)
                 if before is not None and before in self._mixing and before != self._position_of[node]:
@@ -202,6 +209,12 @@ class _Tail:
             if self._rows.picks_rows(node, self._unit) or self._rows.calculates_with_number(node):
                 return call_words(node)
         return None
+
+    def _new_sizes(self, group: tuple[fx.Node, ...]) -> set[Any]:
+        """Symbols that sizes of a group's results follow from, and no operand's, such as the length of ``labels.unique()``."""
+        values = [value for node in group if isinstance(value := node.meta.get("val"), Tensor)]
+        found = {symbol for value in values for size in value.shape for symbol in _symbols(size)}
+        return {symbol for symbol in found if not self._repeat.is_known(symbol)} - self._mixed_sizes.keys()
 
     def _mixes_in(self, node: fx.Node, value: Tensor, follows: bool) -> bool:
         """Whether a result shows that it is no part of what the call gives for the batch."""
@@ -298,6 +311,10 @@ class _Tail:
                 continue
             if storage_key(value) in changed:
                 raise NotDivisible(f"{call_words(node)} shares memory with what is changed for the whole batch")
+
+
+def _symbols(size: Any) -> set[Any]:
+    return getattr(symbolic_expression(size), "free_symbols", set())
 
 
 def call_words(node: fx.Node) -> str:

@@ -271,7 +271,8 @@ def _aliasing_obstacles(
                 if key in inputs and changed_at <= site:
                     obstacles[site] = f"{node_words(changer)} changes an input in place, which the step may use after the call"
                 if key in fixed and min(*uses, changed_at) <= site < max(*uses, changed_at):
-                    obstacles[site] = f"{node_words(changer)} changes in place what both sides use"
+                    keeps = changer.meta.get("keeps", {}).get(key)
+                    obstacles[site] = keeps or f"{node_words(changer)} changes in place what both sides use"
                 alive = [node for node in aliases if position_of[node] <= site < last_use[node]]
                 if site < changed_at and len(alive) > 1:
                     obstacles[site] = f"{node_words(changer)} changes two tensors in place that share their memory"

@@ -4,4 +4,5 @@
 - ``messages``: lines of the package's logger, and warnings that point to the user's line.
 - ``wording``: how messages speak of what a user has never seen.
 - ``tracebacks``: without the machinery.
+- ``own_faults``: errors that are this package's own.
 """

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_fxpipe._compat.modes import unwatched_torch
-from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.independence.division import cut
 from lightning_fxpipe.metrics.step_log import LogEntry, StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
@@ -43,6 +43,7 @@ from lightning_fxpipe.microbatch.loss_weights import (
     without_gradient,
 )
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
+from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_gradients import BatchGradients
@@ -53,6 +54,7 @@ from lightning_fxpipe.stages.shared_casts import sharing_casts
 from lightning_fxpipe.tracing.prelude import dry_run
 from lightning_fxpipe.tracing.trace import TracedRegion
 from lightning_fxpipe.user_code.for_microbatch import NeedsWholeBatch, for_microbatch
+from lightning_fxpipe.user_code.frames import raising_source
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.snapshot import Snapshot, user_state
 from lightning_fxpipe.user_code.step import Step, loss_of
@@ -64,6 +66,12 @@ class FillsInPlace(NeedsWholeBatch):
     """Code before the model's call writes to a tensor that the model reads, for which the stages keep gradients' graphs."""
 
     does = "writes in place, before the model's call, to a tensor that the model reads"
+
+
+class FailsForMicrobatch(NeedsWholeBatch):
+    """A loss may need a sample of each class, which a batch has and its microbatches do not."""
+
+    does = "fails for a microbatch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +214,8 @@ class StepTail:
                 joined = gradients.given(joined)
                 whole, *parts = (undoes_together and self._runs_that_change_nothing(joined)) or self._runs(joined, None)
         except NeedsWholeBatch as error:
-            return Finding(verdict=Verdict.DIFFERS, observed=f"the step {error.does} in {error.where}")
+            why = f", {error.observed}" if error.observed else ""
+            return Finding(verdict=Verdict.DIFFERS, observed=f"the step {error.does} in {error.where}{why}")
         if whole.loss is None:  # the step skips the batch
             return Finding(verdict=Verdict.UNCLEAR)
         (value, logged), *of_parts = _read([whole, *parts])
@@ -235,7 +244,20 @@ class StepTail:
         samples = (0, sum(self.sizes))
         region = partial(self.setup.run_tail, joined, self.values.__getitem__)
         whole = self._run(self.batch, self.batch_sizes, samples, region, runs, is_first=True)
-        return [whole, *(self.run(number, self._cut(joined, number), runs) for number in range(len(self.sizes)))]
+        return [whole, *(self._part(number, self._cut(joined, number), runs) for number in range(len(self.sizes)))]
+
+    def _part(self, number: int, results: Sequence[Tensor], runs: UndoneRuns | None) -> TailRun:
+        """As :meth:`run`, of a step that has run on the whole batch. Raises :class:`FailsForMicrobatch`."""
+        try:
+            return self.run(number, results, runs)
+        except FxPipeError:
+            raise
+        except Exception as error:
+            raise FailsForMicrobatch(
+                "The step fails for a microbatch, and not for its batch.",
+                where=raising_source(error),
+                observed=error_words(error),
+            ) from error
 
     def _cut_input(self, position: int, leg: Leg, index: int) -> Tensor | None:
         value = self.values[position]
@@ -305,7 +327,7 @@ class StepTail:
                 inputs=lambda args, kwargs: [],
                 run=region,
             )
-            with self.step.context(), in_place, for_microbatch():
+            with self.step.context(), in_place as watch, for_microbatch():
                 result = function(*again.args)
             with unwatched_torch():
                 draws = at_region is not None and not same_rng(at_region, rng_state())
@@ -316,7 +338,7 @@ class StepTail:
             value=float("nan") if loss is None else held_number(loss),
             log=log,
             num_samples=samples[1],
-            does_more=draws or gives_more or again.has_changed_any or again.has_spoken,
+            does_more=draws or gives_more or watch.has_read_values or again.has_changed_any or again.has_spoken,
             has_changed_any=again.has_changed_any,
         )
 

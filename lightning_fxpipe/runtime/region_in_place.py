@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fxpipe.microbatch.draws import BatchDraws
-from lightning_fxpipe.runtime.replay import Replay, watched_step
+from lightning_fxpipe.runtime.replay import Replay, StepMode, watched_step
 from lightning_fxpipe.tracing.region import replaced_region
 from lightning_fxpipe.tracing.trace import TracedRegion
 
@@ -26,7 +26,7 @@ def region_in_place(
     inputs: Callable[[tuple[Any, ...], dict[str, Any]], list[Tensor]],
     run: Callable[[list[Tensor]], list[Tensor]],
     written: set[int] | None = None,
-) -> Iterator[None]:
+) -> Iterator[StepMode]:
     """In the block, the step, ``run`` gives what the region's calls return.
 
     Args:
@@ -39,10 +39,14 @@ def region_in_place(
         inputs: The region's inputs in the arguments of its call, where it is one call.
         run: The region's outputs for its inputs.
         written: Gets the memory into which the step's calls write.
+
+    Yields:
+        The watch over the step's calls.
     """
     if traced.record is not None:
-        with Replay(root, traced, sizes, device_type=device_type, draws=draws, run=run, written=written).lead(arguments):
-            yield
+        replay = Replay(root, traced, sizes, device_type=device_type, draws=draws, run=run, written=written)
+        with replay.lead(arguments):
+            yield replay
         return
 
     def run_region(*args: Any, **kwargs: Any) -> Any:
@@ -54,4 +58,4 @@ def region_in_place(
     path = traced.signature.path
     assert path is not None
     with watched_step(root, draws, written) as mode, replaced_region(root, path, run_region):
-        yield
+        yield mode

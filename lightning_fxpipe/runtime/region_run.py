@@ -72,7 +72,7 @@ class RegionRun:
         self._setup = self.make_setup()
         self._rng_at_start = rng_state() if self.passes.may_interleave(self.step) else None
 
-    def in_place(self) -> AbstractContextManager[None]:
+    def in_place(self) -> AbstractContextManager[Any]:
         """In the block, the step on the batch, the region is pipelined.
 
         Raises:

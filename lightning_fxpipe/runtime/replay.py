@@ -59,10 +59,14 @@ class StepMode(TorchFunctionMode):
         root: The LightningModule.
         draws: Makes the random tensors.
         written: Gets the memory into which the step's calls write.
+
+    Attributes:
+        has_read_values: Whether the step has read values of tensors that train nothing, which may decide what it does.
     """
 
     def __init__(self, root: nn.Module, draws: BatchDraws, written: set[int] | None = None) -> None:
         super().__init__()
+        self.has_read_values = False
         self._root = root
         self._draws = draws
         self._written = set() if written is None else written
@@ -102,6 +106,8 @@ class StepMode(TorchFunctionMode):
                 raise
             if func in _NUMBERS and type(args[0]) is Tensor and args[0].requires_grad:
                 args = (args[0].detach(), *args[1:])  # torch would warn of it, and name a line of ours
+            elif func in LOOKS:
+                self.has_read_values = True
         return self._draws.call(func, args, kwargs or {})
 
     @cached_property

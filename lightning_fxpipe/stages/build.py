@@ -25,15 +25,18 @@ from torch.fx.node import map_aggregate
 
 from lightning_fxpipe._compat.modes import is_watched
 from lightning_fxpipe._compat.torch import patched_attributes, storage_key, symbolic_expression
+from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.skips import Skip
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_number, as_size, size_symbols
 from lightning_fxpipe.tracing.activation_checkpointing import marks_of_modules, run_checkpoints
 from lightning_fxpipe.tracing.held_tensors import attribute
 from lightning_fxpipe.tracing.inner_results import taking
+from lightning_fxpipe.tracing.kept_state import KEPT, set_kept
 from lightning_fxpipe.tracing.signals import InnerPlace
 from lightning_fxpipe.tracing.torch_calls import CallContext
 from lightning_fxpipe.tracing.trace import TracedRegion
+from lightning_fxpipe.user_code.frames import user_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +115,18 @@ def boundary_specs(nodes: tuple[fx.Node, ...], sizes: Mapping[Any, int]) -> tupl
 
 
 def concrete_size(size: int | torch.SymInt, sizes: Mapping[Any, int]) -> int:
-    """A possibly symbolic size as a number."""
+    """A possibly symbolic size as a number. Raises :class:`UnsupportedError` where that depends on values."""
     expression = symbolic_expression(size)
-    return int(expression if isinstance(expression, int) else expression.subs(dict(sizes)))
+    number = expression if isinstance(expression, int) else expression.subs(dict(sizes))
+    if getattr(number, "free_symbols", None):
+        raise UnsupportedError(
+            "The size of a tensor depends on values of the batch, and other ranks would have to know it.",
+            where=user_source(),
+            observed="a size as that of unique(), nonzero(), or of an index with a mask",
+            expected="sizes that follow from the shapes of the batch",
+            todo="Compute it before the first call of the model or after the last, or inside a module's forward.",
+        )
+    return int(number)
 
 
 class _StageBuilder:
@@ -231,7 +243,7 @@ class _StageBuilder:
             sides, inner = node.meta.get("sides", ()), node.meta.get("inner_results", ())
             path = _free_name(str(target))
             is_compiled = self._compiles and next(module.children(), None) is not None
-            if context is not None or sides or inner:
+            if context is not None or sides or inner or KEPT in kwargs:
                 self._called_inside[path] = module
                 operation, target = "call_function", _taking_more(module, sides, inner)
             elif is_compiled:
@@ -322,10 +334,11 @@ def _all_symbols(node: fx.Node) -> set[Any]:
 def _taking_more(
     module: nn.Module, sides: tuple[tuple[str, str], ...], inner_places: tuple[InnerPlace, ...]
 ) -> Callable[..., Any]:
-    """Calls a module, and returns with its result the tensors that it leaves on itself and its submodules, and results of
-    modules inside it."""
+    """Calls a module with what an earlier call has kept for it. Returns, with its result, the tensors that it leaves on itself
+    and its submodules, and results of modules inside it."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
+        set_kept(module, kwargs.pop(KEPT, {}))
         with taking(module, inner_places) as inner:
             result = module(*args, **kwargs)
         if not sides and not inner:

@@ -31,6 +31,7 @@ from lightning_fxpipe.planner.planning import Planned, plan_regions
 from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
 from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import inform, logger, telling
+from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, ScheduleName
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
@@ -424,6 +425,9 @@ def _optimizers_stood_in(module: LightningModule) -> list[tuple[Any, str, Any]]:
 
 
 def _not_tried(kind: StepKind, failure: Exception) -> UnsupportedError:
+    if is_own_fault(failure):
+        what = f"lightning_fxpipe has failed by a fault of its own while it tried the {kind.value}."
+        return UnsupportedError(what, **own_fault_words(failure))
     return UnsupportedError(
         f"The {kind.value} cannot be tried before the run, to see what of it is pipelined.",
         where=raising_source(failure),

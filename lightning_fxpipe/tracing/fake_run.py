@@ -135,7 +135,11 @@ def fake_run(
             tracing_friendly_torch(),
             world.active(),
             noted_guards(
-                root, lambda: recorder.is_recording, recorder.known_calls.names_read, recorder.attributes_read
+                root,
+                lambda: recorder.is_recording,
+                recorder.known_calls.names_read,
+                recorder.attributes_read,
+                recorder.kept_state,
             ) as guards,
             StepIterators().one_run(),
             recording(recorder),

@@ -40,12 +40,14 @@ class GraphWriter:
 
     Attributes:
         graph: The graph.
+        sides: Tensors left on modules, by path and attribute.
         constants: Tensors that are neither parameters, buffers nor results, by their names in the graph.
         is_paused: Whether calls leave no nodes now.
     """
 
     def __init__(self, tensor_fqns: Mapping[int, str], lasting: Mapping[int, Any], region_path: str, device_type: str) -> None:
         self.graph = fx.Graph()
+        self.sides: dict[tuple[str, str], Tensor] = {}
         self.constants: dict[str, Tensor] = {}
         self._tensor_fqns = tensor_fqns
         self._lasting = lasting
@@ -137,9 +139,22 @@ class GraphWriter:
         node.meta.update(module_path=call.meta["module_path"], source=call.meta.get("source"), part_of=call)
         return node
 
+    def sides_below(self, path: str) -> set[str]:
+        """Attributes with tensors that code inside a module has set, as named from there."""
+        prefix = f"{path}." if path else ""
+        names = (f"{owner}.{name}" if owner else name for owner, name in self.sides)
+        return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
     def has(self, tensor: Tensor) -> bool:
         """Whether the graph has a tensor: as an input, or made by a call."""
         return id(tensor) in self._nodes
+
+    def has_from_code(self, tensor: Tensor) -> bool:
+        """True if a tensor is an input, or made by a call that is no whole module's."""
+        node = self._nodes.get(id(tensor))
+        while node is not None and "part_of" in node.meta:
+            node = node.meta["part_of"]
+        return node is not None and node.op != "call_module"
 
     def recorded_by(self, tensor: Tensor) -> str | None:
         """The path of the opened module, with the region's for its own, whose call has made a tensor; None for others, and for

@@ -23,6 +23,16 @@ from lightning_fxpipe.metrics.metric_calls import METRICS
 from lightning_fxpipe.user_code.code_names import is_own_code
 
 
+class AttributeWatch(Protocol):
+    """Sees all uses of modules' attributes."""
+
+    def note_read(self, module: nn.Module, name: str) -> None:
+        """Code reads an attribute."""
+
+    def note_write(self, module: nn.Module, name: str) -> None:
+        """Code sets an attribute."""
+
+
 class OtherKey(Protocol):
     """Something that is no attribute of a module."""
 
@@ -61,6 +71,7 @@ def noted_guards(
     is_recording: Callable[[], bool],
     names_read: set[str] | None = None,
     attributes_read: set[GuardKey] | None = None,
+    watch: AttributeWatch | None = None,
 ) -> Iterator[dict[GuardKey, Any]]:
     """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``.
 
@@ -69,6 +80,7 @@ def noted_guards(
         is_recording: Whether what is read now is noted.
         names_read: Gets the names of all attributes that are read, whether that is noted or not.
         attributes_read: Gets what is noted, and attributes that are not plain.
+        watch: Sees all reads and writes.
     """
     all_names: set[str] = set() if names_read is None else names_read
     all_attributes: set[GuardKey] = set() if attributes_read is None else attributes_read
@@ -88,6 +100,8 @@ def noted_guards(
         # torch's own code looks there for each parameter, and so do we.
         if name != "__dict__" or not str(sys._getframe(1).f_globals.get("__name__")).startswith(_LOOKS_INTO_ALL):
             all_names.add(name)
+            if watch is not None:
+                watch.note_read(module, name)
         if is_nested or name in TORCHS_OWN or name.startswith("__") or not is_recording():
             return object.__getattribute__(module, name)
         path = paths.get(id(module))
@@ -110,7 +124,15 @@ def noted_guards(
         if not is_nested and is_recording():
             note((None, name), value)
 
-    with watched_trainer_counters(root, read_counter), patched_attributes((nn.Module, "__getattribute__", read)):
+    set_attribute = nn.Module.__setattr__
+
+    def write(module: nn.Module, name: str, value: Any) -> None:
+        if watch is not None:
+            watch.note_write(module, name)
+        set_attribute(module, name, value)
+
+    patches = (nn.Module, "__getattribute__", read), (nn.Module, "__setattr__", write)
+    with watched_trainer_counters(root, read_counter), patched_attributes(*patches):
         yield guards
 
 

@@ -94,6 +94,11 @@ class InnerCalls:
         """Path of the whole module that runs now."""
         return self._runs[-1].path if self._is_inside and not self._is_made_up else None
 
+    @property
+    def was_made_up(self) -> bool:
+        """True if the last whole module has run on made-up data, as it reads values."""
+        return self._runs[-1].was_made_up
+
     def tensor(self, place: InnerPlace) -> Tensor:
         """A result in the last run.
 

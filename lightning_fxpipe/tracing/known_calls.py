@@ -121,10 +121,12 @@ class Question:
 
 @dataclass
 class _Watch:
-    """What is seen while a call is made: the modules that it calls, and whether it draws what could be drawn ahead."""
+    """What is seen while a call is made: the modules that it calls, whether it draws what could be drawn ahead, and whether it
+    sets an attribute, be it to the same."""
 
     called: list[nn.Module] = field(default_factory=list)
     draws: bool = False
+    writes: bool = False
 
 
 class KnownCalls:
@@ -228,12 +230,17 @@ class KnownCalls:
         if self._watch is not None:
             self._watch.draws = True
 
+    def note_write(self) -> None:
+        """A module sets an attribute."""
+        if self._watch is not None:
+            self._watch.writes = True
+
     def _learn(self, question: Question, before: _State, result: Any) -> bool:
         """Remembers a call; returns whether another one may be like it."""
         watch, names = self._watch, frozenset(self.names_read)
         assert watch is not None
         paths = {id(child): path for path, child in question.modules.items()}
-        if not before.is_current(question) or any(id(module) not in paths for module in watch.called):
+        if watch.writes or not before.is_current(question) or any(id(module) not in paths for module in watch.called):
             return False
         after = self.ask(question.module, question.args, question.kwargs)
         if after is None or after.key != question.key or any(map(is_not, after.tensors, question.tensors)):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,8 +45,10 @@ from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.guards import GuardKey
 from lightning_fxpipe.tracing.inner_results import InnerCalls
+from lightning_fxpipe.tracing.kept_state import KeptState
 from lightning_fxpipe.tracing.known_calls import Known, KnownCalls, Question
-from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
+from lightning_fxpipe.tracing.made_tensors import MadeTensors
+from lightning_fxpipe.tracing.probe import Probe, ProbeFailed, without_module
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
 from lightning_fxpipe.tracing.shared_values import SharedValues
@@ -80,7 +83,6 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def __init__(self, settings: RecorderSettings, region_path: str = "") -> None:
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
-        self.sides: dict[tuple[str, str], Tensor] = {}  # tensors left on modules: by path and attribute
         self.attributes_read: set[GuardKey] = set()  # by code that is recorded: path and name
         self.left_values: set[GuardKey] = set()  # plain attributes that whole modules have set: by path and name
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
@@ -93,7 +95,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
-        self.state_reads = StateReads(settings, self.lessons, self)
+        made = MadeTensors()
+        self.kept_state = KeptState(self, made, self.known_calls.note_write)
+        self.state_reads = StateReads(settings, self.lessons, self, made, self.kept_state)
         self.shared_values = SharedValues(settings, self.lessons)
         self._packed_sequences = PackedSequences()
         self._seen: set[int] | None = None  # ids of the tensors that a module looks at, while that is asked
@@ -179,8 +183,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         try:
             return shape_only(func, args)(*args, **kwargs)
         except NEEDS_VALUES as error:
-            template = self._template_of((args, kwargs))
-            call = partial(_without_module, func)
+            call, template = partial(without_module, func), self._template_of((args, kwargs))
             try:
                 result, *_ = Probe(call=call, module=nn.Module(), template=template, example=self._example).result()
             except ProbeFailed as failure:
@@ -225,6 +228,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self, original_call: Callable[..., Any], path: str | None, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """A call that leaves no node; of a module inside a whole one, usually."""
+        self.kept_state.note_arguments(module, args, kwargs)
         if path is not None:
             self.known_calls.note_call(module)
         if path is None or self._inner_calls.whole_path not in self._settings.learned.probed_inside:
@@ -247,7 +251,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
         learned, whole = self._settings.learned, self._whole_path or path
         if path is None or whole in learned.inner_results or whole in learned.probed_inside or self.shared_values.is_watching:
             return None
-        return self.known_calls.ask(module, args, kwargs)
+        asked = self.known_calls.ask(module, args, kwargs)
+        if asked is None or asked.answer is None or self.kept_state.permits_answer(asked.modules, asked.answer.values):
+            return asked
+        return replace(asked, answer=None)
 
     def _answer(self, path: str | None, question: Question, known: Known) -> Any:
         """What a call returns that need not be made."""
@@ -258,15 +265,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if self._seen is not None:
             self._seen.update(map(id, question.tensors))
         self.state_reads.note((question.tensors, question.own), result)
+        self.kept_state.note_answered(question.modules, known.values)
         if known.draws:
             self.drawing.add(self._whole_path or path or "")
         return result
-
-    def sides_below(self, path: str) -> set[str]:
-        """Attributes with tensors that code inside a module has set, as named from there."""
-        prefix = f"{path}." if path else ""
-        names = (f"{owner}.{name}" if owner else name for owner, name in self.sides)
-        return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
     def note_changes(self, path: str, names: Collection[str]) -> None:
         """An opened module has changed what has these names."""
@@ -299,12 +301,14 @@ class Recorder(GraphWriter, TorchFunctionMode):
             isolated_rng(),
             self._own_effects(module),
             self.shared_values.of(path, module),
-            self.state_reads.of(path, module, touched),
+            self.kept_state.of(path, module) as call,
+            self.state_reads.of(path, touched),
             self._inner_calls.of(path),
         ):
-            result, sides = self._result_without_data(original_call, path, module, args, kwargs, asked)
+            watched = partial(self.kept_state.watched, original_call)
+            result, sides = self._result_without_data(watched, path, module, args, kwargs, asked)
         self._whole_path = None
-        mutated |= running_statistics(module)
+        mutated |= running_statistics(module) | self.kept_state.changed_operands(call)
         after = self._template_of(objects) if objects else before
         changed = after.structure != before.structure or [*map(id, after.tensors)] != [*map(id, before.tensors)]
         made_anew: dict[int, fx.Node] = {}
@@ -319,7 +323,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             return made_anew[id(value)] if id(value) in made_anew else self.argument(value)
 
         node_args = tuple(map(argument, args))
-        node_kwargs = {key: argument(value) for key, value in kwargs.items()}
+        node_kwargs = {key: argument(value) for key, value in (kwargs | self.kept_state.keywords(call)).items()}
         places = self._settings.learned.inner_results.get(path, ())
         taken = [self._inner_calls.tensor(place) for place in places]
         returned = (result, (*sides.values(), *taken)) if sides or taken else result
@@ -329,20 +333,27 @@ class Recorder(GraphWriter, TorchFunctionMode):
             node.meta["sides"] = tuple(sides)
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
         node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
+        self.kept_state.add(call, node)
+        if self._inner_calls.was_made_up and any(self._example(tensor) is not None for tensor in touched):
+            node.meta["reads_batch"] = f"{path} reads values of the batch"
         if changed and holder is not None:
             self._bind_inside(holder, after, node)
         return result
 
     def _record_answer(self, path: str, question: Question, known: Known) -> Any:
         """Records a call of a whole module that need not be made."""
-        result = self._answer(path, question, known)
+        with self.kept_state.of(path, question.module) as call:
+            result = self._answer(path, question, known)
         node_args = tuple(map(self.argument, question.args))
-        node_kwargs = {key: self.argument(value) for key, value in question.kwargs.items()}
+        node_kwargs = {
+            key: self.argument(value) for key, value in ({**question.kwargs} | self.kept_state.keywords(call)).items()
+        }
         mutated = running_statistics(question.module)
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
         node.meta["inner_results"] = ()
         node.meta["alike"] = known  # the same for all calls that are answered from it
         node.meta["module_storages"] = frozenset(map(storage_key, question.own))
+        self.kept_state.add(call, node)
         return result
 
     def _result_without_data(
@@ -378,6 +389,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 graft((args, kwargs), (changed_args, changed_kwargs))
                 for (inner, name), tensor in sides.items():
                     setattr(module.get_submodule(inner), name, tensor)
+                    self.state_reads.note_made(tensor)
                 return result, sides
             except ProbeFailed as failure:
                 raise RecordError(f"{path} cannot run without data ({error_words(error)}), nor {failure}") from error
@@ -488,7 +500,3 @@ class Recorder(GraphWriter, TorchFunctionMode):
                 yield seen
         finally:
             self._seen = before
-
-
-def _without_module(func: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return func(*args, **kwargs)

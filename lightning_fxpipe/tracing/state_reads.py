@@ -1,10 +1,10 @@
 """Finds code that reads what other code has left for it in an object that both know.
 
 A block may set a tensor on the next block, or put it in a list that all blocks have. Nothing inside a whole module is recorded,
-so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. A tensor that
-is an attribute of a module is recorded: once more, with the reader open, and with who has made it unless it is a result. What
-is in a list or a dict is not: where one puts it in and another takes it out, a list would only grow in one stage. What follows
-neither from inputs nor from weights, as a table of positions does, each stage can make for itself.
+so that a graph has no message for such a tensor, and a reader in another stage would find what was there before. If the graph
+has the tensor, and the reader has it as an attribute, it is an operand of the reader (``tracing.kept_state``); else the call is
+recorded once more, with the module open that has made it. What is in a list or a dict is not recorded: where one puts it in and
+another takes it out, a list would only grow in one stage.
 
 Numbers that a module's forward sets on it are refused where code outside of it reads them.
 """
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import modules_inside
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
 from lightning_fxpipe.tracing.guards import GuardKey, name_of_guard
+from lightning_fxpipe.tracing.kept_state import KeptState
 from lightning_fxpipe.tracing.made_tensors import MadeTensors
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import Lesson, RecordError
@@ -61,27 +61,34 @@ class StateReads:
         settings: What the recorder knows.
         lessons: Gets what else is to be known.
         writer: Writes the graph.
+        made: Gets the tensors that whole modules make of inputs or weights.
+        kept_state: Knows which tensors on modules come as operands.
 
     Attributes:
         refusal: Why what was recorded does not run in stages, if it does not.
     """
 
-    def __init__(self, settings: RecorderSettings, lessons: list[Lesson], writer: GraphWriter) -> None:
+    def __init__(
+        self,
+        settings: RecorderSettings,
+        lessons: list[Lesson],
+        writer: GraphWriter,
+        made: MadeTensors,
+        kept_state: KeptState,
+    ) -> None:
         self.refusal: UnsupportedError | None = None
         self._learned, self._modules = settings.learned, settings.modules.values()
-        self._lessons, self._writer = lessons, writer
-        self._made = MadeTensors()  # in whole modules, and following from inputs or weights
-        self._kept: dict[str, Collection[int]] = {}  # ids of the tensors that were on a module after its last call, by path
+        self._lessons, self._writer, self._kept_state = lessons, writer, kept_state
+        self._made = made
         self._inside: _Inside | None = None
         self._read: _Read | None = None
 
     @contextmanager
-    def of(self, path: str, module: nn.Module, brought: Iterable[Tensor]) -> Iterator[None]:
+    def of(self, path: str, brought: Iterable[Tensor]) -> Iterator[None]:
         """The block runs a whole module.
 
         Args:
             path: The module's.
-            module: It.
             brought: The tensors among its arguments.
 
         Raises:
@@ -89,10 +96,6 @@ class StateReads:
         """
         tensors = {id(tensor): tensor for tensor in brought}
         self._inside, self._read = _Inside(path, tensors.keys()), None
-        kept = self._kept.get(path, ())
-        for value in _attributes(module):  # what it finds on itself may be among its arguments, too
-            if id(value) in tensors and self._maker(value) != path and id(value) not in kept:
-                self._note_read(value, path)
         for tensor in tensors.values():  # which it can leave, too
             if self._maker(tensor) is None:
                 self._made.add(tensor, path)
@@ -100,7 +103,6 @@ class StateReads:
             yield
         finally:
             self._inside = None
-        self._kept[path] = frozenset(map(id, _attributes(module)))
         if self._read is not None:
             self._open(self._read)
 
@@ -118,11 +120,16 @@ class StateReads:
         for tensor in tensors_among(arguments):
             maker = self._maker(tensor)
             follows |= maker is not None or isinstance(tensor, nn.Parameter)
-            if maker not in (None, inside.path) and id(tensor) not in inside.brought:
+            if maker not in (None, inside.path) and id(tensor) not in inside.brought and not self._kept_state.brings(tensor):
                 self._note_read(tensor, inside.path)
         for tensor in tensors_among((result,)) if follows else ():
             if id(tensor) not in inside.brought:
                 self._made.add(tensor, inside.path)
+
+    def note_made(self, tensor: Tensor) -> None:
+        """The whole module that runs has left a tensor of which it was not seen what it follows from."""
+        if self._inside is not None:
+            self._made.add(tensor, self._inside.path)
 
     def is_made_inside(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in a whole module, of inputs or weights."""
@@ -139,7 +146,7 @@ class StateReads:
             self.refusal = self.refusal or _in_a_container(reader, self._maker(tensor))
         elif self._read is None:
             maker = self._maker(tensor) or ""
-            to_open = {reader} if self._writer.has(tensor) else {maker, reader}
+            to_open = {reader if self._writer.has(tensor) else maker}
             self._read = _Read(maker, reader, user_source(), to_open)
 
     def _open(self, read: _Read) -> None:
@@ -150,12 +157,6 @@ class StateReads:
             error.source = read.source
             raise error
         self._lessons.append(partial(self._learned.open, paths))
-
-
-def _attributes(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that a module and those inside it have as plain attributes."""
-    for child in modules_inside(module).values():
-        yield from (value for value in vars(child).values() if isinstance(value, Tensor))
 
 
 def _in_a_container(reader: str, maker: str | None) -> UnsupportedError:

@@ -23,6 +23,7 @@ from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.metrics.metric_calls import no_metrics_inside
 from lightning_fxpipe.pytree.sizes import SymbolicSize, as_size
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
+from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
 from lightning_fxpipe.reporting.wording import error_words, without_symbols
 from lightning_fxpipe.rng import isolated_rng, python_rng
 from lightning_fxpipe.tracing.code_guards import code_guards
@@ -42,6 +43,7 @@ from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
 from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
+from lightning_fxpipe.user_code.step_code import code_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -358,7 +360,8 @@ def _record(
             with recorder.pause():
                 recorder.note_changes(call.opened_path or "", own.changed_names(recorder.sides_below(call.opened_path or "")))
                 if everything is not None:
-                    settle_changes(recorder.changed_by_opened, everything, recorder.sides, learned.given, recorder.constant)
+                    changed, sides = recorder.changed_by_opened, recorder.sides
+                    settle_changes(changed, everything, sides, learned.given, recorder.constant, partial(_line_of, root))
 
         def check_shared_values(result: Any = None) -> None:
             with recorder.pause():
@@ -374,6 +377,9 @@ def _record(
                 settle()
                 if recorder.shared_values.is_watching:  # it may be for want of what others leave
                     check_shared_values()
+                if is_own_fault(error):
+                    what = f"lightning_fxpipe has failed by a fault of its own while it recorded {_name(root, call)}."
+                    raise TraceError(what, **own_fault_words(error)) from error
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             settle()
@@ -451,6 +457,11 @@ def _check_deterministic(root: nn.Module, call: Recordable, first: _Recording, s
         expected="the same operations each time",
         todo="Move the random choice (layer drop, stochastic depth) into the submodules that it concerns.",
     )
+
+
+def _line_of(root: nn.Module, path: str) -> str | None:
+    code = code_of(type(root.get_submodule(path)).forward)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else None
 
 
 def _name(root: nn.Module, call: Recordable) -> str:

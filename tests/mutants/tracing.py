@@ -311,7 +311,7 @@ MUTANTS = [
                 "blocks with other settings are taken to be alike",
             ),
             (
-                "if not before.is_current(question) or any(",
+                "if watch.writes or not before.is_current(question) or any(",
                 "if any(",
                 "a block that counts its calls is taken to do nothing more",
             ),
@@ -348,20 +348,8 @@ MUTANTS = [
             (
                 "                self._note_read(tensor, inside.path)\n",
                 "                pass\n",
-                "test_who_uses_a_tensor_that_the_graph_has_is_opened",
+                "test_a_module_that_leaves_a_tensor_and_cannot_be_opened_is_refused",
                 "a block in another stage finds what was left for it before",
-            ),
-            (
-                "self._maker(value) != path and id(value) not in kept",
-                "False",
-                "test_what_is_left_and_an_argument_as_well_may_be_used_as_either",
-                "what is left for a block is taken to come as an argument only",
-            ),
-            (
-                " and id(value) not in kept",
-                "",
-                "test_a_module_that_keeps_what_it_is_called_with_may_be_called_with_it_again",
-                "a block that keeps what it is called with is refused",
             ),
             (
                 "follows |= maker is not None or isinstance(tensor, nn.Parameter)",
@@ -374,6 +362,35 @@ MUTANTS = [
                 "for tensor in tensors_among((result,)):",
                 "test_what_each_stage_has_by_itself_opens_nothing",
                 "tables that blocks share are refused",
+            ),
+        )
+    ),
+    *(
+        Mutant("tracing/kept_state.py", before, after, (f"stages/test_kept_state.py::{test}",), harm)
+        for before, after, test, harm in (
+            (
+                "            elif self._is_operand(call, key):\n",
+                "            elif not self._is_operand(call, key):\n",
+                "test_whatever_else_is_kept_holds_the_calls_in_one_stage",
+                "a flag is what the constructor set in the stage of the second call",
+            ),
+            (
+                "return {call.name(key): value for key, value in call.reads.items() if self._is_operand(call, key)}",
+                "return {}",
+                "test_a_tensor_goes_to_the_stage_of_the_next_call",
+                "statistics are those of the constructor in the stage of the second call",
+            ),
+            (
+                "if reader is not call:",
+                "if False:",
+                "test_whatever_else_is_kept_holds_the_calls_in_one_stage",
+                "what the last call keeps for the next step's first one stays in its stage",
+            ),
+            (
+                "len(writers) == 1\n",
+                "False\n",
+                "test_a_cache_that_each_stage_fills_by_itself_forbids_no_cut_and_is_not_sent",
+                "a table of positions that all blocks use forbids all cuts",
             ),
         )
     ),
