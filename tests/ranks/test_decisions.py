@@ -1,0 +1,119 @@
+"""Ranks come to the same graph: each has what the step puts back, and one that would record alone says so."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_fxpipe import PeerError, TraceError
+from tests.lit import make_trainer
+from tests.ranks.pool import RankPool
+from tests.ranks.runs import Net, Run, compare, go
+
+Ranks = Callable[[int], RankPool]
+
+
+class PutsBack(Net):
+    """Sets something before the model's call and puts it back after, in validation otherwise than in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on, self.modes, self.stack, self.factor = False, {"now": 1}, [0], 1.0
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x) * (2.0 if self.is_on else 1.0) * self.factor)
+
+    def _loss(self, batch: Any, is_on: bool) -> Tensor:
+        self.is_on, self.factor, self.extra = is_on, 0.9 + 0.01 * self.global_step, 3
+        self.modes["now"] = 2
+        self.stack.append(1)
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.is_on, self.factor, self.modes["now"] = False, 1.0, 1
+        self.stack.pop()
+        del self.extra
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch, is_on=False)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch, is_on=True))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append((self.is_on, self.factor, dict(self.modes), list(self.stack), hasattr(self, "extra")))
+
+    on_validation_batch_end = on_train_batch_end
+
+
+class PutsBackInParts(PutsBack):
+    """Calls its parts from the step: one rank recorded the second epoch's steps anew, and the others waited for it."""
+
+    def _loss(self, batch: Any, is_on: bool) -> Tensor:
+        self.is_on = is_on
+        loss = nn.functional.cross_entropy(self.head(self.backbone(batch[0]) + int(self.is_on)), batch[1])
+        self.is_on = False
+        return loss
+
+
+RUNS = {
+    f"{module.__name__} {schedule}": Run(
+        module=module,
+        look=lambda trainer, module, folder: module.seen,
+        strategy={"num_microbatches": 2, "schedule": schedule},
+    )
+    for module in (PutsBack, PutsBackInParts)
+    for schedule in ("gpipe", "1f1b")
+}
+
+
+def do(name: str, folder: str, stages: int) -> dict[str, Any]:
+    path = Path(folder) / name / str(stages)
+    path.mkdir(parents=True, exist_ok=True)
+    return go(RUNS[name], path, stages)
+
+
+def test_every_rank_has_what_the_step_puts_back(ranks: Ranks, tmp_path: Path) -> None:
+    """Only what differed after the step was sent: other ranks kept what they had set before the model's call."""
+    compare(ranks, do, list(RUNS), tmp_path, 2)
+
+
+class ChangesAlone(Net):
+    """Rank 1 alone notices a new mode."""
+
+    mode = "a"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 if self.mode == "a" else 2)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and torch.distributed.get_rank() == 1:
+            self.mode = "b"
+
+
+def changes_alone() -> tuple[str, float]:
+    """Runs on every rank; what it ends with, and after how many seconds."""
+    os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_rank()))
+    begin = time.monotonic()
+    with pytest.raises((TraceError, PeerError)) as raised:
+        make_trainer(max_epochs=1, strategy="fxpipe", devices=2).fit(ChangesAlone())
+    return str(raised.value), time.monotonic() - begin
+
+
+def test_a_rank_that_would_record_alone_ends_the_run(ranks: Ranks) -> None:
+    """The others would wait for its stage, and it for them, until the timeout."""
+    pool = ranks(2)
+    _, (message, seconds) = pool.run(changes_alone)
+    pool.kill()
+    assert "The ranks of the pipeline do not agree on recording the step again." in message
+    assert "rank 1 would record it, since mode changed; rank 0 has a graph of it" in message
+    assert seconds < 30
