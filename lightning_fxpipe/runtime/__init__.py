@@ -4,7 +4,7 @@ The step around the region
     - ``batch_run``: the entry: runs the step once, around the region. ``batch_result``: what it gave.
     - ``region_run``: the region in place of the step's calls of the model (``region_in_place``).
     - ``replay``: walks through the step's own Python.
-    - ``attributes``: what the step leaves behind, on every rank.
+    - ``attributes``: what the step leaves behind, on every rank; ``submodule_values``: on submodules.
 
 Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, is_in_memory, version_of
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError, text_of
+from lightning_fxpipe.runtime.submodule_values import SubmoduleValues
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.members import Members
@@ -63,6 +64,7 @@ class StepAttributes:
         *functions: The step, if it is no method of the module.
         staged: The buffers of stages, by FQN.
         known: The state of another moment, which may still be right; it is used up.
+        inside: What the step's code may set on submodules.
 
     Attributes:
         state: What it is.
@@ -77,7 +79,11 @@ class StepAttributes:
         *functions: Any,
         staged: Mapping[str, Tensor] | None = None,
         known: Snapshot | None = None,
+        inside: SubmoduleValues | None = None,
     ) -> None:
+        self._inside = inside
+        if inside is not None:
+            inside.take()
         self.written: set[int] = set()
         self._module = module
         self._members = members
@@ -98,6 +104,11 @@ class StepAttributes:
         self._own_iterators = {id(each): (each, each.position) for each in attributes.values() if type(each) is Rewindable}
         if not self.state.is_current():
             self._changed_before = tuple(self.state.differences())
+
+    def end_region(self) -> None:
+        """Tells that the stages have run: what they have set on their modules is theirs."""
+        if self._inside is not None:
+            self._inside.take()
 
     def still(self) -> Snapshot | None:
         """What the step's code can change, if it is as it was, and there are no iterators among it."""
@@ -122,7 +133,8 @@ class StepAttributes:
             for each in differences
             if not _is_each_ranks(each.path) and not self._is_own_iterator(each, made)
         ]
-        return [*found, *self._changed_buffers()]
+        inside = () if self._inside is None else self._inside.differences()
+        return [*found, *(_change(self._module, self.state, each, made) for each in inside), *self._changed_buffers()]
 
     def _undone(self, assigned: Iterable[Difference]) -> Iterator[Difference]:
         """Yields what the code before the model's call has changed, on every rank, and the code after it has put back."""

@@ -120,6 +120,8 @@ class RegionRun:
             set_rng_state(before_draws)
             _, joined, values = self._pass(inputs)
         self.has_run = True
+        if self.attributes is not None:
+            self.attributes.end_region()
         if joined is None:
             raise StageExit(())  # the step is over for this rank
         return self._setup.run_tail(joined, values.__getitem__)

@@ -42,6 +42,7 @@ from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttribu
 from lightning_fxpipe.runtime.batch_result import BatchResult, StepNews
 from lightning_fxpipe.runtime.batch_run import PipelineRuntime
 from lightning_fxpipe.runtime.joint_step import JointSteps
+from lightning_fxpipe.runtime.submodule_values import SubmoduleValues
 from lightning_fxpipe.runtime.whole_step import WholeSteps
 from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
@@ -136,6 +137,7 @@ class Session:
         )
         self.replicated.begin()
         # As they were listed, those that every rank has, and those of stages.
+        self._inside: dict[StepKind, tuple[Any, SubmoduleValues]] = {}  # with the modules as they were listed
         self._buffers: tuple[Any, dict[str, Tensor], dict[str, Tensor]] = (None, {}, {})
         self._runtime = PipelineRuntime(
             module,
@@ -480,7 +482,18 @@ class Session:
             common = {fqn: buffer for fqn, buffer in self._members.buffers.items() if not self.plan.stages_of(fqn)}
             staged = {fqn: buffer for fqn, buffer in self._members.buffers.items() if fqn not in common}
             self._buffers = (self._members.buffers, common, staged)
-        found = StepAttributes(self.module, self._members, common, step.function, staged=staged, known=self._state)
+        if step.kind not in self._inside or self._inside[step.kind][0] is not self._members.modules:
+            inside = SubmoduleValues(self.module, self._members, step.function)
+            self._inside[step.kind] = self._members.modules, inside
+        found = StepAttributes(
+            self.module,
+            self._members,
+            common,
+            step.function,
+            staged=staged,
+            known=self._state,
+            inside=self._inside[step.kind][1],
+        )
         self._state = found.state
         return found
 

@@ -79,13 +79,22 @@ def may_differ_between_batches(root: nn.Module, function: Callable[..., Any]) ->
     return any(_CHANGING & {*current.co_names} for current in codes_called(type(root), code))
 
 
-def codes_called(kind: type, code: CodeType) -> Iterator[CodeType]:
-    """The code, and that of the methods of the class that it names, but for those of torch and Lightning."""
+def names_in_step(root: nn.Module, function: Callable[..., Any]) -> frozenset[str]:
+    """Returns the names in a step's code, and in that of the methods it names of the module and its submodules, but forward."""
+    code = code_of(function)
+    kinds = dict.fromkeys(type(module) for module in root.modules() if not is_framework(type(module).__module__))
+    codes = () if code is None else codes_called(tuple(kinds), code, but=frozenset({"forward"}))
+    return frozenset(name for each in codes for name in each.co_names)
+
+
+def codes_called(kinds: type | tuple[type, ...], code: CodeType, but: frozenset[str] = frozenset()) -> Iterator[CodeType]:
+    """Yields the code, and that of the methods of classes that it names, but for some and those of torch and Lightning."""
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     seen, waiting = {code}, [code]
     while waiting and len(seen) < _MAX_METHODS:
         current = waiting.pop()
         yield current
-        called = {code_of(getattr(kind, name, None)) for name in current.co_names}
+        called = {code_of(getattr(kind, name, None)) for name in {*current.co_names} - but for kind in kinds}
         new = {c for c in called if c is not None and not is_framework(getattr(inspect.getmodule(c), "__name__", ""))} - seen
         new |= {constant for constant in current.co_consts if isinstance(constant, CodeType)} - seen  # comprehensions
         seen |= new

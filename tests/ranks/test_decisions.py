@@ -20,11 +20,24 @@ from tests.ranks.runs import Net, Run, compare, go
 Ranks = Callable[[int], RankPool]
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.settings = nn.Linear(12, 12), 1.0, {"shift": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale + self.settings["shift"]
+
+    def rescale(self, scale: float) -> None:
+        self.scale = scale
+
+
 class PutsBack(Net):
     """Sets something before the model's call and puts it back after, in validation otherwise than in training."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.backbone = nn.Sequential(*(Scaled() for _ in range(4)))
         self.is_on, self.modes, self.stack, self.factor = False, {"now": 1}, [0], 1.0
         self.seen: list[Any] = []
 
@@ -35,10 +48,16 @@ class PutsBack(Net):
         self.is_on, self.factor, self.extra = is_on, 0.9 + 0.01 * self.global_step, 3
         self.modes["now"] = 2
         self.stack.append(1)
+        for block in () if is_on else self.backbone:
+            block.rescale(0.8)
+            block.settings["shift"] = 0.2
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.is_on, self.factor, self.modes["now"] = False, 1.0, 1
         self.stack.pop()
         del self.extra
+        for block in () if is_on else self.backbone:
+            block.rescale(1.1)
+            block.settings["shift"] = 0.1
         return loss
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -71,8 +90,7 @@ RUNS = {
         look=lambda trainer, module, folder: module.seen,
         strategy={"num_microbatches": 2, "schedule": schedule},
     )
-    for module in (PutsBack, PutsBackInParts)
-    for schedule in ("gpipe", "1f1b")
+    for module, schedule in ((PutsBack, "gpipe"), (PutsBack, "1f1b"), (PutsBackInParts, "gpipe"))
 }
 
 
@@ -83,7 +101,8 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
 
 
 def test_every_rank_has_what_the_step_puts_back(ranks: Ranks, tmp_path: Path) -> None:
-    """Only what differed after the step was sent: other ranks kept what they had set before the model's call."""
+    """Only what differed after the step was sent, and nothing of submodules: other ranks kept what they had set before the
+    model's call."""
     compare(ranks, do, list(RUNS), tmp_path, 2)
 
 

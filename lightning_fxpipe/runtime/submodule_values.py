@@ -1,0 +1,69 @@
+"""What a step's code sets on submodules after the model's call, so that stages on other ranks have it, too.
+
+    self.net.scale = 2.0             # before the call: on every rank
+    loss = self.loss(self.net(x))    # a stage's forward may set attributes itself, on its rank only
+    self.net.scale = 1.0             # after the call: on the last stage's rank only
+
+Attributes that no code of the step names stay out of the comparison: there may be tens of thousands. What a forward sets is
+not compared either: values are taken when the stages have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_fxpipe.metrics.metric_calls import METRICS
+from lightning_fxpipe.tracing.guards import TORCHS_OWN
+from lightning_fxpipe.user_code.contents import ABSENT
+from lightning_fxpipe.user_code.members import Members
+from lightning_fxpipe.user_code.paths import Difference, Path
+from lightning_fxpipe.user_code.snapshot import Snapshot
+from lightning_fxpipe.user_code.step_code import names_in_step
+
+
+class SubmoduleValues:
+    """Attributes of submodules that a step's code names.
+
+    Args:
+        root: The LightningModule.
+        members: Its members.
+        function: The step.
+    """
+
+    def __init__(self, root: nn.Module, members: Members, function: Callable[..., Any]) -> None:
+        named = names_in_step(root, function) - TORCHS_OWN
+        self._places = [
+            (vars(module), name, (*_path_of(path), ("attribute", name)))
+            for path, module in members.modules.items()
+            if path and not isinstance(module, METRICS)
+            for name in named & vars(module).keys()
+        ]
+        self._before: list[Any] = []
+        self._inside: Snapshot | None = None
+        self.take()
+
+    def take(self) -> None:
+        """Takes the values of now."""
+        self._before = [attributes.get(name, ABSENT) for attributes, name, _ in self._places]
+        holders = {str(index): value for index, value in enumerate(self._before) if isinstance(value, (list, dict, set))}
+        self._inside = Snapshot(holders, enters_modules=False) if holders else None
+
+    def differences(self) -> Iterator[Difference]:
+        """Yields what differs from what was taken."""
+        for (attributes, name, path), before in zip(self._places, self._before, strict=True):
+            now = attributes.get(name, ABSENT)
+            if now is not before and not (type(now) is type(before) and isinstance(now, (int, float, str)) and now == before):
+                yield Difference(path, None, now)
+        if self._inside is not None and not self._inside.is_current():
+            for each in self._inside.differences():
+                index = int(each.path[0])
+                attributes, name, path = self._places[index]
+                if attributes.get(name) is self._before[index]:  # otherwise all of it is sent
+                    yield Difference((*path, *each.path[1:]), each.start, each.value)
+
+
+def _path_of(path: str) -> Path:
+    return ("self", *(("attribute", ("_modules", name)) for name in path.split(".")))
