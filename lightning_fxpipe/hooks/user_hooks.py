@@ -57,9 +57,8 @@ from lightning_fxpipe.user_code.frames import framework_calls, user_source
 # What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
 _GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
 _JOINING, _MINUS_JOINING, _ELSEWHERE, _NUM_KINDS = range(11, 15)
-_LOOKS = (_GRADIENTS, _VALUES)
+_LOOKS, _NOTHING = (_GRADIENTS, _VALUES), -math.inf
 _REQUESTS = (*_LOOKS, _LOGGING, _SHARING, _JOINING)
-_NOTHING = -math.inf
 _Voted = tuple[list[float], list[dict[str, float] | None]]
 
 

@@ -95,8 +95,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
         self._whole_path: str | None = None
         self._inner_calls = InnerCalls()
-        made = MadeTensors()
-        self.kept_state = KeptState(self, made, self.known_calls.note_write)
+        self.kept_state = KeptState(self, made := MadeTensors(), self.known_calls.note_write)
         self.state_reads = StateReads(settings, self.lessons, self, made, self.kept_state)
         self.shared_values = SharedValues(settings, self.lessons)
         self._packed_sequences = PackedSequences()
@@ -345,9 +344,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         with self.kept_state.of(path, question.module) as call:
             result = self._answer(path, question, known)
         node_args = tuple(map(self.argument, question.args))
-        node_kwargs = {
-            key: self.argument(value) for key, value in ({**question.kwargs} | self.kept_state.keywords(call)).items()
-        }
+        kwargs = {**question.kwargs, **self.kept_state.keywords(call)}
+        node_kwargs = {key: self.argument(value) for key, value in kwargs.items()}
         mutated = running_statistics(question.module)
         node = self._append("call_module", path, node_args, node_kwargs, path, mutated, result)
         node.meta["inner_results"] = ()

@@ -75,7 +75,7 @@ def test_values_are_brought_before_a_rank_changes_its_own() -> None:
 def test_nothing_is_brought_into_the_trace_of_another() -> None:
     """The message would become part of what is recorded."""
     looks = Looks()
-    with looks.view, pytest.raises(UnsupportedError, match="tracer"):
+    with looks.view, pytest.raises(UnsupportedError, match="A hook records the model with a tracer that cannot see"):
         torch.jit.trace(lambda x: x @ looks.layer.weight.t(), torch.ones(1, 3))  # type: ignore[no-untyped-call]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_fxpipe import UnsupportedError
 from lightning_fxpipe.tracing.guards import failed_guards, name_of_guard, noted_guards, snapshot
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
@@ -87,6 +88,19 @@ def test_a_trace_is_not_used_once_there_is_an_attribute_that_was_missing(add: An
     assert traced.covers(call_of(torch.ones(2, 3)))
     add(model)
     assert not traced.covers(call_of(torch.ones(2, 3)))
+
+
+def test_a_value_that_the_dry_run_did_not_show_is_refused_at_the_call() -> None:
+    """Code before the call that reads what nothing tells of, as a clock, may set another value in the real step."""
+    model = nn.Sequential(Annealed())
+    traced = trace_region(model, call_of(torch.ones(2, 3)), opened=["0"])
+    traced.check_current("training_step")
+    model[0].temperature = "cold"
+    with pytest.raises(
+        UnsupportedError, match="training_step sets what the model reads to something that was not expected"
+    ) as raised:
+        traced.check_current("training_step")
+    assert "0.temperature" in str(raised.value.observed)
 
 
 def test_modules_that_stay_whole_read_theirs_anew_and_note_nothing() -> None:
