@@ -24,12 +24,14 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.torch import RECURRENT_WEIGHT_LISTS, is_in_memory, version_of
 from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.errors import UnsupportedError, text_of
+from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.runtime.submodule_values import SubmoduleValues
 from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.iterators import Rewindable, StepIterators, is_iterator
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.paths import CONTENTS, Difference, Path, at_path, kind_of_step, name_of
 from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
+from lightning_fxpipe.user_code.step import Step, StepKind
 
 # torch's own attributes: parameters belong to stages, buffers are compared by name, modules and hooks are not the step's, and
 # recurrent layers keep a second list of their weights.
@@ -164,6 +166,44 @@ class StepAttributes:
         if made is not None and made.place_of(found) is not None:
             return False
         return found is not None and found.position == position
+
+
+class AttributesOfSteps:
+    """Makes :class:`StepAttributes`, for one step after the other. Used on the last stage's rank.
+
+    Args:
+        module: The LightningModule.
+        members: Its members, listed anew for each batch.
+        plan: Where each buffer lives.
+    """
+
+    def __init__(self, module: nn.Module, members: Members, plan: PartitionPlan) -> None:
+        self._module, self._members, self._plan = module, members, plan
+        self._buffers: tuple[Any, dict[str, Tensor], dict[str, Tensor]] = (None, {}, {})  # of every rank, and of stages
+        self._inside: dict[StepKind, tuple[Any, SubmoduleValues]] = {}  # with the modules as they were listed
+        self._state: Snapshot | None = None
+
+    def now(self, step: Step) -> StepAttributes:
+        """Returns what a step can change, as it is now."""
+        members = self._members
+        known, common, staged = self._buffers
+        if known is not members.buffers:
+            common = {fqn: buffer for fqn, buffer in members.buffers.items() if not self._plan.stages_of(fqn)}
+            staged = {fqn: buffer for fqn, buffer in members.buffers.items() if fqn not in common}
+            self._buffers = (members.buffers, common, staged)
+        modules, inside = self._inside.get(step.kind, (None, None))
+        if inside is None or modules is not members.modules:
+            inside = SubmoduleValues(self._module, members, step.function)
+            self._inside[step.kind] = members.modules, inside
+        function, state = step.function, self._state
+        found = StepAttributes(self._module, members, common, function, staged=staged, known=state, inside=inside)
+        self._state = found.state
+        return found
+
+    def forget(self) -> None:
+        """Gives back what holds objects that user code has let go."""
+        self._state = None
+        self._inside.clear()
 
 
 class SubmoduleAttributes:

@@ -38,11 +38,10 @@ from lightning_fxpipe.planner.step_plan import must_run_jointly
 from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.messages import inform, telling, warn
 from lightning_fxpipe.rng import set_rng_state
-from lightning_fxpipe.runtime.attributes import StepAttributes, SubmoduleAttributes, take_over
+from lightning_fxpipe.runtime.attributes import AttributesOfSteps, StepAttributes, SubmoduleAttributes, take_over
 from lightning_fxpipe.runtime.batch_result import BatchResult, StepNews
 from lightning_fxpipe.runtime.batch_run import PipelineRuntime
 from lightning_fxpipe.runtime.joint_step import JointSteps
-from lightning_fxpipe.runtime.submodule_values import SubmoduleValues
 from lightning_fxpipe.runtime.whole_step import WholeSteps
 from lightning_fxpipe.schedules.by_name import Schedule
 from lightning_fxpipe.stages.gather import gather, has_room_for_copies
@@ -57,7 +56,6 @@ from lightning_fxpipe.tracing.trace_log import TraceLog
 from lightning_fxpipe.user_code.exchange import named_tensors
 from lightning_fxpipe.user_code.files import writing
 from lightning_fxpipe.user_code.members import Members
-from lightning_fxpipe.user_code.snapshot import Snapshot
 from lightning_fxpipe.user_code.step import Step, StepKind
 from lightning_fxpipe.user_code.undo import Remembered
 
@@ -136,9 +134,6 @@ class Session:
             noted=lambda: recorder.during("average of gradients"),
         )
         self.replicated.begin()
-        # As they were listed, those that every rank has, and those of stages.
-        self._inside: dict[StepKind, tuple[Any, SubmoduleValues]] = {}  # with the modules as they were listed
-        self._buffers: tuple[Any, dict[str, Tensor], dict[str, Tensor]] = (None, {}, {})
         self._runtime = PipelineRuntime(
             module,
             self._members,
@@ -172,7 +167,7 @@ class Session:
         self._jointly_evaluated: set[StepKind] = set()
         self._sparing = sparing
         self._submodules = SubmoduleAttributes(module)
-        self._state: Snapshot | None = None  # what a step can change, as it was when the last one began
+        self._attributes = AttributesOfSteps(module, self._members, plan)
         self._old_gradients: OldGradients | None = None
 
     def begin_with(self, kind: StepKind, planned: Planned) -> None:
@@ -363,7 +358,7 @@ class Session:
             self._make_whole(num_copies, must=gathers is True)
         for optimizer in optimizers:
             optimizer.end_run()
-        self._state = None  # it holds what user code has let go since
+        self._attributes.forget()
 
     def _make_whole(self, num_copies: int, *, must: bool) -> None:
         """Ends the session, and gives every rank the whole module, on the CPU. Called by every rank."""
@@ -398,7 +393,7 @@ class Session:
         is_tried = not step.is_training and step.kind not in self._ran and not self._whole_steps.takes(step.kind)
         start = Remembered(self.module) if is_tried else None
         self._is_tried = is_tried and is_last
-        before = self._attributes(step) if is_last else None
+        before = self._attributes.now(step) if is_last else None
         states = MetricStates(metrics) if is_last else None
         try:
             result = self._run_once(step, batch, metrics, before)
@@ -474,28 +469,6 @@ class Session:
     def end_evaluation(self) -> None:
         """After the last batch of a loop that trains nothing. Called by every rank."""
         self._whole_steps.give_back()
-
-    def _attributes(self, step: Step) -> StepAttributes:
-        known, common, staged = self._buffers
-        if known is not self._members.buffers:
-            # What no stage holds every rank has.
-            common = {fqn: buffer for fqn, buffer in self._members.buffers.items() if not self.plan.stages_of(fqn)}
-            staged = {fqn: buffer for fqn, buffer in self._members.buffers.items() if fqn not in common}
-            self._buffers = (self._members.buffers, common, staged)
-        if step.kind not in self._inside or self._inside[step.kind][0] is not self._members.modules:
-            inside = SubmoduleValues(self.module, self._members, step.function)
-            self._inside[step.kind] = self._members.modules, inside
-        found = StepAttributes(
-            self.module,
-            self._members,
-            common,
-            step.function,
-            staged=staged,
-            known=self._state,
-            inside=self._inside[step.kind][1],
-        )
-        self._state = found.state
-        return found
 
 
 def _share_parameters(module: nn.Module, plan: PartitionPlan, topology: Topology) -> SharedParameters:

@@ -95,7 +95,7 @@ def test_a_value_that_the_dry_run_did_not_show_is_refused_at_the_call() -> None:
     model = nn.Sequential(Annealed())
     traced = trace_region(model, call_of(torch.ones(2, 3)), opened=["0"])
     traced.check_current("training_step")
-    model[0].temperature = "cold"
+    model[0].temperature = 3.0
     with pytest.raises(
         UnsupportedError, match="training_step sets what the model reads to something that was not expected"
     ) as raised:
