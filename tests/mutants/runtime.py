@@ -10,7 +10,44 @@ _OLD = "ranks/test_old_gradients.py"
 _NUMBERS, _TEST_NUMBERS = "runtime/known_numbers.py", "runtime/test_known_numbers.py"
 _ONE_DEVICE = "strategy/test_one_device.py::test_fit_is_that_of_the_default_strategy"
 
+_SET = "strategy/test_set_before_call.py::test_what_the_step_sets_counts_in_its_own_call"
+
 MUTANTS = [
+    Mutant(
+        "tracing/recordable.py",
+        "        if self.reach is None:\n            return record(self)\n",
+        "        if True:\n            return record(self)\n",
+        (_SET,),
+        "a model is recorded as it is before the step's code has run",
+    ),
+    Mutant(
+        "tracing/trace.py",
+        "        now = self.numbers.look()\n",
+        "        now = dict(self.numbers.recorded)\n",
+        (_SET,),
+        "a number that is an input is that of the recording",
+    ),
+    Mutant(
+        "runtime/attributes.py",
+        "(False, (*assigned, *self._undone(assigned))),",
+        "(False, assigned),",
+        ("ranks/test_decisions.py::test_every_rank_has_what_the_step_puts_back",),
+        "other ranks keep what the step has put back",
+    ),
+    Mutant(
+        "runtime/submodule_values.py",
+        "for name in named & vars(module).keys()",
+        "for name in ()",
+        ("runtime/test_submodule_values.py::test_what_methods_that_the_step_names_set_and_what_is_in_containers",),
+        "what a step sets on submodules is on one rank only",
+    ),
+    Mutant(
+        "distributed/decisions.py",
+        "has_passed = is_asked and self._recorded != self._batch",
+        "has_passed = False",
+        ("distributed/test_decisions.py::test_a_rank_that_decides_later_answers_then",),
+        "a rank that decides later does not answer",
+    ),
     Mutant(
         "runtime/one_f_one_b.py",
         "            if differs := gradients.difference(whole.loss, [part.loss for part in parts], factors):\n",
