@@ -192,8 +192,8 @@ class _Tail:
         return set(group)
 
     def _why_mixing(self, group: tuple[fx.Node, ...], following: set[fx.Node]) -> str | None:
-        if reads := group[0].meta.get("reads_batch"):  # `if (labels == 1).any()` is true for some microbatches only
-            return str(reads)
+        if group[0].meta.get("reads_batch"):  # `if (labels == 1).any()` is true for some microbatches only
+            return f"{group[0].target} reads values of the batch"
         for node in group:
             if mixed := size_symbols((node.args, node.kwargs)) & self._mixed_sizes.keys():
                 return self._mixed_sizes[min(mixed, key=str)]

@@ -8,7 +8,7 @@ one of them, the trace starts again with the whole module returning it, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed
 from lightning_fxpipe.tracing.signals import HiddenTensor, InnerPlace, Learned, Lesson
+from lightning_fxpipe.tracing.torch_calls import LOOKS
 
 
 @dataclass
@@ -31,6 +32,7 @@ class _Run:
     results: dict[tuple[str, int], Any] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     was_made_up: bool = False
+    read: Tensor | None = None  # the tensor whose values it was the first to read
 
     def note(self, inside: str, result: Any) -> None:
         self.results[inside, self.counts[inside]] = result
@@ -94,10 +96,15 @@ class InnerCalls:
         """Path of the whole module that runs now."""
         return self._runs[-1].path if self._is_inside and not self._is_made_up else None
 
-    @property
-    def was_made_up(self) -> bool:
-        """True if the last whole module has run on made-up data, as it reads values."""
-        return self._runs[-1].was_made_up
+    def note_call(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Notes a torch call inside a whole module."""
+        if self._is_inside and func in LOOKS and self._runs[-1].read is None and isinstance(args[0], FakeTensor):
+            self._runs[-1].read = args[0]
+
+    def reads_values(self, own: Collection[int]) -> bool:
+        """True if the last whole module has read values, of others than its ``own`` tensors, such as a count in a buffer."""
+        run = self._runs[-1]
+        return run.was_made_up and (run.read is None or id(run.read) not in own)
 
     def tensor(self, place: InnerPlace) -> Tensor:
         """A result in the last run.

@@ -88,8 +88,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
         self.drawing: set[str] = set()  # whole modules in which a tensor is drawn that could be drawn ahead
-        self.looks = Looks()
-        self.known_calls = KnownCalls(settings.device_type)
+        self.looks, self.known_calls = Looks(), KnownCalls(settings.device_type)
         self.generators_before = python_rng()  # of Python and numpy, when what is recorded begins
         self._settings = settings
         self._module_paths = {id(module): path for path, module in settings.modules.items()}
@@ -121,6 +120,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
             if self._whole_path is not None and can_be_drawn_ahead(func):
                 self.drawing.add(self._whole_path)
                 self.known_calls.note_draw()
+            self._inner_calls.note_call(func, args)
             result = shape_only(func, args)(*args, **kwargs)
             self.state_reads.note((args, kwargs), result)
             self.shared_values.note(func, (args, kwargs))
@@ -333,8 +333,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
         node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
         self.kept_state.add(call, node)
-        if self._inner_calls.was_made_up and any(self._example(tensor) is not None for tensor in touched):
-            node.meta["reads_batch"] = f"{path} reads values of the batch"
+        reads_batch = self._inner_calls.reads_values(self._tensor_fqns)
+        node.meta["reads_batch"] = reads_batch and any(self._example(tensor) is not None for tensor in touched)
         if changed and holder is not None:
             self._bind_inside(holder, after, node)
         return result
