@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_fxpipe._compat.roots import in_all_roots, of_root
+from lightning_fxpipe._compat.roots import in_all_roots, of_root, root_name
 from lightning_fxpipe._compat.torch import patched_attributes
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def as_combined(loop: Any, loaders: Any) -> Any:
     if isinstance(loaders, in_all_roots(CombinedLoader)):
         return loaders
     mode = "max_size_cycle" if _is_fit(loop) else "sequential"
-    return of_root(CombinedLoader, loop.trainer)(loaders, mode)
+    kinds: Any = in_all_roots(CombinedLoader)
+    return kinds[-1 if root_name(loop.trainer) == "pytorch_lightning" else 0](loaders, mode)
 
 
 def watch_loader(combined: Any, begin: Callable[[], None], advance: Callable[[], Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch.distributed.distributed_c10d as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.optim import Optimizer
 
 from lightning_fxpipe._compat.lightning import batch_counter, checkpoints_in_background
@@ -180,8 +180,15 @@ class CheckpointHooks:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether a run ends with an exception before the module is in stages, and a hook on exceptions wants a checkpoint."""
-        return self._run is None and sys.exc_info()[0] is not None
+        """True if a run ends with an exception before model and optimizers are in stages, and a hook wants a checkpoint."""
+        return not self._is_set_up and sys.exc_info()[0] is not None
+
+    @property
+    def _is_set_up(self) -> bool:
+        if self._run is None:
+            return False
+        trains = self._run.session.module.trainer.state.fn == TrainerFn.FITTING
+        return not trains or self._run.run_optimizers.are_followed
 
     # ------------------------------------------------------------------ saving
 

@@ -89,6 +89,8 @@ def code_guards(root: nn.Module, opened: Iterable[str], functions: Iterable[Any]
     begins = [(path, type(root.get_submodule(path)), ("forward",)) for path in opened]
     for path, cls, begin in (*begins, ("", type(root), tuple(functions))):
         for key, value in _class_values(root, path, cls, begin):
+            if begin[:1] != ("forward",) and isinstance(key, tuple):
+                continue  # a function may run before what is recorded; of modules it is noted what that reads
             with suppress(Unplain):
                 found.setdefault(key, snapshot(value))
     return found

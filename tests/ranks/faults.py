@@ -117,7 +117,10 @@ class _Fault:
         repeats = self._case.kind in (*ERRORS, *ODD_ERRORS, *HOOK_KINDS, "different", "twice", "twice_apart", "unwinding")
         if self._calls == self._case.at or (self._calls > self._case.at and repeats):
             self.has_happened = True
-            (self._folder / "fault").write_text(str(time.time()))
+            # Not by `open`, which writes nothing in the step of a rank that is not the last stage's.
+            marker = os.open(self._folder / "fault", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.write(marker, str(time.time()).encode())
+            os.close(marker)
             (self._folder / f"reached{self._rank}").touch()
             self._happen(self._case.kind)
 
@@ -320,6 +323,7 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
     keep = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True)
     options: Any = {} if case.num_stages is None else {"num_stages": case.num_stages, "data_parallel": case.data_parallel}
     options |= {"timeout_seconds": TIMEOUT_SECONDS} if case.kind == "hang" else {}
+    options |= {"save_distributed_checkpoint": True} if case.place == "write_checkpoint" else {}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=case.num_ranks // case.num_hosts,
