@@ -243,8 +243,9 @@ class _Trial:
         """
         set_up_validation = partial(self.first_batches.set_up_validation, self.trainer)
         with run_state_stood_in(self.trainer, MadeUp(), set_up_validation) as made_up, self.first_batches.shown():
+            batch = self._batch(kind)  # an error of the data's is no failure of the step
             try:
-                planned = self._plan(kind)
+                planned = self._plan(kind, batch)
                 return Planned(plan=planned.plan) if made_up else planned
             except FxPipeError:
                 raise
@@ -256,17 +257,24 @@ class _Trial:
             with patched_attributes(*_not_made_yet(self.trainer, self.module)):
                 for attempt in attempts:
                     try:
-                        planned = self._plan(attempt, for_training=kind is StepKind.TRAIN, is_first=False)
+                        found = batch if attempt is kind else self._batch(attempt)
+                        planned = self._plan(attempt, found, for_training=kind is StepKind.TRAIN, is_first=False)
                         return Planned(plan=planned.plan)
                     except Exception as error:
                         logger.debug("%s cannot be tried before the run: %s: %s", attempt.value, type(error).__name__, error)
         raise _not_tried(kind, failure) from failure
 
-    def _plan(self, kind: StepKind, *, for_training: bool = True, is_first: bool = True) -> Planned:
-        is_validation_of_fit = kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
-        trains_here = kind is StepKind.TRAIN or is_validation_of_fit
+    def _is_validation_of_fit(self, kind: StepKind) -> bool:
+        return kind is StepKind.VALIDATE and self.trainer.state.fn == TrainerFn.FITTING
+
+    def _batch(self, kind: StepKind) -> Any:
+        with self.context(kind), torch.set_grad_enabled(kind is StepKind.TRAIN):
+            of_validation = self._is_validation_of_fit(kind)
+            return check_has_batch(self.first_batches.batch(self.trainer, kind, of_validation=of_validation))
+
+    def _plan(self, kind: StepKind, batch: Any, *, for_training: bool = True, is_first: bool = True) -> Planned:
+        trains_here = kind is StepKind.TRAIN or self._is_validation_of_fit(kind)
         with self.context(kind), torch.set_grad_enabled(trains_here and for_training):
-            batch = check_has_batch(self.first_batches.batch(self.trainer, kind, of_validation=is_validation_of_fit))
             of_region = partial(self._plan_of_region, kind, batch, trains if trains_here else holds_any)
             jointly = partial(self._plan_jointly, batch, accepts_part=not is_first)
             planned = self._chosen(kind, batch, of_region)
