@@ -381,6 +381,8 @@ class FailureWatch:
 
 def _end_workers() -> None:
     """Ends what a dataloader has started; where this process is killed, nobody else would."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises that a worker was killed
     for child in multiprocessing.active_children():
         child.kill()
 
