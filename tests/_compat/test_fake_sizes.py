@@ -86,3 +86,19 @@ def test_results_are_forgotten_with_the_trace() -> None:
         assert a + b > 2
         assert world.shape_env.results
     assert not world.shape_env.results
+
+
+@pytest.mark.parametrize("value", [0.25, -3, 1])
+def test_a_number_that_is_no_size_is_a_symbol_and_a_comparison_a_condition(value: float) -> None:
+    world = FakeWorld()
+    symbol, number = world.shape_env.number(value)
+    other, _ = world.shape_env.number(value)
+    assert symbol != other
+    with world.active():
+        scaled = torch.ones(4, 2) * (1 - number)
+        assert scaled.shape == (4, 2)
+        assert not world.guards()
+        assert bool(number > 0) is (value > 0)
+    (condition,) = world.guards()
+    assert condition.free_symbols == {symbol}
+    assert float(symbolic_expression(1 - number).subs({symbol: value})) == 1 - value
