@@ -280,7 +280,9 @@ def refuse_and_save(folder: str) -> Any:
 
 def test_late_layers_are_refused_and_checkpoints_are_folders_without_memory_for_a_file(ranks: Ranks, tmp_path: Path) -> None:
     """Each rank kept its own values of parameters that no stage has, or of another stage's that have been replaced."""
-    results = ranks(2).run(refuse_and_save, str(tmp_path))
+    pool = ranks(2)
+    results = pool.run(refuse_and_save, str(tmp_path))
+    pool.kill()  # the ranks have lost each other
     for made, _, (is_folder, _) in results:
         assert "The module has got parameters after it was split into stages." in made
         assert "Observed: head.0.0.weight and 3 others" in made
