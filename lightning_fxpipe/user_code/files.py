@@ -27,6 +27,7 @@ from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.user_code.frames import is_machinery
 
 _KINDS_OF_PATHS = (str, bytes, os.PathLike)
+_WRITING = set("wax+")  # in modes
 # Besides torch: compiled code is written to files, and read from there.
 _COMPILERS = ("triton",)
 
@@ -62,7 +63,7 @@ class writing:
         self._patches.__exit__(*exception)
 
     def _opened(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        opens = self._open_for_user if self._is_users(file) else self._open
+        opens = self._open_for_user if self._is_users(file, reads=not set(mode) & _WRITING) else self._open
         return opens(file, mode, *args, **kwargs)
 
     def _saved(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,15 +73,15 @@ class writing:
         with self._open_for_user(f, "wb") as file:
             self._save(obj, file, *args, **kwargs)
 
-    def _is_users(self, file: Any) -> bool:
-        """True if the code that has called the method that calls this is user code, and ``file`` is a path."""
+    def _is_users(self, file: Any, *, reads: bool = False) -> bool:
+        """True if ``file`` is a path, and user code has called the method that calls this, or to read any code."""
         if not self.is_active or threading.get_ident() != self._thread or not isinstance(file, _KINDS_OF_PATHS):
             return False
         caller = str(sys._getframe(2).f_globals.get("__name__", ""))
-        return not is_machinery(caller) and caller.split(".")[0] not in _COMPILERS
+        return reads or (not is_machinery(caller) and caller.split(".")[0] not in _COMPILERS)
 
     def _open_for_user(self, file: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
-        path, writes = os.path.abspath(os.fsdecode(file)), bool(set(mode) & set("wax+"))
+        path, writes = os.path.abspath(os.fsdecode(file)), bool(set(mode) & _WRITING)
         if not writes and path not in self._written:
             return self._open(file, mode, *args, **kwargs)
         with self._paused():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_fxpipe.user_code.files import lead_nowhere, writing
 
@@ -38,12 +39,15 @@ def test_ranks_meet_before_a_file_is_written_and_before_it_is_read(tmp_path: Pat
     """Else a rank could read what another has written already, or not yet."""
     path, met = tmp_path / "rows.txt", []
     path.write_text("")
-    with writing(is_real=True, meet=lambda: met.append(path.read_text())):
+    with writing(is_real=True, meet=lambda: met.append(path.read_text(errors="replace"))):
         path.read_text()
         assert met == []
         path.write_text("row")
         path.read_text()
-    assert met == ["", "row"]
+        torch.save("row", path)
+        assert torch.load(path) == "row"
+    assert met[:3] == ["", "row", "row"]
+    assert len(met) == 4, "torch opens it, for user code"
 
 
 def test_other_threads_and_code_that_is_not_the_users_write(tmp_path: Path) -> None:
