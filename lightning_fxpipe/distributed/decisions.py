@@ -97,7 +97,7 @@ class Decisions:
             )
 
     def _answer(self, rank: int) -> bool | None:
-        """Whether another rank records the batch; None until it has said so."""
+        """Returns True if another rank records the batch; None until it has said so."""
         decision = self._heard.get(rank)
         return decision.records if decision is not None and decision.batch == self._batch else None
 

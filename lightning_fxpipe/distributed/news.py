@@ -73,7 +73,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a rank records a step anew in a batch, by the batch's number; see ``distributed.decisions``."""
+    """A rank records a step anew in a batch, or has a graph of it; see ``distributed.decisions``."""
 
     rank: int
     batch: int

@@ -247,7 +247,7 @@ class StepTail:
         return [whole, *(self._part(number, self._cut(joined, number), runs) for number in range(len(self.sizes)))]
 
     def _part(self, number: int, results: Sequence[Tensor], runs: UndoneRuns | None) -> TailRun:
-        """As :meth:`run`, of a step that has run on the whole batch. Raises :class:`FailsForMicrobatch`."""
+        """Runs the step as :meth:`run`, after the whole batch. Raises :class:`FailsForMicrobatch`."""
         try:
             return self.run(number, results, runs)
         except FxPipeError:

@@ -1,4 +1,4 @@
-"""What a step's code sets on submodules after the model's call, so that stages on other ranks have it, too.
+"""Attributes that a step's code sets on submodules after the model's call, for stages on other ranks.
 
     self.net.scale = 2.0             # before the call: on every rank
     loss = self.loss(self.net(x))    # a stage's forward may set attributes itself, on its rank only

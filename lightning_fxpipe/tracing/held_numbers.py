@@ -117,7 +117,7 @@ class HeldNumbers:
 
     @cached_property
     def varying(self) -> Varying:
-        """What guards do not compare."""
+        """Steps to the numbers, by guard, which guards do not compare."""
         found: dict[GuardKey, set[Steps]] = {}
         for place in self.places.values():
             found.setdefault(place.guard, set()).add(place.steps)

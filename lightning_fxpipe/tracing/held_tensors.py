@@ -23,7 +23,7 @@ from lightning_fxpipe.user_code.snapshot import roots_of, user_state
 
 
 class HeldTensors:
-    """Those of one graph of a module.
+    """Tensors of one graph of a module.
 
     Args:
         root: The module.
