@@ -133,7 +133,10 @@ class HeldNumbers:
                 return f"{value:.12g}"  # sums of several numbers may be rounded in another order
             return str(value) if isinstance(value, fx.Node) else value
 
-        return [(node.op, str(node.target), str(map_aggregate((node.args, node.kwargs), plain))) for node in graph.nodes]
+        # Some functions are made anew in each recording.
+        names = [getattr(node.target, "__qualname__", str(node.target)) for node in graph.nodes]
+        arguments = [str(map_aggregate((node.args, node.kwargs), plain)) for node in graph.nodes]
+        return [(node.op, name, given) for node, name, given in zip(graph.nodes, names, arguments, strict=True)]
 
     def reader(self, symbol: Any) -> Callable[[], int | float]:
         """Returns the function by which a stage reads a number."""
