@@ -390,6 +390,9 @@ def _record(
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.
             read_elsewhere = code_guards(root, actually_opened, functions=(call.code(root),))
+            for place in run.numbers.places.values():
+                if not place.steps:  # the value of its class is no guard of an input
+                    read_elsewhere.pop(place.guard, None)
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
