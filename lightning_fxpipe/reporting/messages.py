@@ -98,9 +98,13 @@ def telling(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None
 
 @contextmanager
 def _bar(what: str) -> Iterator[None]:
-    """On rank 0, after some seconds, a bar that moves with each :func:`went_on` of the block; it leaves nothing behind."""
-    is_quiet = getattr(rank_zero_only, "rank", 0) != 0 or not logger.isEnabledFor(logging.INFO)
+    """Shows, on a terminal of rank 0 and after some seconds, a bar that moves with each :func:`went_on` of the block.
+
+    It is erased at the end. A log file gets the lines of :func:`telling` only: each step of a bar would add a line.
+    """
     stream = getattr(sys.stderr, "not_silenced", sys.stderr)  # what user code prints meanwhile is not seen
+    is_main = getattr(rank_zero_only, "rank", 0) == 0
+    is_quiet = not (is_main and stream.isatty() and logger.isEnabledFor(logging.INFO))
     looks = {"desc": what, "unit": " modules", "leave": False, "file": stream, "disable": is_quiet}
     with tqdm(**looks, delay=_BAR_SECONDS, mininterval=_REFRESH_SECONDS) as bar:
         token = _running.set(bar)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lightning_fxpipe.reporting import messages
 from lightning_fxpipe.reporting.messages import telling, went_on
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors are written to a terminal."""
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: True)
+
+
+@pytest.fixture
+def long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes long enough for a bar."""
+    monkeypatch.setattr(messages, "_BAR_SECONDS", 1e-9)
+    monkeypatch.setattr(messages, "_REFRESH_SECONDS", 0.0)
 
 
 def bar_of(capsys: pytest.CaptureFixture[str], num_steps: int = 3) -> str:
@@ -32,22 +46,28 @@ def test_nothing_is_said_of_what_is_over_at_once(caplog: pytest.LogCaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_shows_that_it_goes_on_where_it_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "modules" not in bar_of(capsys)
-    monkeypatch.setattr(messages, "_BAR_SECONDS", 1e-9)
-    monkeypatch.setattr(messages, "_REFRESH_SECONDS", 0.0)
+def test_short_work_shows_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bar_of(capsys) == ""
+
+
+@pytest.mark.usefixtures("long")
+def test_a_bar_shows_that_it_goes_on_where_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
     shown = bar_of(capsys)
     assert "Tracing the training step: " in shown
     assert " modules" in shown
     assert shown.endswith("\r")  # and is gone afterwards
 
 
+@pytest.mark.usefixtures("long")
 def test_other_ranks_show_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(messages, "_BAR_SECONDS", 1e-9)
-    monkeypatch.setattr(messages, "_REFRESH_SECONDS", 0.0)
     monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    assert bar_of(capsys) == ""
+
+
+@pytest.mark.usefixtures("long")
+def test_a_log_file_gets_no_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of its steps would be another line there."""
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda stream: False)
     assert bar_of(capsys) == ""
 
 
