@@ -8,6 +8,7 @@ pass.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -53,10 +54,16 @@ class OldGradients:
             return []
         return [parameter for group in optimizer.param_groups for parameter in group["params"] if not parameter.is_meta]
 
-    def keep_new(self) -> None:
-        """Lightning sets no gradients to zero until :meth:`release`: they are those of the step that has run."""
+    def keep_new(self, outside: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Keeps the gradients of the step that has run: Lightning sets none to zero until :meth:`release`.
+
+        Args:
+            outside: Wraps what is no user code (``Hooks.outside``). Within a joint optimizer step the ranks meet there, and
+                those whose gradients are not in place yet set theirs to zero.
+        """
         self.release()
-        self._keeping.enter_context(patched_attributes((self._trainer.optimizers[0], "zero_grad", _leave_gradients)))
+        patch = (self._trainer.optimizers[0], "zero_grad", outside(_leave_gradients))
+        self._keeping.enter_context(patched_attributes(patch))
 
     def release(self) -> None:
         """The backward pass begins, or another step."""

@@ -268,7 +268,7 @@ class Session:
             self._runtime.passes.end_batch()
             return None
         if self._runtime.passes.gradients_are_in_place:
-            self._old_gradients.keep_new()
+            self._old_gradients.keep_new(self.hooks.outside)
         if self._topology.is_last:
             return output
         with step.context():  # in which the default dtype is that of the precision plugin

@@ -162,7 +162,7 @@ def test_new_ones_are_kept_from_lightning_until_they_are_released() -> None:
     gradients = OldGradients(trainer, L.LightningModule())
     for _ in range(2):
         parameter.grad = torch.ones(1)
-        gradients.keep_new()
+        gradients.keep_new(lambda function: function)
         optimizer.zero_grad()
         optimizer.zero_grad(set_to_none=False)
         assert parameter.grad.tolist() == [1.0]

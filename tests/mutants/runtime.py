@@ -274,7 +274,7 @@ MUTANTS = [
     ),
     Mutant(
         "strategy/session.py",
-        "            self._old_gradients.keep_new()\n",
+        "            self._old_gradients.keep_new(self.hooks.outside)\n",
         "            pass\n",
         (f"{_OLD}::test_gradients_are_those_of_one_device[few]",),
         "Lightning sets new gradients to zero before the optimizer's step",

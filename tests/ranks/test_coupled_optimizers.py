@@ -102,13 +102,14 @@ def counted(trainer: L.Trainer, module: Any, folder: Path) -> int:
     return int(module.num_runs)
 
 
-def _run(name: str, *, manual: bool = False, resume_from: str | None = None) -> Run:
+def _run(name: str, *, manual: bool = False, resume_from: str | None = None, **strategy: Any) -> Run:
     options = {"limit_train_batches": 3, "limit_val_batches": 0, "enable_checkpointing": resume_from is not None}
     return Run(
         module=partial(Coupled, OPTIMIZERS[name], manual),
         look=counted,
         options=options,
         callbacks=_keeping if resume_from else lambda folder: (),
+        strategy={"num_microbatches": 2, **strategy},
         resume_from=resume_from,
     )
 
@@ -120,6 +121,8 @@ def _keeping(folder: Path) -> list[L.Callback]:
 RUNS = {
     **{name: _run(name) for name in OPTIMIZERS},
     **{f"{name}, manual": _run(name, manual=True) for name in OPTIMIZERS},
+    # The last stage's gradients are in place after its step, so only the others set theirs to zero: they must meet all the same.
+    "LBFGS, 1F1B": _run("LBFGS", schedule="1f1b"),
     **{f"{name}, resumed": _run(name, resume_from="epoch=0.ckpt") for name in ("LBFGS", "LAMB")},
 }
 
