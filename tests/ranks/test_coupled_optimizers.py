@@ -121,7 +121,7 @@ def _keeping(folder: Path) -> list[L.Callback]:
 RUNS = {
     **{name: _run(name) for name in OPTIMIZERS},
     **{f"{name}, manual": _run(name, manual=True) for name in OPTIMIZERS},
-    # The last stage's gradients are in place after its step, so only the others set theirs to zero: they must meet all the same.
+    # The last stage's gradients are in place after its step, so only the others set theirs to zero: the ranks must meet still.
     "LBFGS, 1F1B": _run("LBFGS", schedule="1f1b"),
     **{f"{name}, resumed": _run(name, resume_from="epoch=0.ckpt") for name in ("LBFGS", "LAMB")},
 }
