@@ -1,4 +1,4 @@
-"""Runs every test, the slow ones too, in parts: each change runs a share of these that the date chooses, this all of them.
+"""Runs every test, in parts: those marked ``slow``, too, which the suite leaves out.
 
     python .ci/all_tests.py [--shards N] [I ...]
 

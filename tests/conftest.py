@@ -6,7 +6,6 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from datetime import date
 from typing import Any
 
 import pytest
@@ -33,9 +32,9 @@ _WITH_RANKS = (
 _BY_TURNS = ("tests/schedules/test_split_backward.py", "tests/_compat/test_pipelining.py")
 
 
-# Each change runs another part of the slow tests, so that all have run in so many days, and not only at night; and a larger
-# part of those that have a case for each of many models, steps or options, of which any few show the mechanism.
-_SLOW_PARTS, _FAMILY_PARTS = 30, 6
+# Tests with a case for each of many models, steps or options, of which any few show the mechanism. The suite runs a fixed part
+# of their cases, the same every day, so that a failure is of the change; `.ci/all_tests.py` runs all.
+_FAMILY_PARTS = 6
 _FAMILIES = (
     "tests/zoo/test_steps.py::test_equal_or_refused",
     "tests/zoo/test_zoo.py::test_stages_equal_the_whole_model",
@@ -76,29 +75,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts of all tests, slow ones too; give -m '' with it")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """Which tests are today's."""
-    shard, day = config.getoption("--shard"), date.today()
-    if shard:
-        return f"tests: part {shard} of all"
-    slow, family = (f"{day.toordinal() % parts + 1} of {parts}" for parts in (_SLOW_PARTS, _FAMILY_PARTS))
-    return f"tests: those of {day}: part {slow} of the slow ones, {family} of the long tables"
-
-
 @pytest.hookimpl(tryfirst=True)  # before tests are left out by their markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Today's part of the slow tests is not called slow, and that of the families which is not today's is. With a torch that
-    runs one process only, tests that start ranks are skipped; with one that cannot, those of orders that go by turns."""
+    """Marks as slow the cases of the families that the suite leaves out.
+
+    With a torch that runs one process only, tests that start ranks are skipped; with one that cannot, those of orders that go
+    by turns.
+    """
     if shard := config.getoption("--shard"):
         number, num_parts = map(int, shard.split("/"))
-        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_parts != number - 1]
+        others = [item for item in items if not _is_in_part(item, num_parts, number)]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in {*others}]
-    for item in [] if shard else items:
-        is_slow = item.get_closest_marker("slow") is not None
-        if is_slow and _is_of_today(item, _SLOW_PARTS):
-            item.own_markers = [marker for marker in item.own_markers if marker.name != "slow"]
-        elif not is_slow and item.nodeid.startswith(_FAMILIES) and not _is_of_today(item, _FAMILY_PARTS):
+    for item in items:
+        if item.nodeid.startswith(_FAMILIES) and not _is_in_part(item, _FAMILY_PARTS):
             item.add_marker(pytest.mark.slow)
     if torch.__version__ < (2, 13):
         for item in items:
@@ -108,8 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} runs stages of one device one way"))
 
 
-def _is_of_today(item: pytest.Item, num_parts: int) -> bool:
-    return (zlib.crc32(item.nodeid.encode()) + date.today().toordinal()) % num_parts == 0
+def _is_in_part(item: pytest.Item, num_parts: int, number: int = 1) -> bool:
+    return zlib.crc32(item.nodeid.encode()) % num_parts == number - 1
 
 
 class _RanksApart(LoadScopeScheduling):

@@ -77,24 +77,27 @@ def any_rank(vote: bool, topology: Topology) -> bool:
 
 
 class LateVote:
-    """A vote whose outcome is told one call later, so that no rank waits for another. Made by every rank of the pipeline."""
+    """A vote whose outcome is known one call later, so that no rank waits for another. Made by every rank of the pipeline."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._cast: tuple[Tensor, dist.Work] | None = None
 
-    def any_rank(self, vote: bool) -> bool:
-        """Whether any rank said yes in the call before this one. Called by every rank."""
+    def largest(self, *numbers: float) -> list[float] | None:
+        """Returns the largest of each number that the ranks gave in the call before; None in the first call.
+
+        Called by every rank.
+        """
         if self._group is None:
-            return vote
-        before, votes = self._cast, torch.tensor(float(vote), device="cpu")
+            return [*numbers]
+        before, votes = self._cast, torch.tensor(numbers, dtype=torch.float64, device="cpu")
         if before is not None:
             before[1].wait()
         with unprofiled():  # it ends with the next call
-            work = dist.all_reduce(votes, group=self._group, async_op=True)
+            work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._cast = votes, work
-        return before is not None and bool(before[0])
+        return None if before is None else before[0].tolist()
 
 
 def digest(batch: Any) -> str:

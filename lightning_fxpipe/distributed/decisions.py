@@ -7,14 +7,18 @@ threads answer for ranks that wait:
     rank 0, batch 7: records it    ->  Decision(rank=0, batch=7, records=True)   waits for answers
     rank 1, batch 7: has a graph   ->  Decision(rank=1, batch=7, records=False)  rank 0 raises
 
-Nothing is sent in batches that no rank records.
+Nothing is sent in batches that no rank records. Ranks that all have a graph, but not the same one, or not with the same numbers
+as its inputs, would compute a wrong step without waiting for each other. So :meth:`Decisions.graphs` goes into a vote that is
+counted before the next batch (``strategy.batch_votes``).
 """
 
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch.distributed.distributed_c10d as dist
 
@@ -23,6 +27,17 @@ from lightning_fxpipe.distributed.lifeline import Lifeline
 from lightning_fxpipe.distributed.news import Decision
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import TraceError
+
+
+class UsedGraph(Protocol):
+    """A recorded graph, of which each rank has its stages."""
+
+    @property
+    def number(self) -> int:
+        """The same on every rank."""
+
+    def input_numbers(self) -> list[int | float]:
+        """Returns the numbers that it had as inputs when it last ran."""
 
 
 class Decisions:
@@ -40,6 +55,7 @@ class Decisions:
         self._lifeline = lifeline if self._others else None
         self._batch = self._recorded = 0  # numbers of the current batch, and of the last that this rank has recorded
         self._is_deciding = False
+        self._graphs: list[UsedGraph | None] = []
         self._heard: dict[int, Decision] = {}
         self._news = threading.Condition()
         if self._lifeline is not None:
@@ -95,6 +111,16 @@ class Decisions:
                 todo="Look for what user code sets on one rank only: in code after the model's call that an exception ends, "
                 "in a hook under `if trainer.is_global_zero`, or from unseeded random numbers.",
             )
+
+    def note(self, graph: UsedGraph | None) -> None:
+        """Notes the graph that the batch, or one of its calls, runs with; None where it skips the model."""
+        self._graphs.append(graph)
+
+    def graphs(self) -> int:
+        """Returns a digest of the graphs noted since the last call, and of the numbers that they had as inputs."""
+        used = [None if graph is None else (graph.number, graph.input_numbers()) for graph in self._graphs]
+        self._graphs.clear()
+        return zlib.crc32(repr(used).encode())
 
     def _answer(self, rank: int) -> bool | None:
         """Returns True if another rank records the batch; None until it has said so."""

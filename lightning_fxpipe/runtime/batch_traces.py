@@ -67,7 +67,9 @@ class BatchTraces:
     def find(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
         """The trace, None for a batch that skips the model; and the batch, which has its values wherever that needs them."""
         with self._decisions.batch():
-            return self._find_by_values(step, batch, size)
+            found, batch = self._find_by_values(step, batch, size)
+        self._decisions.note(None if found is None else found[0])
+        return found, batch
 
     def _find_by_values(self, step: Step, batch: Any, size: int) -> tuple[Found | None, Any]:
         spared = self._sparing.ranks(step.kind) if self._sparing is not None else frozenset[int]()

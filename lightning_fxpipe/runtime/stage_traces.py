@@ -57,9 +57,11 @@ class ValuesNeeded(Exception):
 class StageTrace:
     """A trace and this rank's stages of it; ``span`` is None where the region is a single call, which other steps may make.
 
-    ``stages_with_inputs`` are the stages, of all ranks, that compute with a tensor that the region is called with.
+    ``stages_with_inputs`` are the stages, of all ranks, that compute with a tensor that the region is called with. ``number``
+    counts the traces: every rank makes the same ones.
     """
 
+    number: int
     kind: StepKind
     span: Span | None
     traced: TracedRegion
@@ -70,6 +72,10 @@ class StageTrace:
     def is_for_one_step(self) -> bool:
         """Whether it has only what the step that it was made for uses."""
         return self.span is not None or len(self.traced.wanted) < self.traced.output_structure.num_tensors
+
+    def input_numbers(self) -> list[int | float]:
+        """Returns the values of the numbers that are inputs, in the batch that ran last."""
+        return [*self.traced.numbers.now.values()]
 
 
 class StageTraces:
@@ -95,6 +101,7 @@ class StageTraces:
         self._plan = plan
         self._topology = topology
         self._log = log
+        self._num_made = 0
         self._known: list[StageTrace] = []  # the one used last comes last
         self._of_plan: StageTrace | None = None  # until a batch has run
         self.iterators = StepIterators()
@@ -164,9 +171,12 @@ class StageTraces:
         """
         with self._decisions.batch():
             if (found := self._known_now(kind, region)) is not None:
-                return self._used(found[0]), found[1]
-            with self._log.told(f"Tracing {region.label}"):
-                return self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
+                self._used(found[0])
+            else:
+                with self._log.told(f"Tracing {region.label}"):
+                    found = self._make(kind, partial(self._cut_region, kind, region, region.batch_size))
+        self._decisions.note(found[0])
+        return found
 
     def _used(self, known: StageTrace) -> StageTrace:
         self._known.remove(known)
@@ -308,7 +318,9 @@ class StageTraces:
         begin = time.perf_counter()
         region, shapes, assignment, symbolic = self._agree(kind, cut)
         check_same_cuts(assignment, self._topology, symbolic, region.ends_because, may_run_whole=kind is not StepKind.TRAIN)
+        self._num_made += 1
         made = StageTrace(
+            number=self._num_made,
             kind=kind,
             span=region.span if isinstance(region, StepRegion) else None,
             traced=assignment.chain.traced,

@@ -9,7 +9,7 @@
 - ``run_optimizers``: a run's optimizers, also where hooks exchange them.
 - ``first_values``: where the tensors of a module without data get it from.
 - ``step_call``: Lightning's call of a step. ``run_recording``: which steps are recorded, and what reaches the loggers.
-- ``stop_request``: SIGTERM ends a run at the same batch on every rank.
+- ``batch_votes``: SIGTERM ends a run at the same batch on every rank; ranks that use different graphs end it with an error.
 - ``checkpoint_hooks``: saving and restoring a run.
 - ``example_run``: Lightning's own calls on ``self.example_input_array``.
 """

@@ -120,7 +120,7 @@ class Session:
         self._commands = Commands(topology.control_group, source=topology.last_rank, waiting=recorder.waiting)
         self._channel = ResultChannel(self._commands)
         self.trace_log = TraceLog(inform, warn, told=telling)
-        decisions = Decisions.among(topology)
+        self.decisions = Decisions.among(topology)
         self._whole_steps = WholeSteps(module, plan, topology, warn)
         self._ran: set[StepKind] = set()  # steps that have run for a batch
         self._is_tried = False  # whether the running batch may show that its step cannot run in stages
@@ -144,7 +144,7 @@ class Session:
             loss=loss,
             commands=self._commands,
             trace_log=self.trace_log,
-            decisions=decisions,
+            decisions=self.decisions,
             sparing=sparing,
             no_placeholders=lambda: self._whole_steps.no_placeholders() if self._is_tried else nullcontext(),
             recorder=recorder,
@@ -160,7 +160,7 @@ class Session:
             shared=self._shared,
             num_microbatches=num_microbatches,
             log=self.trace_log,
-            decisions=decisions,
+            decisions=self.decisions,
             recorder=recorder,
         )
         self._joint = self._joint_steps if plan.joint_reason or must_run_jointly(module) else None  # in training

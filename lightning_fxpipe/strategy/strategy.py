@@ -42,6 +42,7 @@ from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.schedules.by_name import ScheduleName
 from lightning_fxpipe.schedules.own_table import wanted_schedule
+from lightning_fxpipe.strategy.batch_votes import votes_before_batches
 from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
 from lightning_fxpipe.strategy.first_batch import FirstBatches
 from lightning_fxpipe.strategy.first_values import init_context, materials_of
@@ -53,7 +54,6 @@ from lightning_fxpipe.strategy.run_recording import RunRecording
 from lightning_fxpipe.strategy.search_space import memory_left
 from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.step_call import step_of_call
-from lightning_fxpipe.strategy.stop_request import stopping_together
 from lightning_fxpipe.strategy.support import (
     check_converted,
     check_sampler,
@@ -187,7 +187,7 @@ class PipelineStrategy(ReplicaStrategy):
             as_folder=save_distributed_checkpoint,
             in_background=async_save,
         )
-        self._stop_if_asked: Callable[[bool], None] | None = None
+        self._vote: Callable[[int, bool], None] | None = None
         self._precision: PipelinePrecision | None = None
         self._patches = ExitStack()
         self._constructions = Constructions()
@@ -197,7 +197,7 @@ class PipelineStrategy(ReplicaStrategy):
         """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
         copied: PipelineStrategy = object.__new__(type(self))
         memo[id(self)] = copied
-        fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_stop_if_asked"))
+        fresh: dict[str, Any] = dict.fromkeys(("_session", "_precision", "_vote"))
         fresh |= {"_topology": self._topology, "_loss": self._loss, "_run_optimizers": self._run_optimizers.copy()}
         fresh |= {"_patches": ExitStack(), "_constructions": Constructions(), "_plans": RunPlans(self._plans.options)}
         fresh["_checkpoints"] = self._checkpoints.copy()
@@ -309,7 +309,7 @@ class PipelineStrategy(ReplicaStrategy):
         """Begins a run: in :meth:`setup`, or before, where Lightning reads the checkpoint, of which a rank needs its part."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._stop_if_asked = stopping_together(trainer, self._everyone, self.topology.control_group)
+        self._vote = votes_before_batches(trainer, self.topology)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
         if not self.replicas.are_several:  # which log the same values: Lightning advises `sync_dist=True`
@@ -488,8 +488,8 @@ class PipelineStrategy(ReplicaStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     def _run_step(self, kind: StepKind, run: Callable[[Step, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        assert self._stop_if_asked is not None
-        self._stop_if_asked(kind is StepKind.TRAIN or not self.replicas.are_several)
+        assert self._vote is not None
+        self._vote(self.session.decisions.graphs(), kind is StepKind.TRAIN)
         noted = self._recording.during(kind.value, trains=kind is StepKind.TRAIN)
         with no_end_of_epoch(kind.value), noted, self.session.around_step(kind), self.replica.computing():
             seed, precision = self._checkpoints.seed, self._precision

@@ -175,24 +175,25 @@ def test_a_command_that_is_not_meant_is_left_to_who_hears_next(ranks: Callable[[
         assert found[5:] == [False, (Command.RESULT, [])]
 
 
-def vote_late() -> list[bool]:
+def vote_late() -> list[Any]:
     """Runs on every rank: what it hears where rank 1 says yes in the second of five calls, and all in the fourth."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     group = dist.new_group()
     vote = LateVote(group)
-    found = [vote.any_rank(number == 3 or (number == 1 and dist.get_rank() == 1)) for number in range(5)]
+    rank = dist.get_rank()
+    found = [vote.largest(number == 3 or (number == 1 and rank == 1), number * rank) for number in range(5)]
     dist.barrier()
     dist.destroy_process_group(group)
     return found
 
 
 def test_a_late_vote_is_told_to_all_ranks_at_the_next_call(ranks: Callable[[int], RankPool]) -> None:
-    assert ranks(3).run(vote_late) == [[False, False, True, False, True]] * 3
+    assert ranks(3).run(vote_late) == [[None, [0, 0], [1, 2], [0, 4], [1, 6]]] * 3
 
 
 def test_a_rank_alone_hears_its_vote_at_once() -> None:
-    assert [LateVote(None).any_rank(vote) for vote in (True, False)] == [True, False]
+    assert [LateVote(None).largest(vote, 3) for vote in (True, False)] == [[1, 3], [0, 3]]
 
 
 def profile_what_arrives_late() -> list[str]:
@@ -202,7 +203,7 @@ def profile_what_arrives_late() -> list[str]:
     group = dist.new_group()
     commands, vote = Commands(group, source=0), LateVote(group)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        vote.any_rank(False)
+        vote.largest(False)
         commands.expect()
         if commands.is_source:
             commands.tell(Command.DONE)
@@ -210,7 +211,7 @@ def profile_what_arrives_late() -> list[str]:
     if not commands.is_source:
         commands.hear()
     commands.settle()
-    vote.any_rank(False)
+    vote.largest(False)
     dist.barrier()
     dist.destroy_process_group(group)
     return sorted({event.name for event in profiler.events() if event.name.startswith("gloo:")})

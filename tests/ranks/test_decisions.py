@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -119,20 +118,52 @@ class ChangesAlone(Net):
             self.mode = "b"
 
 
-def changes_alone() -> tuple[str, float]:
-    """Runs on every rank; what it ends with, and after how many seconds."""
-    os.environ.setdefault("LOCAL_RANK", str(torch.distributed.get_rank()))
+class SwitchesAlone(ChangesAlone):
+    """Every rank knows both modes; in the fifth batch rank 0 alone has the other one."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        is_switched = self.global_step == 4 and torch.distributed.get_rank() == 0
+        self.mode = "ab"[(self.global_step + is_switched) % 2]
+
+
+class ScalesAlone(ChangesAlone):
+    """The factor is an input of the graph, and one rank has another one."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.factor = 1 + 0.1 * self.global_step + 0.01 * (self.global_step == 4 and torch.distributed.get_rank() == 0)
+
+
+def ends_with(module: type[ChangesAlone]) -> tuple[str, float, int]:
+    """Runs on every rank; returns the error, after how many seconds it came, and the number of optimizer steps."""
     begin = time.monotonic()
+    trainer = make_trainer(max_epochs=8, limit_val_batches=0, strategy="fxpipe", devices=2)
     with pytest.raises((TraceError, PeerError)) as raised:
-        make_trainer(max_epochs=1, strategy="fxpipe", devices=2).fit(ChangesAlone())
-    return str(raised.value), time.monotonic() - begin
+        trainer.fit(module())
+    return str(raised.value), time.monotonic() - begin, trainer.global_step
 
 
 def test_a_rank_that_would_record_alone_ends_the_run(ranks: Ranks) -> None:
     """The others would wait for its stage, and it for them, until the timeout."""
     pool = ranks(2)
-    _, (message, seconds) = pool.run(changes_alone)
+    _, (message, seconds, _) = pool.run(ends_with, ChangesAlone)
     pool.kill()
     assert "The ranks of the pipeline do not agree on recording the step again." in message
     assert "rank 1 would record it, since mode changed; rank 0 has a graph of it" in message
     assert seconds < 30
+
+
+@pytest.mark.parametrize("module", [SwitchesAlone, ScalesAlone])
+def test_ranks_that_use_different_known_graphs_end_the_run(ranks: Ranks, module: type[ChangesAlone]) -> None:
+    """Each has a graph for what it reads, of the same shapes, so that no rank waited for another: the step was a mixture."""
+    pool = ranks(2)
+    found = pool.run(ends_with, module)
+    pool.kill()
+    for message, seconds, num_steps in found:
+        assert "The ranks of the pipeline have computed a batch with different graphs." in message
+        assert seconds < 30
+        assert num_steps == 6  # the fifth is wrong, and its vote is counted before the seventh
