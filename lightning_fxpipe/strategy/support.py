@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fxpipe._compat.lightning import has_no_optimizer, syncs_batch_norm, takes_loader, validates_by_time
@@ -387,6 +388,12 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
             'data_parallel="shard" replicas share out the optimizer',
         )
     tensors = [*module.named_parameters(), *module.named_buffers()]
+    if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:
+        yield (
+            f"lazy layers without sizes ({', '.join(lazy[:4])})",
+            "run the model once under torch.no_grad() in configure_model or setup: the plan needs the sizes",
+        )
+        return
     unusual = [f"{name}: {type(tensor).__name__}" for name, tensor in tensors if _has_own_storage(tensor)]
     if unusual:
         yield (

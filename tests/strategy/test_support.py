@@ -315,6 +315,15 @@ def test_tensors_whose_values_lie_elsewhere_are_refused_by_name() -> None:
     assert "(first: Quantised, second: Scaled)" in str(refusal(trainer_for(), module))
 
 
+def test_lazy_layers_that_nothing_has_run_are_refused_by_name() -> None:
+    """Those that ``configure_optimizers`` would run have no sizes when the plan is made: the dry run ended in torch's error."""
+    module = LitModel("mlp")
+    module.late = nn.LazyLinear(3)
+    assert "lazy layers without sizes (late.weight, late.bias)" in str(refusal(trainer_for(), module))
+    module.late(torch.zeros(1, 2))
+    check_trainer(trainer_for(), module)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_any_number_of_optimizers_passes(count: int) -> None:
     check_optimizers([sgd() for _ in range(count)], 2)
