@@ -36,7 +36,6 @@ _BY_TURNS = ("tests/schedules/test_split_backward.py", "tests/_compat/test_pipel
 # Tests with a case for each of many models, steps, orders or options, of which any few show the mechanism: the suite runs every
 # n-th case, from the first on; the same every day, so that a failure is of the change. `.ci/all_tests.py` runs all.
 _EVERY_NTH = {
-    "tests/ranks/test_checkpoints.py::test_buffers_that_several_stages_recompute_from_are_saved_once_and_restored_everywhere": 2,
     "tests/ranks/test_decoding.py::test_generated_tokens_are_those_of_one_device": 2,
     "tests/ranks/test_device_mesh.py::test_the_mesh_has_replicas_and_places": 2,
     "tests/ranks/test_example_input.py::test_calls_on_the_example_see_the_whole_model": 3,
