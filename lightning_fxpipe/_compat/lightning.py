@@ -231,8 +231,8 @@ def _noted_logger() -> Any:
 
 
 @contextmanager
-def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> Iterator[None]:
-    """Reports each reading of what the Trainer says of where the run is: its counters, what runs now, and how much there is."""
+def watched_trainer_counters(module: Any, read_as: Callable[[str, Any], Any]) -> Iterator[None]:
+    """Has reads of the Trainer's counters, of what runs now and of how much there is return what ``read_as`` makes of them."""
     trainer: Any = getattr(module, "_trainer", None)
     if trainer is None:
         yield
@@ -245,9 +245,7 @@ def watched_trainer_counters(module: Any, note: Callable[[str, Any], None]) -> I
         getter: Any = vars(own)[name].fget
 
         def read(trainer: Any) -> Any:
-            value = getter(trainer)
-            note(name, value)
-            return value
+            return read_as(name, getter(trainer))
 
         return property(read)
 

@@ -140,6 +140,7 @@ def fake_run(
                 recorder.known_calls.names_read,
                 recorder.attributes_read,
                 recorder.kept_state,
+                numbers.computed,
             ) as guards,
             StepIterators().one_run(),
             recording(recorder),

@@ -72,6 +72,7 @@ def noted_guards(
     names_read: set[str] | None = None,
     attributes_read: set[GuardKey] | None = None,
     watch: AttributeWatch | None = None,
+    instead: Mapping[GuardKey, Any] = MappingProxyType({}),
 ) -> Iterator[dict[GuardKey, Any]]:
     """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``.
 
@@ -81,6 +82,7 @@ def noted_guards(
         names_read: Gets the names of all attributes that are read, whether that is noted or not.
         attributes_read: Gets what is noted, and attributes that are not plain.
         watch: Sees all reads and writes.
+        instead: What reads return in place of the values that guards name.
     """
     all_names: set[str] = set() if names_read is None else names_read
     all_attributes: set[GuardKey] = set() if attributes_read is None else attributes_read
@@ -94,6 +96,12 @@ def noted_guards(
         if key not in guards:  # what it was when it was read first
             with suppress(Unplain):
                 guards[key] = snapshot(value)
+
+    def noted(key: GuardKey, value: Any) -> Any:
+        """Returns what code gets for a value that it reads."""
+        value = instead.get(key, value)
+        note(key, value)
+        return value
 
     def read(module: nn.Module, name: str) -> Any:
         nonlocal is_nested
@@ -117,12 +125,11 @@ def noted_guards(
             is_nested = False
         if path is not None:
             all_attributes.add((path, name))
-            note((path, name), value)
+            return noted((path, name), value)
         return value
 
-    def read_counter(name: str, value: Any) -> None:
-        if not is_nested and is_recording():
-            note((None, name), value)
+    def read_counter(name: str, value: Any) -> Any:
+        return value if is_nested or not is_recording() else noted((None, name), value)
 
     set_attribute = nn.Module.__setattr__
 

@@ -69,6 +69,11 @@ class NumberPlace:
         owner = next((each for each in (module, *type(module).__mro__) if name in vars(each)), None)
         return None if owner is None or hasattr(type(vars(owner)[name]), "__get__") else owner
 
+    @property
+    def is_computed(self) -> bool:
+        """True if reads of a module's or the Trainer's attribute can return a symbol though nothing stores the number."""
+        return not self.steps and isinstance(self.guard, tuple)
+
     def set(self, root: nn.Module, value: Any) -> None:
         """Puts another value there."""
         kind, key = self.steps[-1] if self.steps else (ATTRIBUTE, self._name)
@@ -101,12 +106,14 @@ class HeldNumbers:
         places: Where they are, by their symbols.
         recorded: Their values when the graph was recorded.
         now: Their values in the running batch.
+        computed: Symbols that reads of computed numbers return while the graph is recorded: a property's, ``global_step``.
     """
 
     root: nn.Module
     places: dict[Any, NumberPlace] = field(default_factory=dict)
     recorded: dict[Any, int | float] = field(default_factory=dict)
     now: dict[Any, int | float] = field(default_factory=dict)
+    computed: dict[GuardKey, Any] = field(default_factory=dict)
 
     def look(self) -> dict[Any, int | float] | None:
         """Returns the values of this moment; None where one is no number of the same type any more."""
@@ -164,9 +171,13 @@ def as_symbols(
     def exchange() -> Mapping[Any, int | float]:
         for place in places:
             value = place.look(root)
-            if is_number(value) and place.owner(root) is not None:
+            has_owner = place.owner(root) is not None
+            if is_number(value) and (has_owner or place.is_computed):
                 symbol, number = symbol_of(_plain(value))
-                place.set(root, number)
+                if has_owner:
+                    place.set(root, number)
+                else:
+                    found.computed[place.guard] = number
                 found.places[symbol], found.recorded[symbol] = place, _plain(value)
                 originals[symbol] = value
         found.now.update(found.recorded)

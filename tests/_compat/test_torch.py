@@ -535,11 +535,16 @@ def test_loggers_are_silent_for_a_while(tmp_path: Path) -> None:
     assert logger.experiment.metrics == []
 
 
-def test_readings_of_the_trainers_counters_are_seen() -> None:
+def test_readings_of_the_trainers_counters_are_seen_and_answered() -> None:
     module, seen = L.LightningModule(), []
+
+    def read_as(name: str, value: Any) -> Any:
+        seen.append((name, value))
+        return value + 5 if name == "global_step" else value
+
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with _compat_lightning.watched_trainer_counters(module, lambda name, value: seen.append((name, value))):
-        assert module.global_step == 0
+    with _compat_lightning.watched_trainer_counters(module, read_as):
+        assert module.global_step == 5
         assert module.trainer.current_epoch == 0
         assert not module.trainer.sanity_checking
     assert module.current_epoch == 0

@@ -116,6 +116,10 @@ class Annealed(L.LightningModule):
                 return self.buffer
             case "global variable":
                 return FACTOR
+            case "counter":
+                return min(0.9, 0.2 + self.global_step / 8)
+            case "counter of the Trainer":
+                return 1 / (2 + self.trainer.global_step)
         return 1.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,6 +159,8 @@ HOLDERS = (
     *("attribute", "own attribute", "integer", "flag", "dict", "list", "array", "scalar of numpy", "object", "new object"),
     *("tensor", "buffer", "buffer in place", "global variable", "submodule", "class"),
 )
+# Nothing stores them, so that no symbol could be put in their place.
+COUNTERS = ("counter", "counter of the Trainer")
 # In place, each microbatch of 1F1B would invalidate what those before it have saved; arrays and flags have no symbols.
 NUMBERS = (
     "attribute",
@@ -206,12 +212,28 @@ def test_whoever_sets_it(holder: str, moment: str, calls: str, schedule: str, nu
     check(holder, moment, calls, schedule, num_microbatches)
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The steps of the traces that are made."""
+    steps: list[str] = []
+    original = TraceLog.add
+    monkeypatch.setattr(
+        TraceLog, "add", lambda self, trace, varying: (steps.append(trace.step), original(self, trace, varying))
+    )
+    return steps
+
+
 @pytest.mark.parametrize("moment", ["step", "hook"])
 @pytest.mark.parametrize("holder", NUMBERS)
-def test_a_number_is_recorded_twice_and_then_an_input(holder: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    original = TraceLog.add
-    monkeypatch.setattr(TraceLog, "add", lambda self, trace, varying: (made.append(trace.step), original(self, trace, varying)))
+def test_a_number_is_recorded_twice_and_then_an_input(holder: str, moment: str, made: list[str]) -> None:
     check(holder, moment, "model", "gpipe", 2)
     # The one of the plan, those of two values, and of the last batch's size; `max` and `<` have a graph for each side.
+    assert made.count("training_step") <= 5
+
+
+@pytest.mark.parametrize("calls", ["model", "parts"])
+@pytest.mark.parametrize("holder", COUNTERS)
+def test_a_counter_that_recorded_code_reads_is_an_input(holder: str, calls: str, made: list[str]) -> None:
+    """Between two calls in a step, or in a forward: each of its values was recorded anew, a second for each step."""
+    check(holder, "hook", calls, "gpipe", 2)
     assert made.count("training_step") <= 5
