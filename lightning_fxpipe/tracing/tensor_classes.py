@@ -6,7 +6,8 @@ names the class, or what tensors have from it, would do something else than on o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Collection, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.objects import PLAIN_TENSORS
 from lightning_fxpipe.user_code.step_code import code_of
+
+_logger = logging.getLogger(__name__)
 
 
 def check_tensor_classes(root: nn.Module, example: Any) -> None:
@@ -33,38 +36,62 @@ def check_tensor_classes(root: nn.Module, example: Any) -> None:
     """
     tensors = [leaf for _, leaf in leaves_with_path(example) if isinstance(leaf, Tensor) and type(leaf) not in PLAIN_TENSORS]
     for tensor in {type(tensor): tensor for tensor in tensors}.values():
-        names = _own_names(tensor)
-        for kind in dict.fromkeys(type(module) for module in root.modules()):
-            functions = [kind.forward] if kind is type(root) else _functions(kind)
-            for code in (code for function in functions if (code := code_of(function)) is not None):
-                found = sorted(names & {name for each in codes_in(code) for name in (*each.co_names, *_texts(each))})
-                if found:
-                    line = attribute_line(code, found[0], "LOAD_ATTR") or code.co_firstlineno
-                    raise _named(type(tensor), found[0], f"{kind.__name__}, {code.co_filename}:{line}")
+        names, classes = _own_names(tensor), {kind.__name__ for kind in _own_classes(tensor)}
+        named = [
+            (kind, name, code) for kind in _kinds(root) for code in _codes(_functions(kind)) for name in _names(code, names)
+        ]
+        named += [(type(root), name, code) for code in _codes([type(root).forward]) for name in _names(code, names)]
+        if _is_of_results(tensor):  # of which the rest of the step receives plain ones, too
+            codes = _codes(_functions(type(root)))
+            named += [(type(root), name, code) for code in codes for name in _names(code, classes)]
+        for kind, name, code in named:
+            line = attribute_line(code, name, "LOAD_ATTR") or code.co_firstlineno
+            raise _named(type(tensor), name, f"{kind.__name__}, {code.co_filename}:{line}")
 
 
-def _texts(code: CodeType) -> Iterator[str]:
-    """Yields constants that may be names, as for ``hasattr``."""
-    return (constant for constant in code.co_consts if isinstance(constant, str))
+def _kinds(root: nn.Module) -> list[type[nn.Module]]:
+    return [kind for kind in dict.fromkeys(type(module) for module in root.modules()) if kind is not type(root)]
 
 
 def _functions(kind: type) -> list[Any]:
     return [function for base in kind.__mro__ if is_followed(base.__module__) for function in functions_of(base)]
 
 
+def _codes(functions: Iterable[Any]) -> Iterator[CodeType]:
+    return (code for function in functions if (code := code_of(function)) is not None)
+
+
+def _names(code: CodeType, names: Collection[str]) -> list[str]:
+    """Those among some names that code has, also as constants, as for ``hasattr``."""
+    found = {name for each in codes_in(code) for name in (*each.co_names, *each.co_consts) if isinstance(name, str)}
+    return sorted(found.intersection(names))
+
+
+def _own_classes(tensor: Tensor) -> list[type]:
+    return [kind for kind in type(tensor).__mro__ if issubclass(kind, Tensor) and kind not in PLAIN_TENSORS]
+
+
 def _own_names(tensor: Tensor) -> set[str]:
     """Names that code uses for a tensor of this class only."""
-    kinds = [kind for kind in type(tensor).__mro__ if issubclass(kind, Tensor) and kind not in PLAIN_TENSORS]
-    names = {name for kind in kinds for name in (kind.__name__, *vars(kind))} | {*vars(tensor)}
+    names = {name for kind in _own_classes(tensor) for name in (kind.__name__, *vars(kind))} | {*vars(tensor)}
     return {name for name in names if not hasattr(Tensor, name)}
+
+
+def _is_of_results(tensor: Tensor) -> bool:
+    """True if what torch computes from the tensor is of its class."""
+    try:
+        return isinstance(tensor.detach() * 1, type(tensor))
+    except Exception:
+        _logger.debug("%s does not compute", type(tensor).__name__, exc_info=True)
+        return False
 
 
 def _named(kind: type, name: str, where: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The model uses what its inputs have from the class {kind.__name__}.",
+        f"Code uses what inputs of the model have from the class {kind.__name__}.",
         where=where,
         observed=f"the name {name!r}; stages compute with plain tensors",
-        expected=f"a model that computes with torch.Tensor; code of the step may use {kind.__name__}",
+        expected=f"a model that computes with torch.Tensor; the step may use attributes of {kind.__name__} in its batch",
         todo=f"Pass the model what it needs of {kind.__name__} as arguments of their own, and make the input plain by "
         ".as_subclass(torch.Tensor), for example in on_before_batch_transfer.",
     )

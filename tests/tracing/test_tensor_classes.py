@@ -64,6 +64,18 @@ def test_a_model_that_computes_only_gets_plain_tensors() -> None:
     check_tensor_classes(nn.Sequential(Layer(), nn.Linear(2, 2)), [Labelled.of(torch.ones(2, 2), ["a", "b"])])
 
 
+class Step(nn.Module):
+    """Its step asks for the class of a result, which on one device is that of the input."""
+
+    def training_step(self, batch: Any) -> Any:
+        return isinstance(batch, Labelled)
+
+
+def test_a_step_that_asks_for_the_class_of_results_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="from the class Labelled"):
+        check_tensor_classes(Step(), [Labelled.of(torch.ones(2, 2), ["a", "b"])])
+
+
 def test_copies_keep_what_a_class_has() -> None:
     """The step is tried on copies of its batch."""
     original = Labelled.of(torch.tensor([[1.0, 2.0]]), ["a", "b"])
