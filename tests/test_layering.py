@@ -35,6 +35,7 @@ KNOW_LIGHTNING = {
         "_compat.loops",
         "reporting.messages",
         "hooks.hook_code",
+        "hooks.hook_readers",
         "hooks.user_hooks",
         "optim.precision",
     ),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.hooks import CheckpointHooks, ModelHooks
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,12 +16,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_fxpipe._compat.roots import in_all_roots, of_root
 from lightning_fxpipe._compat.torch import patched_attributes
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.user_code.bytecode import loaded_variables
 
 # Those that no Hooks wrap: they run before the module is split, on one rank only, or make data.
 _EARLY_HOOKS = ("setup", "configure_model", "configure_sharded_model", "on_exception")
-_BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_DATA_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", *_BATCH_HOOKS)
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_DATA_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", *BATCH_HOOKS)
 _NOT_WRAPPED = {*_EARLY_HOOKS, "state_dict", "load_state_dict"}
 _MODULE_HOOKS = (
     *(name for kind in (ModelHooks, CheckpointHooks) for name in vars(kind) if not name.startswith("_")),
@@ -92,35 +90,22 @@ def hooks_of_users(trainer: Trainer, module: LightningModule) -> Iterator[tuple[
 
 
 def _calls_users(callback: Callback) -> bool:
-    """Whether the callback's inherited hooks run user code, or compare parameters of the whole model."""
+    """True if the callback's inherited hooks run user code, or compare parameters of the whole model."""
     return not is_own(type(callback)) or isinstance(callback, in_all_roots(BaseFinetuning))
 
 
 def is_own(thing: Any) -> bool:
-    """Whether a class or function is Lightning's or ours."""
+    """True if a class or function is Lightning's or ours."""
     return str(getattr(thing, "__module__", "")).startswith(_OWN_PACKAGES)
 
 
-def short(step: str) -> str:
-    """What a step is called in the names of hooks."""
-    return step.removesuffix("_step").replace("training", "train")
-
-
-def changes_batches(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether user code gets each batch between the loader and the step."""
-    data: Any = getattr(trainer, "datamodule", None)
-    owners = [(module, of_root(LightningModule, module))]
-    owners += [(data, of_root(LightningDataModule, data))] if data is not None else []
-    return any(is_overridden(name, owner, kind) for owner, kind in owners for name in _BATCH_HOOKS)
-
-
 def zero_gradients(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether a hook sets gradients to zero in place of Lightning, or sees them before that."""
+    """True if a hook sets gradients to zero in place of Lightning, or sees them before that."""
     return _have_any(trainer, module, ("on_before_zero_grad", "optimizer_zero_grad"))
 
 
 def before_backward(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether user code runs after gradients have been set to zero and before the backward pass, or is that pass."""
+    """True if user code runs after gradients have been set to zero and before the backward pass, or is that pass."""
     return _have_any(trainer, module, ("on_before_backward", "backward"))
 
 
@@ -128,24 +113,3 @@ def _have_any(trainer: Trainer, module: LightningModule, names: Sequence[str]) -
     owners: list[tuple[Any, Any]] = [(module, of_root(LightningModule, module))]
     owners += [(callback, of_root(Callback, callback)) for callback in callbacks(trainer)]
     return any(hasattr(kind, name) and is_overridden(name, owner, kind) for owner, kind in owners for name in names)
-
-
-def readers(hooks: Iterable[tuple[Any, str]], argument: str) -> frozenset[str]:
-    """The hooks that look at their argument with such a name, or may do so."""
-    return frozenset(name for owner, name in hooks if _reads(getattr(owner, name), name, argument))
-
-
-def _reads(hook: Callable[..., Any], name: str, argument: str) -> bool:
-    """Whether an ``on_..._batch_...`` hook looks at its argument with the step's outputs, or at its batch."""
-    if not re.fullmatch("on_.*_batch_(end|start)", name) or (argument == "output" and name.endswith("_start")):
-        return False
-    function = inspect.unwrap(hook)
-    code = getattr(function, "__code__", None)
-    parameters = list(inspect.signature(hook).parameters.values())
-    found = {p.name for p in parameters if argument in p.name and not p.name.startswith("batch_i")}
-    if code is None or len(found) != 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return True
-    (variable,) = found
-    if variable in code.co_cellvars:
-        return True
-    return variable in loaded_variables(code)

@@ -75,7 +75,7 @@ def _leave_gradients(set_to_none: bool = True) -> None:
 
 
 def _are_named_in_submodules(module: nn.Module) -> bool:
-    """Whether code that runs within a forward names a gradient: that of layers of user code, or a hook around one."""
+    """True if code that runs within a forward names a gradient: that of layers of user code, or a hook around one."""
     kinds = {base for each in module.modules() if each is not module for base in type(each).__mro__}
     functions: list[Any] = [f for kind in kinds if is_followed(kind.__module__) for f in functions_of(kind)]
     functions += [hook for each in module.modules() for hook in hooks_of(each)]

@@ -6,6 +6,7 @@ While a hook of the LightningModule or of a callback that is not Lightning's own
 * ``self.log`` takes rank 0's value where ranks have different ones, such as times and memory, so that monitors decide alike,
 * calls of ``self.log`` that rank 0 alone makes (``if self.global_rank == 0: ...``) are made by all,
 * ``trainer.should_stop`` holds for every rank once one has set it,
+* what rank 0 alone changes in tensors and optimizers is changed on every rank (``hooks.rank_zero_changes``),
 * random numbers go on from rank 0's when the hook is over,
 * what it writes to files is written by rank 0,
 * collectives of torch.distributed give all ranks rank 0's values (``distributed.replica``).
@@ -22,7 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,11 +44,15 @@ from lightning_fxpipe.distributed.rank_zero import Shared, answer
 from lightning_fxpipe.distributed.replica import Replica, replaced_functions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError, no_end_of_epoch
-from lightning_fxpipe.hooks.hook_code import callbacks, changes_batches, hooks_of_users, on_classes, readers, short
+from lightning_fxpipe.hooks.frame import Frame
+from lightning_fxpipe.hooks.hook_code import callbacks, hooks_of_users, on_classes
+from lightning_fxpipe.hooks.hook_readers import Readers
 from lightning_fxpipe.hooks.logged_numbers import as_it_is, in_form_of, is_number, same_number
-from lightning_fxpipe.hooks.whole_model import TRACERS, WholeModel, WholeView, in_place
-from lightning_fxpipe.optim.optimizers import StageOptimizer, with_inner
-from lightning_fxpipe.pytree.portable import on_host, sendable
+from lightning_fxpipe.hooks.rank_zero_changes import rank_zero_changes
+from lightning_fxpipe.hooks.whole_model import TRACERS, Used, WholeModel, WholeView, in_place
+from lightning_fxpipe.hooks.whole_optimizers import WholeOptimizers
+from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of, with_inner
+from lightning_fxpipe.pytree.portable import on_host
 from lightning_fxpipe.pytree.sizes import held_number, plain_numbers
 from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.rng import python_rng, rng_state, set_rng_state
@@ -56,33 +61,10 @@ from lightning_fxpipe.user_code.frames import framework_calls, user_source
 
 # What a rank says in a vote; of a digest its negative, too, so that the largest of both tell whether all are the same.
 _GRADIENTS, _VALUES, _LOGGING, _SHARING, _STOP, _DIGEST, _MINUS_DIGEST, _LOGGED, _MINUS_LOGGED, _RNG, _MINUS_RNG = range(11)
-_JOINING, _MINUS_JOINING, _ELSEWHERE, _NUM_KINDS = range(11, 15)
-_LOOKS, _NOTHING = (_GRADIENTS, _VALUES), -math.inf
+_JOINING, _MINUS_JOINING, _ELSEWHERE, _STATES, _TOUCHED, _OPTIONS, _MINUS_OPTIONS, _NUM_KINDS = range(11, 19)
+_LOOKS, _NOTHING = (_GRADIENTS, _VALUES, _STATES), -math.inf
 _REQUESTS = (*_LOOKS, _LOGGING, _SHARING, _JOINING)
 _Voted = tuple[list[float], list[dict[str, float] | None]]
-
-
-@dataclass(kw_only=True)
-class Frame:
-    """A hook that is running.
-
-    Attributes:
-        view: The mode that shows it the whole model.
-        values: Values of placeholders, once somebody has looked.
-        gradients: Gradients of placeholders, once somebody has looked.
-        logged: The numbers that it has logged: arguments of ``self.log``.
-        zeros: The call of Lightning or torch that rank 0 made in the last vote, and its value; None if it made none.
-        files: The files that it writes.
-        is_joint: Whether all ranks run the same code, and so come to each :meth:`Hooks.suspend` together.
-    """
-
-    view: WholeView
-    files: writing
-    is_joint: bool
-    values: dict[int, Tensor] | None = None
-    gradients: dict[int, Tensor | None] | None = None
-    logged: list[dict[str, Any]] = field(default_factory=list)
-    zeros: Shared | None = None
 
 
 class Hooks:
@@ -93,6 +75,9 @@ class Hooks:
         whole: Brings the tensors of other stages.
         topology: This rank's place.
         replica: What hooks see of the ranks.
+
+    Attributes:
+        readers: Which of them read batches and results of steps.
     """
 
     def __init__(self, module: LightningModule, whole: WholeModel, topology: Topology, replica: Replica) -> None:
@@ -105,11 +90,9 @@ class Hooks:
         self._reported: set[str] = set()
         self._installed = ExitStack()
         self._followed = ExitStack()  # what is patched in optimizers
-        self._output_readers: frozenset[str] = frozenset()
-        self._returns_predictions = False
-        self._batch_readers: frozenset[str] = frozenset()
-        self._changes_batches = False
-        self._optimizers: Sequence[StageOptimizer] = ()
+        self.readers = Readers()
+        self._temporary: set[str] = set()  # paths of files that hooks have made by tempfile
+        self._optimizers = WholeOptimizers(module, topology, self._states)
 
     # ------------------------------------------------------------------ where hooks are
 
@@ -133,18 +116,17 @@ class Hooks:
             writers = [callback for callback in callbacks(trainer) if isinstance(callback, kinds)]
             patches += [(w, name, _do_nothing) for w in writers for name in ("write_on_batch_end", "write_on_epoch_end")]
             lead_nowhere([self._module, *callbacks(trainer)])
-        self._output_readers = readers(hooks, "output")
-        self._returns_predictions = bool(trainer.predict_loop.return_predictions)
-        self._batch_readers = readers([(o, n) for o, n in hooks if not isinstance(o, kinds)], "batch")
-        self._changes_batches = changes_batches(trainer, self._module)
+        self.readers = Readers.among(hooks, trainer, self._module)
         self._installed.enter_context(patched_attributes(*on_classes(patches)))
         self._installed.enter_context(replaced_functions((owner, name, self._tracer) for owner, name in TRACERS))
 
     def follow(self, optimizers: Sequence[StageOptimizer]) -> None:
         """Hooks see the parameters of the whole model in the groups of these optimizers."""
-        self._optimizers = optimizers if self._topology.num_ranks > 1 else ()
+        self._optimizers.follow(optimizers if self._topology.num_ranks > 1 else ())
         # It would look at each gradient of the other stages, which the rank that has them sets to zero.
-        patches = [(each.optimizer, "zero_grad", self.outside(each.optimizer.zero_grad)) for each in self._optimizers]
+        patches = [(o.optimizer, "zero_grad", self._zeroing(o.optimizer.zero_grad)) for o in self._optimizers]
+        # It puts in states past the property that notices their use.
+        patches += [(o.optimizer, "load_state_dict", self._loading(o.optimizer.load_state_dict)) for o in self._optimizers]
         self._followed.close()
         self._followed.enter_context(patched_attributes(*patches))
 
@@ -165,7 +147,7 @@ class Hooks:
         """Leaves the hooks as they were."""
         self._followed.close()
         self._installed.close()
-        self._output_readers = frozenset()
+        self.readers = replace(self.readers, of_outputs=frozenset())
 
     def show_state(self, state: Mapping[str, Any]) -> None:
         """Has hooks see all of a ``state_dict()`` of the module, until the next one."""
@@ -173,48 +155,16 @@ class Hooks:
 
     @property
     def are_running(self) -> bool:
-        """Whether a hook of user code runs."""
+        """True if a hook of user code runs."""
         return self._frame is not None
-
-    def see_batches(self, step: str) -> bool:
-        """Whether user code besides the step looks at its batches, on their way to the step or in a hook."""
-        names = {f"on_{short(step)}_batch_{moment}" for moment in ("start", "end")}
-        return self._changes_batches or bool(names & self._batch_readers)
-
-    def sendable_output(self, step: str, output: Any) -> tuple[Any, ...]:
-        """What a step returned for a batch, on the CPU, where other ranks cannot know it and need it: a hook of user code looks
-        at it, or ``trainer.predict`` returns it.
-
-        Returns:
-            The output alone, or nothing.
-        """
-        name = f"on_{short(step)}_batch_end"
-        is_read, is_returned = name in self._output_readers, step == "predict_step" and self._returns_predictions
-        # A loss is known on every rank.
-        if not (is_read or is_returned) or output is None or (step == "training_step" and isinstance(output, Tensor)):
-            return ()
-
-        def refusal(observed: str) -> UnsupportedError:
-            return UnsupportedError(
-                f"The {step} returns something that {name} cannot get on the other ranks.",
-                observed=observed,
-                expected="tensors and plain values: only the last stage runs the step to its end",
-                todo="Return a tensor, a number or a dict of them.",
-            )
-
-        try:
-            return (sendable(output, refusal),)
-        except UnsupportedError:
-            if is_read:
-                raise
-            return ()  # rank 0 returns it, the others None
 
     def _wrap(self, trainer: Trainer, hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._frame is not None:  # called by another hook
                 return hook(*args, **kwargs)
-            with no_end_of_epoch(getattr(hook, "__name__", "a hook")), self.running(trainer):
+            name = getattr(hook, "__name__", "a hook")
+            with no_end_of_epoch(name), self.running(trainer, name):
                 return hook(*args, **kwargs)
 
         return run
@@ -242,16 +192,18 @@ class Hooks:
         return run
 
     @contextmanager
-    def running(self, trainer: Trainer, *, is_joint: bool = False) -> Iterator[Frame]:
+    def running(self, trainer: Trainer, name: str, *, is_joint: bool = False) -> Iterator[Frame]:
         """The block is user code, on every rank; with ``is_joint`` such as takes the same path on all."""
         whole = self._whole
-        view = WholeView(whole.placeholders(), whole.held, self.values, self._gradients, self._topology.device)
-        files = writing(is_real=self._topology.is_last, meet=partial(self._share, None))
-        self._frame = frame = Frame(view=view, files=files, is_joint=is_joint)
+        used = Used(values=self.values, gradients=self._gradients, common=self._touch)
+        view = WholeView(whole.placeholders(), whole.held, used, self._topology.device)
+        files = writing(is_real=self._topology.is_last, share=self._share, temporary=self._temporary)
+        self._frame = frame = Frame(name=name, view=view, files=files, is_joint=is_joint)
         try:
-            with view, files, self._groups(whole=True), self._replica.acting(self._share):
-                yield frame
-            self._end(trainer)
+            with self._optimizers.shown(whole=True):
+                with view, files, self._replica.acting(self._share):
+                    yield frame
+                self._end(trainer)
         finally:
             self._frame = None
 
@@ -266,31 +218,32 @@ class Hooks:
             self.meet()
         self._frame, frame.files.is_active = None, False
         try:
-            with self._groups(whole=False), function_mode_removed(frame.view), self._replica.aside():
+            with self._optimizers.shown(whole=False), function_mode_removed(frame.view), self._replica.aside():
                 yield
         finally:
-            frame.values = frame.gradients = None
+            frame.values, frame.gradients, frame.has_states = None, None, False
             self._frame, frame.files.is_active = frame, True
 
     def outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which is no user code wherever it is called."""
         return self.suspend()(function)
 
-    @contextmanager
-    def _groups(self, *, whole: bool) -> Iterator[None]:
-        """In the block, the optimizers' groups list the placeholders of other stages, or they do not; after it the reverse."""
-        self._show_others(whole)
-        try:
-            yield
-        finally:
-            self._show_others(not whole)
+    def _zeroing(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(zero_grad)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.together("optimizer.zero_grad"):
+                return zero_grad(*args, **kwargs)
 
-    def _show_others(self, shown: bool) -> None:
-        for optimizer in self._optimizers:
-            if shown:
-                optimizer.show_others()
-            else:
-                optimizer.hide_others()
+        return run
+
+    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._frame is not None:
+                self._states()
+            return load(*args, **kwargs)
+
+        return run
 
     # ------------------------------------------------------------------ what ranks ask each other
 
@@ -316,6 +269,15 @@ class Hooks:
         assert self._frame.gradients is not None
         return self._frame.gradients
 
+    def _states(self) -> None:
+        assert self._frame is not None
+        if not self._frame.has_states:
+            self._vote({_STATES: 1.0})
+
+    def _touch(self) -> None:
+        assert self._frame is not None
+        self._frame.touched = True
+
     def _share(self, value: Any) -> Any:
         """Rank 0's value, where rank 0 comes here, too; else the rank's own."""
         assert self._frame is not None
@@ -329,16 +291,17 @@ class Hooks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """As :meth:`suspend`, around what every rank must do: in a hook, :class:`UnsupportedError` if some rank does not."""
+        """Suspends around what every rank must do. Raises :class:`UnsupportedError` in a hook if some rank does not."""
         frame = self._frame
         if frame is not None and not frame.is_joint and not has_failed():
             digest = _digest_of(what)
             are_back = True
             while are_back:  # from what they ask for, before they come here
-                result, _ = self._vote({_JOINING: digest, _MINUS_JOINING: -digest})
+                result, _ = self._vote({_JOINING: digest, _MINUS_JOINING: -digest} | self._changes())
                 are_back = any(result[kind] > 0 for kind in (*_LOOKS, _LOGGING, _SHARING))
             if result[_ELSEWHERE] > 0 or result[_JOINING] != -result[_MINUS_JOINING]:
                 raise _not_together(what)
+            self._follow_rank_zero(result)
         with self.suspend():
             yield
 
@@ -350,9 +313,10 @@ class Hooks:
         while asked:
             logged = _digest_of([entry["name"] for entry in frame.logged])
             random = _digest_of(python_rng(), torch.get_rng_state().numpy().tobytes())
-            mine = {_STOP: float(trainer.should_stop), _LOGGED: logged, _RNG: random}
+            mine = {_STOP: float(trainer.should_stop), _LOGGED: logged, _RNG: random} | self._changes()
             result, _ = self._vote(mine | {_MINUS_LOGGED: -logged, _MINUS_RNG: -random})
             asked = any(result[kind] > 0 for kind in _REQUESTS)
+        self._follow_rank_zero(result)
         if result[_STOP] > 0:
             trainer.should_stop = True
         if result[_LOGGED] != -result[_MINUS_LOGGED]:
@@ -360,6 +324,30 @@ class Hooks:
         if result[_RNG] != -result[_MINUS_RNG]:
             state = of_last_stage(rng_state(), self._topology)
             set_rng_state({key: value for key, value in state.items() if key != "cuda"})
+
+    def _changes(self) -> dict[int, float]:
+        """Says in a vote what this rank may have changed alone."""
+        assert self._frame is not None
+        options = _digest_of(text_of(self._optimizers.entries(states=False)))
+        touched = {_TOUCHED: 1.0} if self._frame.touched else {}
+        return {_OPTIONS: options, _MINUS_OPTIONS: -options} | touched
+
+    def _follow_rank_zero(self, result: Sequence[float]) -> None:
+        """Changes on this rank what rank 0 has changed. Called by every rank, with the result of a vote."""
+        frame = self._frame
+        assert frame is not None
+        have_options = result[_OPTIONS] == -result[_MINUS_OPTIONS]
+        has_looked = frame.values is not None or frame.gradients is not None or frame.has_states
+        if frame.is_joint or not (has_looked or result[_TOUCHED] > 0 or not have_options):
+            return
+        is_touched = result[_TOUCHED] > 0
+        with without_modes():
+            tensors = self._whole.entries(frame.values, frame.gradients, common=is_touched)
+            optimizers = self._optimizers.entries(states=frame.has_states)
+            before = self._whole.fingerprints
+            changes = rank_zero_changes(tensors | optimizers, before, self._topology, frame.name)
+            self._whole.follow_changes({name: value for name, value in changes.items() if name in tensors})
+            self._optimizers.follow_changes({name: value for name, value in changes.items() if name in optimizers})
 
     def _vote(self, mine: Mapping[int, float], logged: dict[str, float] | None = None, shared: Shared | None = None) -> _Voted:
         """One round: what any rank wants is done by all.
@@ -388,6 +376,9 @@ class Hooks:
             if result[_VALUES] > 0:
                 values = self._whole.values()
                 frame.values = values if frame.values is None else frame.values
+            if result[_STATES] > 0:
+                frame.has_states = True
+                self._optimizers.bring_states()
             looks = any(result[kind] > 0 for kind in _LOOKS)
             if result[_LOGGING] > 0 and not looks and result[_DIGEST] != -result[_MINUS_DIGEST]:
                 all_logged = gather_values(self._topology.control_group, logged)

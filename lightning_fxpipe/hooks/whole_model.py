@@ -1,4 +1,4 @@
-"""What a hook of user code sees of other stages: the values and gradients that one device would have.
+"""Other stages' values and gradients, which hooks of user code see as on one device.
 
 Code outside the steps reads the whole model: a total gradient norm, clipping by hand, a histogram of weights, an average of
 weights. This rank holds one stage; of the others it has placeholders. The first use of any stage's tensor brings copies of all
@@ -14,8 +14,9 @@ vote, and a hook ends with votes until no rank needs anything: whoever needs not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_fxpipe._compat.torch import tree_map
+from lightning_fxpipe.distributed.agreement import fingerprint
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.distributed.values import broadcast_tensor, broadcast_value
 from lightning_fxpipe.errors import UnsupportedError
+from lightning_fxpipe.hooks.rank_zero_changes import followed
 from lightning_fxpipe.planner.cost import canonical_fqns
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.stages.holders import first_held
@@ -65,7 +68,36 @@ TRACERS = (
     (torch.onnx, "export"),
 )
 
+_VALUE, _GRADIENT, _FLAG = "value of", "gradient of", "requires_grad of"  # names of entries
 _ABSENT, _STRIDED, _SPARSE = range(3)  # layouts of gradients, in messages
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Tensors of one rank, by identity.
+
+    Attributes:
+        missed: Those that other ranks have placeholders for.
+        common: Those that every rank has.
+    """
+
+    missed: Mapping[int, Tensor] = field(default_factory=dict)
+    common: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """Functions to call before user code uses what a model has.
+
+    Attributes:
+        values: At a value that some rank lacks; returns those of placeholders.
+        gradients: At a gradient that some rank lacks; returns those of placeholders.
+        common: At a tensor that every rank has, and at a change of ``requires_grad``.
+    """
+
+    values: Callable[[], Mapping[int, Tensor]]
+    gradients: Callable[[], dict[int, Tensor | None]]
+    common: Callable[[], None]
 
 
 class WholeModel:
@@ -76,6 +108,9 @@ class WholeModel:
         plan: Which stage holds what.
         topology: This rank's place.
         dropped: Placeholders of parameters that were dropped, by the parameter's identity: user code may still have these.
+
+    Attributes:
+        fingerprints: Those of this rank's tensors when copies of them were last made, by name.
     """
 
     def __init__(
@@ -87,9 +122,11 @@ class WholeModel:
         found = [(owner, name, tensor) for owner, name, _, tensor in named_tensors(module) if tensor.is_meta]
         self._first = found[0] if found else None
         self._in_state: list[Tensor] = []
+        self._own_in_state: dict[int, Tensor] = {}
         self._members = Members(module)
         self._listed: object = None  # the members that `_held` is of
-        self._held: dict[int, Tensor] = {}
+        self._held = Held()
+        self.fingerprints: dict[Hashable, str] = {}
         # Kept alive, so that no other tensor gets the identity of one.
         self._placeholders = {id(tensor): tensor for *_, tensor in found}
         self._placeholders |= dropped or {}
@@ -102,19 +139,23 @@ class WholeModel:
         """Has hooks see what a ``state_dict()`` of the module lacks, until the next one: its tensors are other objects."""
         for entry in self._in_state:
             self._placeholders.pop(id(entry), None)
-        found = [(state.get(fqn), tensor) for *_, fqn, tensor in named_tensors(self._module) if tensor.is_meta]
-        self._in_state = [entry for entry, _ in found if entry is not None]  # kept alive as the placeholders are
-        self._placeholders.update((id(entry), tensor) for entry, tensor in found if entry is not None)
+        found = [(state[fqn], tensor) for *_, fqn, tensor in named_tensors(self._module) if isinstance(state.get(fqn), Tensor)]
+        self._in_state = [entry for entry, tensor in found if tensor.is_meta]  # kept alive as the placeholders are
+        self._placeholders.update((id(entry), tensor) for entry, tensor in found if tensor.is_meta)
+        self._own_in_state = {id(entry): entry for entry, tensor in found if not tensor.is_meta}
+        self._listed = None
 
-    def held(self) -> Mapping[int, Tensor]:
-        """This rank's tensors that other ranks have placeholders for, by identity; none once the module is whole."""
+    def held(self) -> Held:
+        """This rank's tensors; none once the module is whole."""
         if self._is_whole:
-            return {}
+            return Held()
         members = self._members.renewed()
         if self._listed is not members.parameters:
             self._listed, names = members.parameters, canonical_fqns(self._module)
             mine = [(names[fqn], t) for fqn, t in (*members.parameters.items(), *members.buffers.items()) if not t.is_meta]
-            self._held = {id(tensor): tensor for fqn, tensor in mine if self._is_missed(fqn)}
+            missed = {id(tensor): tensor for fqn, tensor in mine if self._is_missed(fqn)}
+            common = {id(tensor): tensor for fqn, tensor in mine if not self._is_missed(fqn)}
+            self._held = Held(missed=missed | self._own_in_state, common=common)
         return self._held
 
     @property
@@ -132,8 +173,9 @@ class WholeModel:
     def values(self) -> dict[int, Tensor]:
         """The values of this rank's placeholders, by the placeholder's identity."""
         found = {}
-        for owner, tensors in self._by_owner():
-            mine = dist.get_rank() == owner
+        for owner, named in self._by_owner():
+            tensors, mine = [*named.values()], dist.get_rank() == owner
+            self._note(named if mine else {}, _VALUE)
             sent = self._broadcast(owner, [t.detach() if mine else _like(t, self._topology.device) for t in tensors])
             for tensor, value in zip(tensors, sent, strict=True):
                 if isinstance(tensor, nn.Parameter):
@@ -144,9 +186,10 @@ class WholeModel:
     def gradients(self) -> dict[int, Tensor | None]:
         """The gradients of this rank's placeholders, by the placeholder's identity."""
         found: dict[int, Tensor | None] = {}
-        for owner, tensors in self._by_owner():
-            parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        for owner, named in self._by_owner():
+            parameters = [tensor for tensor in named.values() if isinstance(tensor, nn.Parameter)]
             mine = dist.get_rank() == owner
+            self._note({fqn: t.grad for fqn, t in named.items() if mine and isinstance(t, nn.Parameter)}, _GRADIENT)
             own = [parameter.grad if mine else None for parameter in parameters]
             layouts = torch.tensor([_layout(gradient) for gradient in own])
             dist.broadcast(layouts, src=owner, group=self._topology.control_group)
@@ -160,11 +203,51 @@ class WholeModel:
             found |= {id(p): value for (p, _), value in zip((*strided, *sparse), sent, strict=True)}
         return {key: value for key, value in found.items() if key in self._placeholders}
 
-    def _by_owner(self) -> Iterator[tuple[int, list[Tensor]]]:
+    def _note(self, tensors: Mapping[str, Tensor | None], kind: str) -> None:
+        self.fingerprints.update(((kind, fqn), fingerprint(tensor)) for fqn, tensor in tensors.items())
+
+    def entries(
+        self, values: Mapping[int, Tensor] | None, gradients: Mapping[int, Tensor | None] | None, *, common: bool
+    ) -> dict[Hashable, Any]:
+        """Tensors and flags by name: on rank 0 of all that ranks have copies of, else of what is here.
+
+        Args:
+            values: Copies of values, if they have been brought; ``gradients`` likewise.
+            gradients: Copies of gradients.
+            common: True adds what every rank has.
+        """
+        names, found = canonical_fqns(self._module), dict[Hashable, Any]()
+        for *_, name, tensor in named_tensors(self._module):
+            fqn, is_missed, is_parameter = names[name], self._is_missed(names[name]), isinstance(tensor, nn.Parameter)
+            if common and is_parameter:
+                found[_FLAG, fqn] = tensor.requires_grad
+            if values is not None if is_missed else common:
+                copies = {id(tensor): tensor} if not tensor.is_meta else (values or {})
+                if id(tensor) in copies:
+                    found[_VALUE, fqn] = copies[id(tensor)].detach()
+            if is_parameter and (gradients is not None if is_missed else common):
+                own = {id(tensor): tensor.grad} if not tensor.is_meta else (gradients or {})
+                if id(tensor) in own:
+                    found[_GRADIENT, fqn] = own[id(tensor)]
+        return found
+
+    def follow_changes(self, changes: Mapping[Any, Any]) -> None:
+        """Takes over changed entries."""
+        tensors = {fqn: tensor for *_, fqn, tensor in named_tensors(self._module)}
+        for (kind, fqn), value in changes.items():
+            tensor = tensors[fqn]
+            if kind == _FLAG:
+                tensor.requires_grad_(value)
+            elif kind == _GRADIENT:
+                tensor.grad = followed(tensor.grad, value, tensor.device)
+            else:
+                tensor.data = followed(tensor.detach(), value, tensor.device)
+
+    def _by_owner(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Each rank that has something which another has not, and that in the same order everywhere."""
         topology = self._topology
         for stage, tensors in first_held(self._module, self._plan).items():
-            wanted = [tensor for fqn, tensor in tensors.items() if self._is_missed(fqn)]
+            wanted = {fqn: tensor for fqn, tensor in tensors.items() if self._is_missed(fqn)}
             if wanted:
                 yield topology.rank_of(stage), wanted
 
@@ -199,41 +282,40 @@ class WholeView(TorchFunctionMode):
 
     Args:
         placeholders: The placeholders, by their identity and by that of what they stand for.
-        held: Returns this rank's tensors that other ranks have placeholders for, by identity.
-        values: Called at each use of a value of either, before the call that uses it.
-        gradients: Called at each use of a gradient of either.
+        held: Returns this rank's tensors.
+        used: Called at each use of these or of placeholders.
         device: What a placeholder answers when asked for its device.
     """
 
     def __init__(
         self,
         placeholders: Mapping[int, Tensor],
-        held: Callable[[], Mapping[int, Tensor]],
-        values: Callable[[], Mapping[int, Tensor]],
-        gradients: Callable[[], dict[int, Tensor | None]],
+        held: Callable[[], Held],
+        used: Used,
         device: torch.device,
     ) -> None:
         super().__init__()
         self._placeholders = placeholders
         self._held = held
-        self._values = values
-        self._gradients = gradients
+        self._used = used
         self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FREEZING and id(args[0]) in self._placeholders:
             func(self._placeholders[id(args[0])], *args[1:], **kwargs)  # of a parameter that was dropped, too
+        if func in _FREEZING:
+            self._used.common()
         if func in _DESCRIBING:
             return func(*args, **kwargs)
         if not self._has_any(self._placeholders, args, kwargs):
-            if func != _GET_DEVICE and self._has_any(self._held(), args, kwargs):
-                _ = self._gradients() if func in _OF_GRADIENTS else self._values()
+            if func != _GET_DEVICE:
+                self._note_use(func, args, kwargs)
             return func(*args, **kwargs)
         if func == _GET_GRAD:
-            return self._gradients().get(id(self._placeholders[id(args[0])]))
+            return self._used.gradients().get(id(self._placeholders[id(args[0])]))
         if func == _SET_GRAD:
-            self._gradients()[id(self._placeholders[id(args[0])])] = args[1]
+            self._used.gradients()[id(self._placeholders[id(args[0])])] = args[1]
             return None
         if func == _GET_DEVICE:
             return self._device
@@ -243,6 +325,13 @@ class WholeView(TorchFunctionMode):
         result = func(*self._replace(args, stood_for), **self._replace(kwargs, stood_for))
         # What changes a tensor in place returns that very tensor: `module.weight /= 2` puts it back into the module.
         return stood_for.get(id(result), result)
+
+    def _note_use(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        held = self._held()
+        if self._has_any(held.missed, args, kwargs):
+            _ = self._used.gradients() if func in _OF_GRADIENTS else self._used.values()
+        if held.common and self._has_any(held.common, args, kwargs):
+            self._used.common()
 
     def _has_any(self, tensors: Mapping[int, Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
         for argument in (*args, *kwargs.values()):
@@ -255,7 +344,7 @@ class WholeView(TorchFunctionMode):
 
     def _replace(self, arguments: Any, stood_for: dict[int, Tensor]) -> Any:
         """The arguments with values; ``stood_for`` gets, by their identity, what stands for them."""
-        values = self._values()
+        values = self._used.values()
 
         def value_of(leaf: Any) -> Any:
             placeholder = self._placeholders.get(id(leaf))

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_fxpipe.errors import BatchError
 from lightning_fxpipe.pytree.containers import container_of, leaves_with_path
 from lightning_fxpipe.pytree.structure import Template, map_tensors
+from lightning_fxpipe.user_code.objects import keep_attributes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +240,7 @@ def split_batch(batch: Any, passes: Sequence[Pass], batch_dim: int = 0) -> list[
             # `.data` gives each microbatch its own version counter: a step that changes its batch in place would otherwise
             # invalidate what the microbatches before it saved for backward.
             shared = value if value.requires_grad else value.data
-            return shared.narrow(_dim_of(value, batch_dim), start, size)
+            return keep_attributes(shared.narrow(_dim_of(value, batch_dim), start, size), value)
         if _is_per_sample(value, total) or (has_dicts and _has_samples(value, total)):
             return value[start : start + size]
         container = container_of(value)

@@ -180,13 +180,21 @@ class StageOptimizer:
         self._whole, self._names = whole, names
 
     def know_others(self, group: dist.ProcessGroup | None) -> None:
-        """Before a step of all parameters: brings the states of other ranks' here, if they are not. Called by every rank."""
+        """Brings the states of other ranks' parameters here, unless they are: for a step of all of them, or a hook that reads
+        them. Called by every rank."""
         if self._others is not None:
             return
         placeholders = {fqn: p for fqn, p in self._module.named_parameters() if p.is_meta}
         found = _gather_states(self._states_here(), group)
-        device = next((p.device for p in self._mine().values()), _CPU)
+        device = next((p.device for p in self._mine().values() if not p.is_meta), _CPU)
         self._others = {placeholders[fqn]: _moved(state, device) for fqn, state in found.items() if fqn in placeholders}
+        if self._shows_others:
+            self.optimizer.state.update(self._others)
+
+    def forget_others(self) -> None:
+        """Drops the states of other ranks' parameters, which their ranks change, unless it steps them all itself."""
+        if not self.is_coupled:
+            self._others = None
 
     def end_step(self) -> None:
         """After a step, also one that has failed: its groups have this rank's parameters, whoever steps them."""

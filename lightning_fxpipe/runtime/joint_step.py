@@ -118,7 +118,7 @@ class JointSteps:
             return
         # What the block prints is printed once.
         one_voice = nullcontext() if self.topology.is_last else redirect_stdout(io.StringIO())
-        with self._hooks.running(self.root.trainer, is_joint=True), self._replica.computing(), one_voice:
+        with self._hooks.running(self.root.trainer, "the step", is_joint=True), self._replica.computing(), one_voice:
             yield
 
     def staged_fqn(self, tensor: Tensor) -> str | None:

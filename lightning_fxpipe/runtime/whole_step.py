@@ -21,7 +21,7 @@ from lightning_fxpipe._compat.torch import return_memory, version_of
 from lightning_fxpipe.distributed.agreement import any_rank, of_last_stage
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
-from lightning_fxpipe.hooks.whole_model import WholeView
+from lightning_fxpipe.hooks.whole_model import Held, Used, WholeView
 from lightning_fxpipe.metrics.step_log import StepLog
 from lightning_fxpipe.microbatch.draws import BatchDraws
 from lightning_fxpipe.microbatch.split import batch_size
@@ -159,7 +159,8 @@ class WholeSteps:
     def no_placeholders(self) -> Iterator[TorchFunctionMode]:
         """In the block, a look at a tensor of another stage raises :class:`UnsupportedError`; yields what watches for it."""
         placeholders = {id(tensor): tensor for *_, tensor in named_tensors(self._module) if tensor.is_meta}
-        with WholeView(placeholders, dict, _refuse_look, _refuse_look, self._topology.device) as view:
+        used = Used(values=_refuse_look, gradients=_refuse_look, common=lambda: None)
+        with WholeView(placeholders, Held, used, self._topology.device) as view:
             yield view
 
     def _missing(self) -> list[tuple[int, Tensor]]:

@@ -197,7 +197,7 @@ class CheckpointHooks:
         if self.saves_nothing:
             return {}
         hooks = self._now.session.hooks
-        with hooks.suspend():
+        with hooks.together("save_checkpoint"):
             state: dict[str, Any] = self._now.session.module.state_dict()
         hooks.show_state(state)
         return state

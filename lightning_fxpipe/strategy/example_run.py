@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,7 @@ class ExampleRuns:
             if can_be_summarised_on_fakes(self._module, self._topology.device):
                 with _on_fakes(self._module, self._topology.device):
                     return hook(*args, **kwargs)
-            with self._hooks.running(trainer):
+            with self._hooks.running(trainer, "on_fit_start"):
                 return hook(*args, **kwargs)
 
         return run
@@ -82,29 +82,24 @@ class ExampleRuns:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> Any:
             before = StepAttributes(self._module, Members(self._module), {})
-            with self._hooks.running(trainer) as frame:
+            with self._hooks.running(trainer, "log_graph") as frame:
                 result = hook(*args, **kwargs)
             if frame.values is not None:  # on every rank, if any rank has looked at another's
-                self._share_changes(before, frame.values)
+                self._share_changes(before)
             return result
 
         return run
 
-    def _share_changes(self, before: StepAttributes, values: Mapping[int, Tensor]) -> None:
-        """A forward on rank 0 may draw random numbers, and change buffers and attributes."""
+    def _share_changes(self, before: StepAttributes) -> None:
+        """A forward on rank 0 may draw random numbers, and change attributes."""
         news: Any = None
         if self._topology.is_last:
-            buffers = {fqn: values.get(id(buffer), buffer).detach().cpu() for fqn, buffer in self._module.named_buffers()}
-            news = (rng_state(), before.changes(), buffers)
-        state, attributes, buffers = of_last_stage(news, self._topology)
+            news = (rng_state(), before.changes())
+        state, attributes = of_last_stage(news, self._topology)
         if self._topology.is_last:
             return
         set_rng_state(state)
         take_over(self._module, attributes, self._topology.device)
-        with torch.no_grad():
-            for fqn, buffer in self._module.named_buffers():
-                if not buffer.is_meta:
-                    buffer.copy_(buffers[fqn])
 
 
 def _makes_summary(callback: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What the strategy says of processes: to user code how many replicas they are, to the launcher how many there are."""
+"""Numbers of processes: to user code how many replicas they are, to the launcher how many there are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ else:
 
 
 class ReplicaStrategy(Base):
-    """What ``FxPipeStrategy`` says of processes.
+    """The part of ``FxPipeStrategy`` about processes.
 
     The Trainer takes ``trainer.world_size``, ``num_devices``, ``num_nodes`` and ``global_rank`` from its strategy.
     """
@@ -67,7 +67,7 @@ class ReplicaStrategy(Base):
 
     @property
     def replica(self) -> Replica:
-        """What user code sees of the ranks, once processes have started."""
+        """The ranks as user code sees them, once processes have started."""
         assert self._replica is not None
         return self._replica
 
@@ -139,7 +139,7 @@ class ReplicaStrategy(Base):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether data is distributed, which is what Lightning asks this for: all ranks of one pipeline get the same."""
+        """True if data is distributed, for which Lightning asks this: all ranks of one pipeline get the same."""
         return self.replicas.are_several
 
     @property
@@ -159,13 +159,13 @@ class ReplicaStrategy(Base):
 
     @property
     def _others_answer(self) -> bool:
-        """Whether there are other ranks, they come here, too, and have not been told that the run has failed."""
+        """True if there are other ranks that come here, too, before any failure of the run."""
         is_computing = self._replica is not None and self._replica.is_computing  # a step comes to its end on one rank only
         return dist.is_initialized() and not is_computing and not has_failed()
 
     @property
     def _replicas_answer(self) -> bool:
-        """Whether user code runs to which the ranks with the same stages in other replicas come, too."""
+        """True if user code runs to which the ranks with the same stages in other replicas come, too."""
         is_running = self._replica is not None and (self._replica.is_computing or self._replica.is_acting)
         return dist.is_initialized() and is_running and self.replicas.are_several and not has_failed()
 

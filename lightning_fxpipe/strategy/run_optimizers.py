@@ -46,7 +46,7 @@ class RunOptimizers:
             return
         session.check_parameters()
         is_saved = bool(session.module.trainer.checkpoint_callbacks)
-        with session.hooks.suspend():
+        with session.hooks.together("trainer.strategy.setup_optimizers"):
             for former in self._present:
                 former.end_run()
             self._present = stage_optimizers(

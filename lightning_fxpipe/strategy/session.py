@@ -199,7 +199,7 @@ class Session:
         self._sparing.watch(
             running_step=lambda: None if self.hooks.are_running else _STEPS.get(trainer.state.stage),
             free_ranks=self._runtime.batch_traces.free_ranks,
-            is_seen_by_hooks=lambda kind: self.hooks.see_batches(kind.value),
+            is_seen_by_hooks=lambda kind: self.hooks.readers.see_batches(kind.value),
         )
 
     def overwritable(self) -> frozenset[str]:
@@ -295,7 +295,7 @@ class Session:
         with self.hooks.together("optimizer_step"):
             if optimizer is not None and optimizer.is_coupled:
                 optimizer.know_others(self._topology.control_group)
-                with self.hooks.running(self.module.trainer, is_joint=True):
+                with self.hooks.running(self.module.trainer, "optimizer_step", is_joint=True):
                     yield
                 return
             try:
@@ -335,7 +335,7 @@ class Session:
 
     def _evaluate_jointly(self, step: Step, batch: Any) -> Any:
         output = self._joint_steps.run(step, batch)
-        return output if self._topology.is_last or self.hooks.sendable_output(step.kind.value, output) else None
+        return output if self._topology.is_last or self.hooks.readers.sendable_output(step.kind.value, output) else None
 
     def clip_gradients(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clips by the norm over all stages; returns the norm."""
@@ -420,7 +420,7 @@ class Session:
             rng=result.rng,
             attributes=tuple(before.changes(self._runtime.stage_traces.iterators)),
             metric_states=tuple(states.changes()),
-            output=self.hooks.sendable_output(step.kind.value, result.output),
+            output=self.hooks.readers.sendable_output(step.kind.value, result.output),
             should_stop=self.module.trainer.should_stop,
             buffers=result.buffers,
         )

@@ -170,7 +170,7 @@ def _discover_knowing(call: WholeStep, device: torch.device | None, learned: Lea
             discovery.note_end(error, raising_source(error))
         if discovery.misuse is not None:
             raise discovery.misuse
-        check_values_read(discovery.attributes_read, discovery.left_values, step_name(step))
+        check_values_read(root, discovery.attributes_read, discovery.left_values, step_name(step))
         discovery.check_shared_values()
         check_same_parameters(root, discovery.parameters)
     return discovery

@@ -27,6 +27,7 @@ from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, contex
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recording import recording
 from lightning_fxpipe.tracing.signals import Learned, MustStayWhole, RecordError
+from lightning_fxpipe.tracing.tensor_classes import check_tensor_classes
 from lightning_fxpipe.user_code.exchange import exchanged_tensors
 from lightning_fxpipe.user_code.iterators import StepIterators
 from lightning_fxpipe.user_code.memos import no_fakes_remembered
@@ -85,6 +86,7 @@ def fake_run(
     world = FakeWorld()
     lasting = lasting_objects(root)
     template = taken_apart(call, lasting)
+    check_tensor_classes(root, template.tensors)
     context = context_of(call)
     placement = Placement(root, device or device_of(template.tensors))
     fqns: dict[int, str] = {}

@@ -76,7 +76,7 @@ def settle_changes(
     known: Collection[tuple[str, Any]],
     given: Collection[Path],
     value_of: Callable[[Tensor], Tensor],
-    line_of: Callable[[str], str | None],
+    line_of: Callable[[str, str], str | None],
 ) -> None:
     """Decides about what opened modules have set while they were recorded.
 
@@ -86,7 +86,7 @@ def settle_changes(
         known: Attributes with tensors that the recorder knows, by path and name.
         given: Places that have been given a value before.
         value_of: The value of a fake tensor. Raises :class:`NoExample` where it is not constant.
-        line_of: ``file:line`` of the forward of the module at a path.
+        line_of: Says where the module at a path uses something of a name.
 
     Raises:
         FirstCallSets: The recording has to start again, after the model has been given values.
@@ -97,7 +97,7 @@ def settle_changes(
     shares = any(not name.startswith("self.") for name in changed.values())
     places = [place for place in before.differences() if _is_relevant(place.path, changed, known, shares=shares)]
     path = max(changed, key=len)  # an innermost one
-    otherwise = MustStayWhole(path, f"its forward changes {changed[path]}", line_of(path))
+    otherwise = MustStayWhole(path, f"its forward changes {changed[path]}", line_of(path, changed[path]))
     try:
         values = tuple(_constant(place, before, given, value_of) for place in places)
     except NotConstant:

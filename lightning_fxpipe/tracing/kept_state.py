@@ -30,6 +30,7 @@ from lightning_fxpipe.user_code.contents import ABSENT
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.kinds import kinds_of
 from lightning_fxpipe.user_code.objects import PLAIN_TYPES
+from lightning_fxpipe.user_code.step_code import attribute_uses
 
 # Keyword of a module's call in the graph: tensors, by the dotted names of the attributes that are set to them before the call.
 KEPT = "_fxpipe_kept"
@@ -240,7 +241,8 @@ def _share_stage(key: _Key, writer: Call, other: Call) -> None:
     """Makes two calls change the same memory, which is none of a tensor, so that no cut falls between them."""
     owner = writer if key[0] in writer.paths else other
     name, line = f"{owner.path}.{owner.name(key)}".lstrip("."), writer.writes[key]
-    why = f"a call of {writer.path or 'the module'} sets {name} for another one" + (f", {line}" if line else "")
+    uses = attribute_uses(type(owner.modules[key[0]]), key[1]) or (line and f"set at {line}")
+    why = f"a call of {writer.path or 'the module'} sets {name} for another one" + (f", {uses}" if uses else "")
     memory = -1 - key[0]
     for call in (writer, other):
         assert call.node is not None

@@ -67,7 +67,7 @@ class _Argument:
 
 @dataclass(frozen=True)
 class Known:
-    """What one call of a module has shown.
+    """Observations of one call of a module.
 
     Attributes:
         names: Of the attributes that it has read, of whatever modules.
@@ -84,7 +84,7 @@ class Known:
     draws: bool
 
     def is_of(self, modules: Mapping[str, nn.Module]) -> bool:
-        """Whether other modules, by their paths, have the same in the attributes that were read."""
+        """True if other modules, by their paths, have the same in the attributes that were read."""
         if "__dict__" in self.names:
             here = {(path, name) for path, module in modules.items() for name in vars(module).keys() - TORCHS_OWN}
             if not here <= self.values.keys():
@@ -121,7 +121,7 @@ class Question:
 
 @dataclass
 class _Watch:
-    """What is seen while a call is made: the modules that it calls, whether it draws what could be drawn ahead, and whether it
+    """Watches a call while it is made: the modules that it calls, whether it draws what could be drawn ahead, and whether it
     sets an attribute, be it to the same."""
 
     called: list[nn.Module] = field(default_factory=list)
@@ -130,7 +130,7 @@ class _Watch:
 
 
 class KnownCalls:
-    """What the calls of whole modules have shown in one recording.
+    """Observations of the calls of whole modules in one recording.
 
     Args:
         device_type: Device whose autocast state matters.
@@ -149,7 +149,7 @@ class KnownCalls:
         self._watch: _Watch | None = None
 
     def ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Question | None:
-        """What is known of a call; None where it can only be made."""
+        """Returns observations of a call; None where it can only be made."""
         with unwatched_torch():
             modes = CallContext.current(self._device_type), torch.get_default_dtype(), torch.is_inference_mode_enabled()
             parts, tensors, own = list[Any](modes), list[FakeTensor](), list[FakeTensor]()
@@ -179,7 +179,7 @@ class KnownCalls:
         return self._likeness
 
     def answered(self, question: Question, known: Known) -> Any:
-        """What a call returns of which something is known. Nothing runs."""
+        """Returns the result of a call of which something is known. Nothing runs."""
         if self._watch is not None:
             self._watch.called += [question.modules[path] for path in known.called]
             self._watch.draws |= known.draws
@@ -291,7 +291,7 @@ class KnownCalls:
 
 @dataclass(frozen=True)
 class _State:
-    """What a call may change, before it is made.
+    """State that a call may change, before it is made.
 
     Attributes:
         versions: How often each tensor has been written into.
@@ -307,7 +307,7 @@ class _State:
 
     @classmethod
     def of(cls, question: Question) -> _State:
-        """What it is now."""
+        """Its present state."""
         with unwatched_torch():
             modules = question.modules.items()
             has_users = any(is_users(type(child)) for _, child in modules)
@@ -319,14 +319,14 @@ class _State:
             )
 
     def is_current(self, question: Question) -> bool:
-        """Whether it is still the same."""
+        """True if it is still the same."""
         with unwatched_torch():
             is_same = self.reached is None or self.reached.is_current()
             versions = [*map(version_of, (*question.tensors, *question.own))]
             return is_same and self.generators == python_rng() and self.versions == versions
 
     def values_of(self, names: Collection[str]) -> dict[tuple[str, str], Any]:
-        """What those attributes were, by path and name, whose names have been read."""
+        """Former values of those attributes, by path and name, whose names have been read."""
         if "__dict__" in names:
             names = {*names, *chain.from_iterable(self.attributes.values())}
         own = {*names} - TORCHS_OWN

@@ -28,7 +28,7 @@ from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.tracing.code_guards import code_guards
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
 from lightning_fxpipe.tracing.torch_calls import LOOKS
-from lightning_fxpipe.user_code.objects import is_value, lasting_objects
+from lightning_fxpipe.user_code.objects import is_value, keep_attributes, lasting_objects
 from lightning_fxpipe.user_code.placement import Placement
 from lightning_fxpipe.user_code.silence import silencing
 from lightning_fxpipe.user_code.snapshot import Snapshot
@@ -174,7 +174,7 @@ def _copy(root: nn.Module, leaf: Any, copies: dict[int, Tensor]) -> Any:
 
     def copied(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.clone()
+            copies[id(tensor)] = keep_attributes(tensor.clone(), tensor)
         return copies[id(tensor)]
 
     if isinstance(leaf, Tensor):

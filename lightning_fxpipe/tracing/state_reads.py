@@ -30,6 +30,7 @@ from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.signals import Lesson, RecordError
 from lightning_fxpipe.tracing.torch_calls import tensors_among
 from lightning_fxpipe.user_code.frames import user_source
+from lightning_fxpipe.user_code.step_code import attribute_uses
 
 # Of questions about tensors, which are most calls, and have nothing to do with values.
 _ANSWERS = frozenset({torch.Size, int, bool, torch.dtype, torch.device, torch.layout, torch.SymInt, torch.SymBool})
@@ -169,10 +170,11 @@ def _in_a_container(reader: str, maker: str | None) -> UnsupportedError:
     )
 
 
-def check_values_read(read: Iterable[GuardKey], left: Collection[GuardKey], label: str) -> None:
+def check_values_read(root: nn.Module, read: Iterable[GuardKey], left: Collection[GuardKey], label: str) -> None:
     """Refuses code that reads numbers and the like which a module's forward sets: in another stage they stay what they are.
 
     Args:
+        root: The module.
         read: The attributes that recorded code has read.
         left: Those that whole modules have set while they ran.
         label: The code.
@@ -182,8 +184,10 @@ def check_values_read(read: Iterable[GuardKey], left: Collection[GuardKey], labe
     """
     names = sorted(name_of_guard(key) for key in read if key in left)
     if names:
+        path, _, name = names[0].rpartition(".")
         raise FxPipeError(
             f"{label} reads what the forward of a submodule sets: {', '.join(names)}.",
+            where=attribute_uses(type(root.get_submodule(path)), name),
             observed="a number, or a tensor changed in place: it stays what it was on ranks that do not run that submodule",
             expected="new tensors, which are handed over, or values that the forward does not change",
             todo="Return it from the forward, or set it to a new tensor there.",

@@ -7,6 +7,7 @@ and of the dimensions that vary which satisfy the guards met while recording; :m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -43,7 +44,7 @@ from lightning_fxpipe.tracing.value_looks import Look, looks_hold
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.objects import Unsent, lasting_objects
 from lightning_fxpipe.user_code.snapshot import Snapshot, state_of_opened, user_state
-from lightning_fxpipe.user_code.step_code import code_of
+from lightning_fxpipe.user_code.step_code import attribute_uses, code_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -386,7 +387,7 @@ def _record(
             check_shared_values(result)
             if recorder.state_reads.refusal is not None:
                 raise recorder.state_reads.refusal
-            check_values_read(recorder.attributes_read, recorder.left_values, call.label)
+            check_values_read(root, recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.
             read_elsewhere = code_guards(root, actually_opened, functions=(call.code(root),))
@@ -462,9 +463,12 @@ def _check_deterministic(root: nn.Module, call: Recordable, first: _Recording, s
     )
 
 
-def _line_of(root: nn.Module, path: str) -> str | None:
-    code = code_of(type(root.get_submodule(path)).forward)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else None
+def _line_of(root: nn.Module, path: str, name: str) -> str | None:
+    kind = type(root.get_submodule(path))
+    code = code_of(kind.forward)
+    attribute = re.match(r"(?:self\.)?(\w+)", name)
+    uses = attribute_uses(kind, attribute[1]) if attribute else None
+    return uses or (f"{code.co_filename}:{code.co_firstlineno}" if code else None)
 
 
 def _name(root: nn.Module, call: Recordable) -> str:

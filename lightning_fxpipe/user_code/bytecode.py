@@ -53,6 +53,15 @@ def loaded_variables(code: CodeType) -> frozenset[str]:
     return frozenset(operation.argument for operation in operations(code) if operation.name == "LOAD_FAST")
 
 
+def attribute_line(code: CodeType, name: str, operation: str) -> int | None:
+    """Returns the first line in which code sets (``STORE_ATTR``) or reads (``LOAD_ATTR``) an attribute of such a name."""
+    for inner in codes_in(code):
+        for instruction in dis.get_instructions(inner):
+            if _plain(instruction.opname) == operation and instruction.argval == name and instruction.positions is not None:
+                return instruction.positions.lineno
+    return None
+
+
 def _plain(name: str) -> str:
     if name.startswith("LOAD_FAST") and name != "LOAD_FAST_AND_CLEAR":  # that one makes room for a comprehension's variable
         return "LOAD_FAST"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, outside_fakes
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, outside_fakes
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.pytree.structure import Structure, Template
 from lightning_fxpipe.user_code.kinds import kinds_of
@@ -21,6 +21,9 @@ from lightning_fxpipe.user_code.snapshot import MAX_WALKED
 
 # Constants that an fx node can hold as they are.
 PLAIN_TYPES = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, range)
+
+# Classes of tensors that know nothing but their values.
+PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 
 # Calls that only move a tensor around: what frameworks do with every tensor that they see.
 _MOVES = frozenset((Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.clone, torch.clone, torch.detach))
@@ -148,3 +151,11 @@ def lasting_objects(root: nn.Module, depth: int = 4) -> dict[int, Any]:
         for value in vars(module).values():
             visit(value, depth)
     return found
+
+
+def keep_attributes(copy: Tensor, original: Tensor) -> Tensor:
+    """Returns a copy of a tensor with its class and attributes: torch's functions keep neither of every class."""
+    if type(original) not in PLAIN_TENSORS:
+        copy = copy if type(copy) is type(original) else copy.as_subclass(type(original))
+        vars(copy).update(vars(original))
+    return copy

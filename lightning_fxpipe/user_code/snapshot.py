@@ -59,7 +59,7 @@ _GROUPS, _PARAMETERS = ".param_groups", ("key", "params")
 
 @dataclass(slots=True)
 class _Record:
-    """What was in an object; the object is kept, so that its ``id`` stays its own."""
+    """Former contents of an object; the object is kept, so that its ``id`` stays its own."""
 
     owner: Any
     kind: Kind
@@ -68,7 +68,7 @@ class _Record:
     key: Any  # there; the name of a root
 
     def has_changed(self) -> bool:
-        """Whether something else is in the object now."""
+        """True if something else is in the object now."""
         return not self.kind.is_still(self.owner, self.contents)
 
 
@@ -85,28 +85,28 @@ class _Space:
     known: list[Any]
 
     def is_current(self) -> bool:
-        """Whether the same is there now."""
+        """True if the same is there now."""
         if isinstance(self.names, dict):
             return len(self.names) == len(self.known)
         return len(self.names) == len(self.known) and all(map(is_, self.names.values(), self.known))
 
 
 def _differ_in_plain_values(kind: Kind, before: Any, now: Any) -> bool:
-    """Whether each object that can be looked into is where it was."""
+    """True if each object that can be looked into is where it was."""
     old, new = dict(kind.entries(before)), dict(kind.entries(now))
     changed = [key for key in {**old, **new} if old.get(key, ABSENT) is not new.get(key, ABSENT)]
     return all(type(value) in _UNCHANGING for key in changed for value in (old.get(key), new.get(key)))
 
 
 def _same_objects(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two mappings have the same objects; a method is another object each time it is asked for."""
+    """True if two mappings have the same objects; a method is another object each time it is asked for."""
     return one.keys() == other.keys() and all(
         value is other[name] or (isinstance(value, MethodType) and value == other[name]) for name, value in one.items()
     )
 
 
 class Snapshot:
-    """What can be reached from some objects, at one moment.
+    """Objects that can be reached from others, at one moment.
 
     Args:
         roots: The objects, by name. Instances are looked into whatever they are.
@@ -176,7 +176,7 @@ class Snapshot:
         return bool(changed)
 
     def take_back(self) -> Callable[[], None]:
-        """As :meth:`restore`; returns a function that makes the same changes again, to what the objects are by then."""
+        """Restores; returns a function that makes the same changes again, to what the objects are by then."""
         changed = [(record, record.kind.take(record.owner)) for record in self._records if record.has_changed()]
         self.restore()
 
@@ -190,15 +190,15 @@ class Snapshot:
         return again
 
     def is_current(self) -> bool:
-        """Whether all objects are still what they were."""
+        """True if all objects are still what they were."""
         return not any(record.has_changed() for record in self._records)
 
     def records(self) -> Iterable[_Record]:
-        """What is remembered of each object."""
+        """The contents remembered, one for each object."""
         return self._records
 
     def differences(self) -> Iterator[Difference]:
-        """What is different now, where it can still be reached as before."""
+        """Differences from now, where it can still be reached as before."""
         for index, record in enumerate(self._records):
             now = record.kind.take(record.owner)
             if now is not ABSENT and record.kind.is_same(now, record.contents):
@@ -207,12 +207,12 @@ class Snapshot:
                 yield from _differing(record, now, self._path(index))
 
     def passing_over(self) -> AbstractContextManager[None]:
-        """As the function :func:`passing_over`."""
+        """Passes over as the function :func:`passing_over`."""
         return passing_over([self])
 
     @property
     def has_iterators(self) -> bool:
-        """Whether iterators were reached, which :meth:`restore` puts back only after :meth:`keep_items`."""
+        """True if iterators were reached, which :meth:`restore` puts back only after :meth:`keep_items`."""
         return bool(self._iterators) or any(record.kind is ITERATOR for record in self._records)
 
     def make_iterators_rewindable(self) -> bool:
@@ -228,7 +228,7 @@ class Snapshot:
         self._marks = [record.owner.mark(self) for record in self._records if record.kind is ITERATOR]
 
     def is_drawn_from(self) -> bool:
-        """Whether an iterator is at another place now."""
+        """True if an iterator is at another place now."""
         return any(record.kind is ITERATOR and record.owner.position != record.contents for record in self._records)
 
     def place_of(self, tensor: Tensor) -> Path | None:
@@ -265,7 +265,7 @@ class Snapshot:
         return at_path({str(record.key): record.owner for record in self._records if record.parent < 0}, path[:-1])
 
     def has_reached(self, value: Any) -> bool:
-        """Whether an object was reached, looked into or not."""
+        """True if an object was reached, looked into or not."""
         return id(value) in self._seen
 
     def path_of(self, value: Any) -> Path | None:
@@ -354,7 +354,7 @@ class Snapshot:
         return tuple(reversed(steps))
 
     def _is_reached(self, index: int) -> bool:
-        """Whether each object on the way is still where it was."""
+        """True if each object on the way is still where it was."""
         while (record := self._records[index]).parent >= 0:
             if not self._is_at(record.owner, record.parent, record.key):
                 return False
@@ -371,8 +371,8 @@ class Snapshot:
 
 @contextmanager
 def passing_over(snapshots: Iterable[Snapshot]) -> Iterator[None]:
-    """What the block changes is no difference to any of the snapshots, and is not put back by :meth:`Snapshot.restore`; but for
-    entries of lists and the like in which something was different before."""
+    """Makes changes of the block no difference to any of the snapshots: :meth:`Snapshot.restore` does not put them back, but
+    for entries of lists and the like in which something was different before."""
     records: dict[tuple[int, int], list[_Record]] = {}
     for snapshot in snapshots:
         for record in snapshot.records():
@@ -393,7 +393,7 @@ def passing_over(snapshots: Iterable[Snapshot]) -> Iterator[None]:
 
 
 def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) -> Snapshot:
-    """What a module's code may change: the module and what hangs on it, and what it reaches through its Trainer.
+    """Snapshot of all that a module's code may change: the module, what hangs on it, and what it reaches through its Trainer.
 
     Args:
         root: The module.
@@ -409,7 +409,7 @@ def user_state(root: nn.Module, *functions: Any, enters_modules: bool = True) ->
 
 
 def state_of_opened(module: nn.Module) -> Snapshot:
-    """What a module's own code may change: all that it reaches but for modules, and of those inside it the attributes."""
+    """Snapshot of all that a module's own code reaches but for modules, and of those inside it the attributes."""
     below = {f"self.{path}": inside for path, inside in modules_inside(module).items() if path}
     return Snapshot({"self": module}, shallow=below, enters_modules=False)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fxpipe.user_code.bytecode import codes_in, operations
+from lightning_fxpipe.user_code.bytecode import attribute_line, codes_in, operations
 from lightning_fxpipe.user_code.code_contents import functions_of
 from lightning_fxpipe.user_code.code_names import is_followed
 from lightning_fxpipe.user_code.frames import is_framework, is_machinery
@@ -55,6 +55,18 @@ def reads_run_state(root: nn.Module, function: Callable[..., Any]) -> bool:
     """Whether a step, or a method that it calls, asks optimizers or schedulers, whose numbers change from batch to batch."""
     code = code_of(function)
     return code is not None and any(_RUN_STATE & {*current.co_names} for current in codes_called(type(root), code))
+
+
+def attribute_uses(cls: type, name: str) -> str | None:
+    """Says where the methods of a class of user code set and read an attribute, but for its constructor."""
+    found = dict[str, str]()
+    for operation, verb in (("STORE_ATTR", "set"), ("LOAD_ATTR", "read")):
+        for function in (f for base in cls.__mro__ if is_followed(base.__module__) for f in functions_of(base)):
+            code = code_of(function)
+            line = None if code is None or code.co_name == "__init__" else attribute_line(code, name, operation)
+            if code is not None and line is not None:
+                found.setdefault(verb, f"{verb} at {code.co_filename}:{line}")
+    return ", ".join(found.values()) or None
 
 
 def assigned_anywhere(cls: type) -> frozenset[str]:

@@ -20,11 +20,11 @@ from lightning_fxpipe.user_code.writes import Writes, WritesOfCalls
 
 @dataclass
 class Undone:
-    """What a block can change that is undone after it.
+    """State that a block can change and that is undone after it.
 
     Attributes:
         before: What it was.
-        has_changed_any: After the block, whether it had changed something.
+        has_changed_any: After the block, True if it had changed something.
     """
 
     before: Snapshot
@@ -58,29 +58,31 @@ def undo_after(root: nn.Module, *functions: Callable[..., Any]) -> Iterator[Undo
 
 
 class Postponed:
-    """What a block changes is undone after it, and can be changed again later.
+    """Undoes after a block what it changes, and can change it again later.
 
     A context manager around the block.
 
     Args:
         state: What the block can change.
-        watches_tensors: Whether the values of tensors are looked after, by a mode that processes forked in the block inherit.
+        watches_tensors: True to restore values of tensors, by a mode that processes forked in the block inherit.
     """
 
     def __init__(self, state: Snapshot, *, watches_tensors: bool = True) -> None:
         self.state = state
         self._writes = Writes(state.tensors()) if watches_tensors else None
+        # Of calls only: under a dispatch mode torch makes no tensor of a class of the user's from another tensor.
+        self._watch = None if self._writes is None else WritesOfCalls(self._writes, state.tensors())
         self._again: list[Callable[[], None]] = []
         self._versions: list[tuple[Tensor, int]] = []
 
     def __enter__(self) -> Postponed:
-        if self._writes is not None:
-            self._writes.__enter__()  # type: ignore[no-untyped-call]
+        if self._watch is not None:
+            self._watch.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._writes is not None:
-            self._writes.__exit__(*exception)  # type: ignore[no-untyped-call]
+        if self._watch is not None and self._writes is not None:
+            self._watch.__exit__(*exception)  # type: ignore[no-untyped-call]
             self._again.append(self._writes.take_back())
         self._again.append(self.state.take_back())
         self._versions = [(tensor, version_of(tensor)) for tensor in self.state.tensors()]
@@ -110,7 +112,7 @@ class UndoneRuns:
         before: What they can change, where that is known.
 
     Attributes:
-        has_assigned: Whether something but tensors had changed; after the block it is what it was again.
+        has_assigned: True if something but tensors had changed; after the block it is what it was again.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class _OneRun:
 
 
 class Remembered:
-    """What a module and all that its code reaches are now, with the values of buffers, and the random generators.
+    """State of a module and all that its code reaches, with the values of buffers, and the random generators.
 
     Args:
         root: The module.
@@ -185,7 +187,7 @@ class Remembered:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether torch can write into a tensor, as it does not where several elements are one place in memory."""
+    """True if torch can write into a tensor, as it does not where several elements are one place in memory."""
     return tensor.layout is not torch.strided or all(
         stride or size <= 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -41,7 +41,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def happened(self) -> bool:
-        """Whether one of the tensors was written to."""
+        """True if one of the tensors was written to."""
         return bool(self._before)
 
     @cached_property
@@ -57,7 +57,7 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._before.clear()
 
     def take_back(self) -> Callable[[], None]:
-        """As :meth:`undo`; returns a function that makes the same writes again."""
+        """Undoes as :meth:`undo`; returns a function that makes the same writes again."""
         after = [(storage, storage.clone()) for storage, _ in self._before.values()]
         self.undo()
 
@@ -105,7 +105,7 @@ class WritesOfCalls(TorchFunctionMode):
         return False
 
     def _is_one(self, tensor: Tensor) -> bool:
-        """Whether a tensor is, or may be, one of them, or a view of one."""
+        """True if a tensor is, or may be, one of them, or a view of one."""
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return True  # it may have others inside
         if tensor.is_meta:
@@ -120,5 +120,5 @@ class WritesOfCalls(TorchFunctionMode):
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of the usual kind; those without data, and those of libraries' own classes, have not."""
+    """True if a tensor has memory of the usual kind; those without data, and those of libraries' own classes, have not."""
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.errors import UnsupportedError
-from lightning_fxpipe.hooks.whole_model import WholeModel, WholeView
+from lightning_fxpipe.hooks.whole_model import Held, Used, WholeModel, WholeView
 
 
 class Looks:
@@ -29,7 +30,10 @@ class Looks:
         pairs = list(zip(self.layer.parameters(), self.real.parameters(), strict=True))
         self._values: dict[int, Tensor] = {id(p): q for p, q in pairs}
         self._gradients = {id(p): q.grad for p, q in pairs}
-        self.view = WholeView({id(p): p for p, _ in pairs}, lambda: self.held, self.values, self.gradients, torch.device("cpu"))
+        self.common: dict[int, Tensor] = {}
+        used = Used(values=self.values, gradients=self.gradients, common=lambda: self.brought.append("common"))
+        held = partial(Held, missed=self.held, common=self.common)
+        self.view = WholeView({id(p): p for p, _ in pairs}, held, used, torch.device("cpu"))
 
     def values(self) -> dict[int, Tensor]:
         self.brought.append("values")
@@ -60,7 +64,7 @@ def test_values_are_brought_before_a_rank_changes_its_own() -> None:
     looks = Looks()
     own = nn.Linear(2, 2)
     own.weight.grad = torch.ones(2, 2)
-    looks.held = {id(own.weight): own.weight}
+    looks.held[id(own.weight)] = own.weight
     with looks.view, torch.no_grad():
         assert (own.weight.shape, own.weight.device.type) == ((2, 2), "cpu")
         own.bias.mul_(2)
@@ -70,6 +74,20 @@ def test_values_are_brought_before_a_rank_changes_its_own() -> None:
         own.weight.grad.mul_(0.5)
         own.weight.grad = None
     assert looks.brought == ["values", "gradients", "gradients"]
+
+
+def test_uses_of_what_every_rank_has_are_noted() -> None:
+    """One rank alone may change it, and no vote would compare it."""
+    looks = Looks()
+    own = nn.Linear(2, 2)
+    looks.common[id(own.weight)] = own.weight
+    with looks.view, torch.no_grad():
+        own.weight.size()
+        own.bias.mul_(2)
+        assert looks.brought == []
+        own.weight.mul_(2)
+        own.bias.requires_grad_(False)
+    assert looks.brought == ["common", "common"]
 
 
 def test_nothing_is_brought_into_the_trace_of_another() -> None:

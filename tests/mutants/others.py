@@ -406,8 +406,8 @@ MUTANTS = [
     ),
     Mutant(
         _WHOLE,
-        "                _ = self._gradients() if func in _OF_GRADIENTS else self._values()\n",
-        "                pass\n",
+        "            _ = self._used.gradients() if func in _OF_GRADIENTS else self._used.values()\n",
+        "            pass\n",
         (f"{_TEST_WHOLE}::test_values_are_brought_before_a_rank_changes_its_own",),
         "a hook that changes weights before it reads all of them changes other stages' twice",
     ),
@@ -418,7 +418,21 @@ MUTANTS = [
         ("hooks/test_whole_model.py::test_brought_tensors_share_no_memory",),
         "what a hook changes in place shares memory with another parameter",
     ),
+    Mutant(
+        "hooks/rank_zero_changes.py",
+        " == before.get(name)]",
+        " == None]",
+        ("hooks/test_rank_zero_changes.py::test_a_change_on_another_rank_alone_is_refused",),
+        "what a rank changes alone in a hook is undone without a word",
+    ),
     # user_code
+    Mutant(
+        "user_code/files.py",
+        "                error = error if self._share is None else self._share(error)\n",
+        "",
+        ("user_code/test_files.py::test_folders_are_changed_once",),
+        "a rank goes on before rank 0 has moved a file",
+    ),
     Mutant(
         "user_code/members.py",
         "        if not self._is_current():\n",

@@ -457,7 +457,7 @@ MUTANTS = [
     ),
     Mutant(
         "tracing/discovery.py",
-        "        check_values_read(discovery.attributes_read, discovery.left_values, step_name(step))\n",
+        "        check_values_read(root, discovery.attributes_read, discovery.left_values, step_name(step))\n",
         "",
         ("tracing/test_discovery.py::test_a_number_that_a_submodule_leaves_on_itself_is_refused_where_the_step_reads_it",),
         "the loss is made of a number of the beginning",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
+import sqlite3
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +249,60 @@ class ChangesFirst(Net):
         self.saved = checkpoint["doubled"], float(sum(value.norm() for value in checkpoint["state_dict"].values()))
 
 
+class ChangesAlone(Net):
+    """Changes on rank 0 alone what every rank has a part of, in memory that torch's functions see and in other."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.count += 1
+            self.head[0].requires_grad_(batch_idx % 2 == 0)
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0:
+            for index, parameter in enumerate(p for p in self.parameters() if p.grad is not None):
+                parameter.grad = (None, torch.ones_like(parameter), parameter.grad.zero_(), parameter.grad)[index % 4]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            for parameter in self.parameters():
+                parameter.data.mul_(0.9)
+                parameter.detach().numpy()[:1] *= 0.5
+            optimizer = self.trainer.optimizers[0]
+            optimizer.param_groups[0]["weight_decay"] = 0.01 * batch_idx
+            for state in optimizer.state.values():
+                state["momentum_buffer"].mul_(0.5)
+            if batch_idx == 3:
+                optimizer.state.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.found = self.count.clone(), [p.requires_grad for p in self.parameters()]
+
+
+class ReadsStates(Net):
+    """Reads, resets and reloads what the optimizer keeps of all parameters."""
+
+    def on_fit_start(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for parameter in optimizer.param_groups[0]["params"]:
+            optimizer.state[parameter]["momentum_buffer"].mul_(0.5)
+        self.log("momentum", sum(state["momentum_buffer"].norm() for state in optimizer.state.values()))
+        saved = copy.deepcopy(optimizer.optimizer.state_dict())
+        self.found.append([float(state["momentum_buffer"].sum()) for _, state in sorted(saved["state"].items())])
+        for state in saved["state"].values():
+            state["momentum_buffer"].mul_(0.5)
+        optimizer.optimizer.load_state_dict(saved)
+        self.found.append(float(sum(state["momentum_buffer"].norm() for state in optimizer.state.values())))
+
+
 class AsksAlone(Net):
     """Asks on rank 0 alone for what needs all ranks, before the module is split and after."""
 
@@ -285,13 +342,23 @@ class Appends(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._append(self.global_step)
+        root = Path(self.trainer.default_root_dir)
+        with tempfile.NamedTemporaryFile("w", dir=root) as file:
+            Path(file.name).write_text("own")
+            self._append(Path(file.name).read_text())
+        (root / "rows.new").write_text((root / "rows.txt").read_text())
+        (root / "rows.new").replace(root / "rows.txt")
+        with closing(sqlite3.connect(root / "rows.db")) as database:
+            database.execute("create table if not exists rows (row)")
+            database.execute("insert into rows values (?)", (batch_idx,))
+            database.commit()
+            self.rows = database.execute("select * from rows").fetchall()
 
     def on_train_end(self) -> None:
         path = Path(self.trainer.default_root_dir) / "rows.txt"
-        self.rows = path.read_text().split()
-        self.trainer.strategy.barrier()
-        if self.trainer.is_global_zero:
-            path.unlink()
+        self.rows += path.read_text().split()
+        path.unlink()
+        (path.parent / "rows.db").unlink()
 
 
 class ConfiguresCallbacks(Net):
@@ -353,6 +420,12 @@ HOOKS: dict[str, Run] = {
         options={"enable_checkpointing": True, "max_epochs": 1},
         look=lambda trainer, module, folder: module.saved,
     ),
+    "changes alone": Run(
+        module=ChangesAlone,
+        strategy={"num_microbatches": 2, "schedule": "gpipe"},
+        look=lambda trainer, module, folder: module.found,
+    ),
+    "reads states": Run(module=ReadsStates, look=lambda trainer, module, folder: module.found),
     "asks alone": Run(module=AsksAlone, look_at_zero=lambda trainer, module, folder: (len(module.asked), module.epoch)),
     "exports": Run(module=Exports, look=lambda trainer, module, folder: module.results),
     "appends": Run(module=Appends, look=lambda trainer, module, folder: module.rows),

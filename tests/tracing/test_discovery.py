@@ -346,8 +346,9 @@ def test_a_number_that_a_submodule_leaves_on_itself_is_refused_where_the_step_re
     """Tensors are handed over; a number stays what it was on the ranks that do not run the submodule."""
     module = Lit(lambda module, x: module.keeps(x).mean() * (1 + module.keeps.penalty))
     module.keeps = KeepsANumber()
-    with pytest.raises(FxPipeError, match="reads what the forward of a submodule sets: keeps.penalty"):
+    with pytest.raises(FxPipeError, match="reads what the forward of a submodule sets: keeps.penalty") as raised:
         regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
+    assert re.fullmatch(r"set at \S+test_discovery.py:\d+", raised.value.where or "")
     module.step = lambda module, x: module.keeps(x).mean()
     assert regions(module, StepCall.of_training(module, torch.randn(BATCH, 6)), batch_size=BATCH)
 
