@@ -333,8 +333,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
         node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
         self.kept_state.add(call, node)
-        reads_batch = self._inner_calls.reads_values(self._tensor_fqns)
-        node.meta["reads_batch"] = reads_batch and any(self._example(tensor) is not None for tensor in touched)
+        is_known = any(self._example(tensor) is not None for tensor in touched)
+        node.meta["reads_batch"] = self._inner_calls.read_by(self._tensor_fqns) if is_known else None
         if changed and holder is not None:
             self._bind_inside(holder, after, node)
         return result
@@ -415,7 +415,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def _look(self, func: Callable[..., Any], tensor: Tensor) -> Any:
         """Answers code that looks at a value as in the traced call; a call with another answer gets a trace of its own."""
-        if len(self._module_stack) > 1 and not self._settings.answers_looks:
+        if len(self._module_stack) > 1 and not (self._settings.answers_looks or self.looks.may_branch(func)):
             raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
         try:
             with self.pause():
