@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_fxpipe import FxPipeStrategy, UnsupportedError
+from lightning_fxpipe import FxPipeStrategy, PartitionPlan, UnsupportedError
 from tests.lit import Recorder, make_trainer, snapshot
 from tests.ranks.runs import Net, assert_same
 
@@ -133,19 +133,24 @@ def test_what_is_read_is_that_of_the_batch(kind: type[Net]) -> None:
     assert_same(fit(kind(), num_microbatches=2, schedule="1f1b"), expected, kind.__name__)
 
 
-def test_a_branch_on_labels_between_two_calls_is_cut_as_the_model_is() -> None:
-    """Every rank has the batch, so that calls after the branch are pipelined; they lay whole on the last stage."""
-    module = BetweenTheCalls()
+def planned(module: Net) -> PartitionPlan:
+    module.shuffle = False
     strategy = FxPipeStrategy(num_stages=2, num_microbatches=4)
     make_trainer(max_steps=5, limit_val_batches=0, strategy=strategy).fit(module)
-    plan = strategy.plan
-    assert plan is not None
-    assert not plan.outside_fqns
-    with_outside = FxPipeStrategy(num_stages=2, num_microbatches=4)
-    make_trainer(max_steps=1, limit_val_batches=0, strategy=with_outside).fit(OtherLayersForSome())
-    plan = with_outside.plan
-    assert plan is not None
-    assert any(fqn.startswith("extra") for fqn in plan.outside_fqns)
+    assert strategy.plan is not None
+    return strategy.plan
+
+
+def test_calls_after_a_branch_on_labels_are_pipelined() -> None:
+    """Every rank has the batch; they lay whole on the last stage. So they do where the other branch has layers of its own."""
+    assert not planned(BetweenTheCalls()).outside_fqns
+    assert {"head.0.weight", "extra.weight"} <= {*planned(OtherLayersForSome()).outside_fqns}
+
+
+def test_a_module_that_branches_on_labels_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:
+    """It is opened, so that each graph has one of its branches; as a whole it had to see the whole batch."""
+    planned(InsideTheRegion())
+    assert "as one microbatch" not in caplog.text
 
 
 def test_reads_of_what_the_model_gives_are_compared_on_every_batch_with_one_f_one_b() -> None:
