@@ -476,10 +476,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @contextmanager
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
-        # As long as nothing at all has changed while the model runs, it does not matter by whom it would have been.
-        inside = modules_inside(module).values() if self._settings.learned.watches_state else ()
-        # Recurrent layers of torch keep lists of their weights, which are exchanged for the run.
-        has_any = any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in inside)
+        # As long as nothing at all has changed while the model runs, it does not matter by whom it would have been; but torch's
+        # recurrent layers keep lists of their weights, which are exchanged for the run.
+        watches, inside = self._settings.learned.watches_state, modules_inside(module).values()
+        has_any = any(isinstance(m, nn.RNNBase) or (watches and (is_users(type(m)) or has_hooks(m))) for m in inside)
         with passing_over(self._watches if has_any else ()):
             yield
 
