@@ -6,7 +6,10 @@ which torch puts into a normal form anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -32,16 +35,16 @@ class Sizes(ShapeEnv):
     def __init__(self) -> None:
         super().__init__()
         self.results: dict[tuple[Any, ...], Any] = {}
-        self._num_numbers = 0
+        self.numbers: set[Any] = set()  # symbols that are no sizes
 
     def number(self, value: int | float) -> tuple[Any, Any]:
         """Makes a symbol for a number that is no size; returns it, and the symbolic number that code gets.
 
         No public name does. torch 2.11-2.15.
         """
-        self._num_numbers += 1
-        source = ConstantSource(f"number_{self._num_numbers}")
+        source = ConstantSource(f"number_{len(self.numbers) + 1}")
         symbol = self.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        self.numbers.add(symbol)
         make = self.create_symfloatnode if isinstance(value, float) else self.create_symintnode
         return symbol, make(symbol, hint=value, source=source)
 
@@ -97,3 +100,50 @@ class _Size(SymNode):
 
 for _name in _OPERATIONS:
     setattr(_Size, _name, _once(_name, getattr(SymNode, _name)))
+
+
+def number_hint(value: Any) -> Any:
+    """Returns the value that a trace runs with in place of a symbolic float; other values as they are. torch 2.11-2.15."""
+    hint = value.node.hint if isinstance(value, torch.SymFloat) else None
+    return value if hint is None else float(hint)
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """True for an expression of numbers that are no sizes."""
+    if not isinstance(value, (torch.SymFloat, torch.SymInt)) or not isinstance(value.node.shape_env, Sizes):
+        return False
+    return bool(value.node.expr.free_symbols <= value.node.shape_env.numbers)
+
+
+_OF_NUMBERS: dict[str, Callable[..., Any]] = {
+    "pow": pow,
+    "exp": lambda value: math.e**value,
+    "log": lambda value: torch._sym_log2(value) * math.log(2),  # type: ignore[attr-defined]
+    **{
+        name: getattr(torch, f"_sym_{name}")
+        for name in "sqrt cos cosh sin sinh tan tanh asin acos atan log2".split()  # noqa: SIM905
+    },
+}
+
+
+@contextmanager
+def symbolic_math() -> Iterator[None]:
+    """In the block, functions of :mod:`math` give expressions for symbolic numbers, whose values they would ask for.
+
+    torch has most of these functions, under private names. torch 2.11-2.15.
+    """
+    originals = {name: getattr(math, name) for name in _OF_NUMBERS}
+
+    def call(name: str, *values: Any) -> Any:
+        if not any(map(_is_of_numbers, values)) or (len(values) > 1 and name != "pow"):
+            return originals[name](*values)
+        with torch._C.DisableTorchFunction():
+            return _OF_NUMBERS[name](*map(torch.sym_float, values))
+
+    try:
+        for name in originals:
+            setattr(math, name, partial(call, name))
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(math, name, original)

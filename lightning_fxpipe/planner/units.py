@@ -26,7 +26,7 @@ from lightning_fxpipe.planner.planning import plan_region
 from lightning_fxpipe.pytree.structure import NotFillable, Template
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.rng import isolated_rng
-from lightning_fxpipe.tracing.discovery import WholeStep, look_at_ones
+from lightning_fxpipe.tracing.discovery import WholeStep
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.made_tensors import MadeTensors
 from lightning_fxpipe.tracing.prelude import say_nothing
@@ -35,6 +35,7 @@ from lightning_fxpipe.tracing.region import NoModelCall, StepCall, holds_any
 from lightning_fxpipe.tracing.signals import MustStayWhole, RecordError
 from lightning_fxpipe.tracing.span import run_step, step_name
 from lightning_fxpipe.tracing.torch_calls import LOOKS, tensors_among
+from lightning_fxpipe.tracing.value_looks import look_at_ones
 from lightning_fxpipe.user_code.calls import calls_through, classes_with_own_call
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.objects import lasting_objects

@@ -17,6 +17,7 @@ Through the stages
     - ``region_pass``: forward, then backward, as one operation of autograd (GPipe). Both schedules check
       here what a stage is about to send: the next one receives into buffers of fixed shapes.
     - ``one_f_one_b``: forward and backward by turns (1F1B), and that the losses of microbatches make the batch's.
+    - ``batch_reads``: the batch's values in the step's run for a microbatch.
     - ``result_gradients``: that its gradients are made so, too.
     - ``batch_gradients``: the gradients that it has found, until the loss goes backward.
     - ``known_numbers``: the factor of its gradients, without a look at the device.

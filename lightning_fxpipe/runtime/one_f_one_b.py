@@ -2,7 +2,8 @@
 
 A microbatch can go back through the stages before the others have come forward only where the batch's loss is a sum over
 microbatches. Then the step's code after the region (the *tail* of the step) runs once for each microbatch, for its gradient
-only: it is a dry run, which leaves nothing behind, and draws its part of what the whole batch draws. What the step logs, counts
+only: it is a dry run, which leaves nothing behind, draws its part of what the whole batch draws, and reads values of the batch
+as they are for the whole (``runtime.batch_reads``). What the step logs, counts
 and returns comes from its one run on the whole batch, which goes on, without gradient, when the schedule is done. Its loss is
 compared with that of the microbatches every time. Where the step only logs its loss, as most language models do, the
 microbatches have told all there is to know: that run is left out, and the results of the whole batch are not kept for it.
@@ -16,7 +17,7 @@ The schedule is 1F1B of PipeDream-Flush (Narayanan et al. 2021), which leaves no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -47,6 +48,7 @@ from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng, rng_state, same_rng, set_rng_state
 from lightning_fxpipe.runtime.attributes import StepAttributes
 from lightning_fxpipe.runtime.batch_gradients import BatchGradients
+from lightning_fxpipe.runtime.batch_reads import BatchReads
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import Leg, PassSetup, StageRun
 from lightning_fxpipe.runtime.result_gradients import ResultGradients
@@ -327,7 +329,8 @@ class StepTail:
                 inputs=lambda args, kwargs: [],
                 run=region,
             )
-            with self.step.context(), in_place as watch, for_microbatch():
+            reads = nullcontext() if batch is self.batch else BatchReads(again.args[0], self.batch)
+            with self.step.context(), reads, in_place as watch, for_microbatch():
                 result = function(*again.args)
             with unwatched_torch():
                 draws = at_region is not None and not same_rng(at_region, rng_state())

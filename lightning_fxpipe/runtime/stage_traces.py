@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
-from lightning_fxpipe.tracing.held_numbers import NumberPlace, changed_numbers
+from lightning_fxpipe.tracing.held_numbers import NumberPlace, changed_numbers, failing_numbers
 from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
@@ -435,16 +435,21 @@ class StageTraces:
         """Records a region, with the numbers that have changed as inputs, where the same calls follow from them."""
         trace = partial(trace_for_plan, self._root, plan=self._plan, device=self._topology.device)
         plain = trace(region)
-        while numbers := tuple(place for place, is_input in self._are_inputs.items() if is_input):
+
+        def attempt(numbers: tuple[NumberPlace, ...]) -> tuple[TracedRegion, Sequence[NumberPlace]]:
+            """Records the region with these numbers as inputs; returns also those for which it needs one value."""
             try:
                 traced = trace(replace(region, numbers=numbers))
-                constant = traced.constant_numbers() if traced.is_like(plain) else numbers
             except FxPipeError:
                 _logger.debug("Numbers of %s cannot be inputs", region.label, exc_info=True)
-                constant = numbers
+                return plain, numbers
+            return traced, traced.constant_numbers() if traced.is_like(plain) else numbers
+
+        while numbers := tuple(place for place, is_input in self._are_inputs.items() if is_input):
+            traced, constant = attempt(numbers)
             if not constant:
                 return traced
-            self._are_inputs |= dict.fromkeys(constant, False)
+            self._are_inputs |= dict.fromkeys(failing_numbers(numbers, constant, lambda some: attempt(some)[1]), False)
         return plain
 
     def varying(self) -> Varying:

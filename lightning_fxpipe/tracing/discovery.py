@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor, outside_fakes, size_hint
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, FakeTensor
 from lightning_fxpipe.errors import FxPipeError, TraceError
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.rng import isolated_rng
 from lightning_fxpipe.tracing.calls_aside import attribute_tensors
+from lightning_fxpipe.tracing.examples import cone
 from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.input_gradient import InputGradient, OwnGradient, functions_before, input_gradient, own_gradient
 from lightning_fxpipe.tracing.parameter_use import (
@@ -42,6 +43,7 @@ from lightning_fxpipe.tracing.state_reads import check_values_read
 from lightning_fxpipe.tracing.step_record import Span, TensorKey
 from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS
 from lightning_fxpipe.tracing.trace import is_torch_leaf
+from lightning_fxpipe.tracing.value_looks import look_at_ones
 from lightning_fxpipe.user_code.exchange import OwnAttributes
 from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.placement import device_of
@@ -70,6 +72,9 @@ def regions(
     The best is the only call that uses parameters, or the span of several. Where the step cannot run on fake tensors far enough
     to tell, the first call of a module that ``fallback`` accepts is taken, and later ones run on the last stage.
 
+    A branch on values of the batch (``if (labels == 1).any():``) between two calls is part of the region: every rank has the
+    batch. The region ends there only if its calls leave parameters unused, which the other branch may use.
+
     A smaller one takes a module's forward for the step's own code: it ends where that looks at values which nobody knows
     beforehand, and the rest of the step is ordinary Python on the last stage.
 
@@ -90,6 +95,9 @@ def regions(
     device = device or device_of(Template.of((step.args, dict(step.kwargs))).tensors)
     whole = WholeStep(step=step, batch_size=batch_size, batch_dim=batch_dim, root=root)
     discovery = _discover(whole, device)
+    if discovery.has_branches and not discovery.uses_all_parameters():
+        whole = replace(whole, may_branch=False)
+        discovery = _discover(whole, device)
     because, users = discovery.ends_because(), discovery.users
     if because:
         _logger.debug("%s: calls of the model beyond the pipelined ones would not be found: %s", step_name(step), because)
@@ -194,13 +202,6 @@ def _caches(root: nn.Module, step: StepCall, example: Any, discovery: _Discovery
     return unset - {(path, name) for path, own in before.items() for name in own.assigned_tensors()}
 
 
-def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
-    """What code that looks at a tensor without data sees."""
-    shape = [size_hint(size) for size in tensor.shape]
-    with outside_fakes():
-        return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))
-
-
 def _hiding_error(step: StepCall, error: HiddenTensor) -> TraceError:
     return TraceError(
         f"{step_name(step)} uses a tensor that the model has left somewhere during its call.",
@@ -215,7 +216,11 @@ class _Discovery(SpanRecorder):
     """Records a whole step, all modules whole, to learn which calls use parameters and what is used after them.
 
     Code after the region may look at values (``loss.item()``), of which there are none: it is shown ones, and no call after
-    such a look is counted to the region, because whether it is made may depend on the value.
+    such a look is counted to the region, because whether it is made may depend on the value. A branch on values that follow
+    from the batch takes the batch's path, and the calls after it are counted.
+
+    Attributes:
+        has_branches: True if there is such a branch among the region's calls.
     """
 
     def __init__(self, settings: RecorderSettings, whole: WholeStep) -> None:
@@ -232,7 +237,10 @@ class _Discovery(SpanRecorder):
         self._whole = whole
         self._root = root = whole.root
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
-        self._first_look: str | None = None
+        self._first_look: str | None = None  # after the last of the users
+        self._must_end = False  # at a look, of which no later call is counted
+        self._made_before: frozenset[fx.Node] = frozenset()  # the first of the users
+        self.has_branches = False
         self._end: str | None = None  # why the step has not come to its end, if it has not
         self._has_failed = False  # with an error of its own, which is not for want of values
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
@@ -253,6 +261,8 @@ class _Discovery(SpanRecorder):
         if self.is_second_run and func in LOOKS and isinstance(args[0], FakeTensor) and not self._num_running:
             return look_at_ones(func, args[0])
         if not self._is_nested and func in LOOKS and isinstance(args[0], FakeTensor) and self.users:
+            if self._note_branch(func, args[0]):
+                return super().__torch_function__(func, types, args, kwargs)
             self._note_look()
             self.before_call()
             self.note_use(args[0])
@@ -287,6 +297,17 @@ class _Discovery(SpanRecorder):
 
     def _note_look(self) -> None:
         self._first_look = self._first_look or user_source() or "some code"
+        self._must_end = True
+
+    def _note_branch(self, func: Callable[..., Any], tensor: Tensor) -> bool:
+        """True for a branch on values that follow from the batch, by calls of the region only."""
+        if not self.looks.may_branch(func) or not self._whole.may_branch or not self._follows_from_inputs(tensor):
+            return False
+        with self.pause():
+            is_known = self._example(tensor) is not None and self._made_before.isdisjoint(cone(self._nodes[id(tensor)]))
+        if is_known:
+            self._first_look = self._first_look or user_source() or "some code"
+        return is_known
 
     def note_end(self, error: BaseException, source: str | None) -> None:
         """The step has not come to its end."""
@@ -347,7 +368,12 @@ class _Discovery(SpanRecorder):
             if node.op != "call_module":
                 with self._noted_misuse():
                     check_changes(self._root, node.meta.get("mutated_storages", ()))
-        if self._first_look is None and any(self._uses_parameters(node) for node in nodes):
+        if not self._must_end and any(self._uses_parameters(node) for node in nodes):
+            if not self.users:
+                made = (node for node in self.graph.nodes if node.op != "placeholder")
+                self._made_before = frozenset(made).difference(nodes)
+            self.has_branches |= self._first_look is not None
+            self._first_look = None
             self.users.append(number)
             self._is_user_last, self._reachable = True, set()
             self.calls_model |= any(node.op == "call_module" for node in nodes)
@@ -356,6 +382,14 @@ class _Discovery(SpanRecorder):
         if node.op == "call_module":
             return holds_any(self._root.get_submodule(str(node.target)))
         return node.op == "get_attr" and str(node.target) in self._parameters
+
+    def uses_all_parameters(self) -> bool:
+        """True if the region's calls use each parameter that trains."""
+        calls = [call for call in self.calls if call.number in self.users]
+        modules = {id(p) for call in calls if call.is_module for p in self._root.get_submodule(call.name).parameters()}
+        names = {leaf.name for call in calls for leaf in call.arguments if isinstance(leaf, TensorKey) and leaf.is_held}
+        unused = (fqn for fqn, p in self._root.named_parameters() if p.requires_grad and id(p) not in modules)
+        return names.issuperset(unused)
 
     def note_use(self, value: Any) -> None:
         """The tensors in ``value`` are used by code that needs their values, wherever it stands."""
@@ -450,10 +484,16 @@ class _Discovery(SpanRecorder):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep(StepRegion):
-    """A step that is looked at from its first call to its end."""
+    """A step that is looked at from its first call to its end.
+
+    Attributes:
+        root: The LightningModule.
+        may_branch: Whether calls after a branch on values of the batch are counted to the region.
+    """
 
     root: nn.Module
     span: Span = Span(first=0, last=-1, wanted=())
+    may_branch: bool = True
 
     def make_recorder(self, settings: RecorderSettings) -> _Discovery:
         """A recorder for it."""

@@ -11,7 +11,7 @@ becomes a condition on its value, as with sizes. Stages read it anew in each bat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -226,3 +226,19 @@ def _entries(value: Any, old: Any) -> Iterator[tuple[tuple[str, Any], Any, Any]]
         for (key, item), (name, other) in zip(entries.items(), old, strict=True):
             if str(key) == name:
                 yield (kind, key), item, other
+
+
+def failing_numbers(
+    numbers: tuple[NumberPlace, ...],
+    constant: Sequence[NumberPlace],
+    attempt: Callable[[tuple[NumberPlace, ...]], Sequence[NumberPlace]],
+) -> Sequence[NumberPlace]:
+    """Returns those numbers that cannot be inputs, of which an ``attempt`` with all of them has shown ``constant``.
+
+    An attempt that fails names all of its numbers, so halves are tried; where each half succeeds, all of them.
+    """
+    if len(constant) < len(numbers) or len(numbers) == 1:
+        return constant
+    halves = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+    found = [place for half in halves if (failed := attempt(half)) for place in failing_numbers(half, failed, attempt)]
+    return found or numbers

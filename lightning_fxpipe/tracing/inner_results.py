@@ -33,6 +33,7 @@ class _Run:
     counts: Counter[str] = field(default_factory=Counter)
     was_made_up: bool = False
     read: Tensor | None = None  # the tensor whose values it was the first to read
+    read_by: Callable[..., Any] = Tensor.item  # how it has done so
 
     def note(self, inside: str, result: Any) -> None:
         self.results[inside, self.counts[inside]] = result
@@ -99,12 +100,12 @@ class InnerCalls:
     def note_call(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Notes a torch call inside a whole module."""
         if self._is_inside and func in LOOKS and self._runs[-1].read is None and isinstance(args[0], FakeTensor):
-            self._runs[-1].read = args[0]
+            self._runs[-1].read, self._runs[-1].read_by = args[0], func
 
-    def reads_values(self, own: Collection[int]) -> bool:
-        """True if the last whole module has read values, of others than its ``own`` tensors, such as a count in a buffer."""
+    def read_by(self, own: Collection[int]) -> Callable[..., Any] | None:
+        """How the last whole module has read values, of others than its ``own`` tensors, such as a count in a buffer."""
         run = self._runs[-1]
-        return run.was_made_up and (run.read is None or id(run.read) not in own)
+        return run.read_by if run.was_made_up and (run.read is None or id(run.read) not in own) else None
 
     def tensor(self, place: InnerPlace) -> Tensor:
         """A result in the last run.

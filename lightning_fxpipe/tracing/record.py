@@ -56,6 +56,7 @@ from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.state_reads import StateReads
 from lightning_fxpipe.tracing.torch_calls import (
     LOOKS,
+    call_on_fakes,
     changed_statistics,
     is_query,
     running_statistics,
@@ -151,8 +152,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         if not mutated and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if any(isinstance(leaf, SYMBOLIC_TYPES) and depends_on_data(leaf) for leaf in leaves):
                 raise RecordError(f"{target} takes a number out of a tensor")
-            known = (*PLAIN_TYPES, *SYMBOLIC_TYPES)
-            if touched and (not leaves or not all(isinstance(leaf, known) for leaf in leaves)):
+            if touched and (not leaves or not all(isinstance(leaf, (*PLAIN_TYPES, *SYMBOLIC_TYPES)) for leaf in leaves)):
                 raise RecordError(f"{target} has an effect that a graph cannot hold")
             return result
         ahead: tuple[fx.Node, ...] = ()
@@ -180,7 +180,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def _result_of_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function on fakes or, where its kernel needs values, on made-up data."""
         try:
-            return shape_only(func, args)(*args, **kwargs)
+            return call_on_fakes(shape_only(func, args), args, kwargs)
         except NEEDS_VALUES as error:
             call, template = partial(without_module, func), self._template_of((args, kwargs))
             try:
@@ -333,8 +333,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
             self.sides.update({(f"{path}.{inner}".strip("."), name): side for (inner, name), side in sides.items()})
         node.meta["module_storages"] = frozenset(storage_key(tensor) for tensor in own)
         self.kept_state.add(call, node)
-        reads_batch = self._inner_calls.reads_values(self._tensor_fqns)
-        node.meta["reads_batch"] = reads_batch and any(self._example(tensor) is not None for tensor in touched)
+        with self.pause():
+            read_by = self._inner_calls.read_by(self._tensor_fqns)
+            node.meta["reads_batch"] = read_by if read_by and any(self._example(t) is not None for t in touched) else None
         if changed and holder is not None:
             self._bind_inside(holder, after, node)
         return result
@@ -415,7 +416,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def _look(self, func: Callable[..., Any], tensor: Tensor) -> Any:
         """Answers code that looks at a value as in the traced call; a call with another answer gets a trace of its own."""
-        if len(self._module_stack) > 1 and not self._settings.answers_looks:
+        if len(self._module_stack) > 1 and not (self._settings.answers_looks or self.looks.may_branch(func)):
             raise RecordError("its Python looks at values that follow from the inputs")  # and it can stay whole
         try:
             with self.pause():
@@ -450,10 +451,9 @@ class Recorder(GraphWriter, TorchFunctionMode):
 
     def _decide(self, tensor: Tensor) -> bool:
         """Answers ``if tensor:`` in opened code as the traced call does, and has it checked in every later call."""
-        node = self._tensor_argument(tensor)
         try:
             with self.pause():
-                outcomes = self._examples.outcomes(node)
+                outcomes = self._examples.outcomes(node := self._tensor_argument(tensor))
         except NoExample as error:
             raise RecordError(f"its Python looks at a value that is not known beforehand: {error}") from error
         if len(outcomes) > 1:
@@ -476,10 +476,10 @@ class Recorder(GraphWriter, TorchFunctionMode):
     @contextmanager
     def _own_effects(self, module: nn.Module) -> Iterator[None]:
         """The block runs a whole module: what it changes outside of itself it changes again in its stage."""
-        # As long as nothing at all has changed while the model runs, it does not matter by whom it would have been.
-        inside = modules_inside(module).values() if self._settings.learned.watches_state else ()
-        # Recurrent layers of torch keep lists of their weights, which are exchanged for the run.
-        has_any = any(is_users(type(child)) or has_hooks(child) or isinstance(child, nn.RNNBase) for child in inside)
+        # As long as nothing at all has changed while the model runs, it does not matter by whom it would have been; but torch's
+        # recurrent layers keep lists of their weights, which are exchanged for the run.
+        watches, inside = self._settings.learned.watches_state, modules_inside(module).values()
+        has_any = any(isinstance(m, nn.RNNBase) or (watches and (is_users(type(m)) or has_hooks(m))) for m in inside)
         with passing_over(self._watches if has_any else ()):
             yield
 

@@ -33,7 +33,7 @@ from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import StepCall
 from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord, TensorKey
-from lightning_fxpipe.tracing.torch_calls import is_query
+from lightning_fxpipe.tracing.torch_calls import LOOKS, is_query
 from lightning_fxpipe.user_code.calls import call_name
 from lightning_fxpipe.user_code.frames import user_source
 from lightning_fxpipe.user_code.snapshot import passing_over
@@ -202,6 +202,7 @@ class SpanRecorder(Recorder):
                 is_module=is_module,
                 source=source,
                 is_aside=is_aside,
+                answer=result if function in LOOKS and not nodes else None,
             )
         )
         self.after_call(number, nodes)

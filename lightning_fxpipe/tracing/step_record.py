@@ -61,6 +61,7 @@ class RecordedCall:
         is_module: Whether it is the call of a module.
         source: ``file:line`` of the call.
         is_aside: Whether the last stage makes it itself when the region has run, see ``tracing.calls_aside``.
+        answer: The value that it has read from a tensor of the batch; None for other calls.
     """
 
     number: int
@@ -73,6 +74,7 @@ class RecordedCall:
     is_module: bool
     source: str | None
     is_aside: bool
+    answer: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe._compat.torch import FakeTensor, modules_inside, storage_key, tree_leaves, version_of
+from lightning_fxpipe._compat.fake_sizes import number_hint
+from lightning_fxpipe._compat.torch import FakeTensor, modules_inside, storage_key, tree_leaves, tree_map, version_of
 from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.user_code.objects import PLAIN_TYPES
 
@@ -128,6 +129,29 @@ def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_among(value.values())
         elif value is not None and type(value) not in PLAIN_TYPES:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+# Functions with a size that follows from a float.
+_SIZED_BY_FLOATS = frozenset(
+    {torch.arange, torch.range, nn.functional.interpolate, nn.functional.upsample}
+    | {nn.functional.fractional_max_pool2d, nn.functional.fractional_max_pool3d}
+)
+
+
+def call_on_fakes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function on fakes, with the traced values of symbolic floats.
+
+    Most kernels would ask for these, as that of dropout for its probability, and fix them for good. What is made of such a
+    value, as by ``torch.tensor``, has none that code could read.
+    """
+    if func in _SIZED_BY_FLOATS or not any(isinstance(leaf, torch.SymFloat) for leaf in tree_leaves((args, kwargs))):
+        return func(*args, **kwargs)
+    args, kwargs = tree_map(number_hint, (args, kwargs))
+    result = func(*args, **kwargs)
+    for leaf in tree_leaves(result):
+        if isinstance(leaf, FakeTensor):
+            leaf.constant = None
+    return result
 
 
 def is_query(func: Callable[..., Any]) -> bool:

@@ -384,6 +384,8 @@ def _record(
                 reason, source = without_symbols(error_words(error), run.sizes), raising_source(error) or user_source()
                 raise _untraceable(root, call, reason, source) from error
             settle()
+            if opened is not None:
+                _open_branching(recorder, learned)
             check_shared_values(result)
             if recorder.state_reads.refusal is not None:
                 raise recorder.state_reads.refusal
@@ -422,6 +424,13 @@ def _record(
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
         recording=_Recording.of_graph(recorder.graph, drew, learned),
     )
+
+
+def _open_branching(recorder: Recorder, learned: Learned) -> None:
+    """Has whole modules opened that branch on values of the batch: a whole one would have to see the whole batch."""
+    called = (str(node.target) for node in recorder.graph.nodes if node.meta.get("reads_batch") is Tensor.__bool__)
+    if paths := set(called) - learned.opened - learned.kept_whole.keys():
+        recorder.lessons.append(partial(learned.open, paths))
 
 
 @contextmanager

@@ -10,11 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from lightning_fxpipe._compat.torch import outside_fakes
+from lightning_fxpipe._compat.torch import outside_fakes, size_hint
 from lightning_fxpipe.tracing.examples import Examples, NoExample, cone
 from lightning_fxpipe.tracing.torch_calls import LOOKS
+
+# Branches on values of the batch within a region, each of which may double the number of its graphs.
+MAX_BRANCHES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,10 @@ class Looks:
         self.all: list[Look] = []
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
+
+    def may_branch(self, function: Callable[..., Any]) -> bool:
+        """True for a branch, if there are not many already."""
+        return function is Tensor.__bool__ and len(self.all) < MAX_BRANCHES
 
     def answer(self, function: Callable[..., Any], node: fx.Node, examples: Examples) -> Any:
         """What ``function`` gives for the value of a node.
@@ -77,3 +85,10 @@ def _answer(function: Callable[..., Any], value: Tensor) -> Any:
     with outside_fakes():
         answer = LOOKS[function](value)
     return answer.tolist() if function in (Tensor.numpy, Tensor.__array__) else answer
+
+
+def look_at_ones(func: Callable[..., Any], tensor: Tensor) -> Any:
+    """Returns what code that looks at a tensor without data sees."""
+    shape = [size_hint(size) for size in tensor.shape]
+    with outside_fakes():
+        return LOOKS[func](torch.ones(shape, dtype=tensor.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_fxpipe._compat import torch as _compat
+from lightning_fxpipe._compat.fake_sizes import number_hint, symbolic_math
 from lightning_fxpipe._compat.torch import FakeWorld, symbolic_expression
 
 OPERATIONS: list[Callable[[Any, Any], Any]] = [
@@ -102,3 +104,35 @@ def test_a_number_that_is_no_size_is_a_symbol_and_a_comparison_a_condition(value
     (condition,) = world.guards()
     assert condition.free_symbols == {symbol}
     assert float(symbolic_expression(1 - number).subs({symbol: value})) == 1 - value
+
+
+@pytest.mark.parametrize(
+    "name", ["exp", "log", "sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2"]
+)
+def test_functions_of_math_give_expressions_of_numbers(name: str) -> None:
+    world, value = FakeWorld(), 0.25
+    symbol, number = world.shape_env.number(value)
+    original = getattr(math, name)
+    with world.active(), symbolic_math():
+        found = getattr(math, name)(number)
+        assert getattr(math, name)(value) == original(value)
+    assert getattr(math, name) is original
+    assert not world.guards()
+    assert not world.replacements()
+    for other in (value, 0.75):
+        assert float(symbolic_expression(found).subs({symbol: other})) == pytest.approx(original(other), rel=1e-14)
+
+
+def test_functions_of_math_ask_for_sizes_as_they_did() -> None:
+    """Code goes on with ``int(math.sqrt(n))`` as a size."""
+    world = FakeWorld()
+    fake = world.input(torch.ones(9, 2), (0,))
+    with world.active(), symbolic_math():
+        assert type(math.sqrt(fake.shape[0])) is float
+
+
+def test_the_hint_of_a_number_is_its_value() -> None:
+    world = FakeWorld()
+    _, number = world.shape_env.number(0.25)
+    assert [number_hint(each) for each in (number * 2, 3, "x")] == [0.5, 3, "x"]
+    assert not world.guards()

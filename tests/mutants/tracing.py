@@ -10,7 +10,7 @@ _TEST_REFUSES, _TEST_GUARDS, _TEST_USE = (
     "tracing/test_parameter_use.py",
 )
 _TEST_ROWS, _TEST_DIVISION = "independence/test_batch_rows.py", "independence/test_division.py"
-_TEST_TRIALS = "independence/test_trials.py"
+_TEST_TRIALS, _TEST_LABELS = "independence/test_trials.py", "strategy/test_label_reads.py"
 
 _ALIKE = "test_blocks_are_answered_where_all_that_they_read_is_alike"
 
@@ -63,6 +63,27 @@ MUTANTS = [
         "and self.take_numbers()",
         ("tracing/test_held_tensors.py::test_stages_have_the_tensors_of_today",),
         "a tensor that user code replaces is that of the first batch",
+    ),
+    Mutant(
+        "tracing/discovery.py",
+        "    if discovery.has_branches and not discovery.uses_all_parameters():\n",
+        "    if False:\n",
+        (f"{_TEST_LABELS}::test_calls_after_a_branch_on_labels_are_pipelined",),
+        "layers of a branch that the first batch does not take are missing in another order of stages",
+    ),
+    Mutant(
+        "runtime/batch_reads.py",
+        "        if func in LOOKS and id(args[0]) in self._known:\n",
+        "        if False:\n",
+        (f"{_TEST_LABELS}::test_what_is_read_is_that_of_the_batch[CountsPositives]",),
+        "1F1B refuses a loss that counts positives, some of them after the first step",
+    ),
+    Mutant(
+        "tracing/torch_calls.py",
+        "            leaf.constant = None\n",
+        "            pass\n",
+        ("tracing/test_held_numbers.py::test_a_number_is_no_input_if_its_value_is_read_from_a_tensor_made_of_it",),
+        "an annealed number that goes through a tensor is that of the second batch for good",
     ),
     Mutant(
         "tracing/discovery.py",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from lightning_fxpipe import FxPipeStrategy, UnsupportedError
+from lightning_fxpipe import FxPipeStrategy, PartitionPlan, UnsupportedError
 from tests.lit import Recorder, make_trainer, snapshot
 from tests.ranks.runs import Net, assert_same
 
@@ -54,6 +54,66 @@ class ChecksClasses(InsideTheRegion):
         return nn.functional.cross_entropy(logits, batch[1])
 
 
+class CountsPositives(InsideTheRegion):
+    """A mean over the positives of the batch, of which a microbatch may have none."""
+
+    def loss(self, batch: Any) -> Tensor:
+        positive = batch[1] == 1
+        losses = nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1], reduction="none")
+        return (losses * positive).sum() / max(1, int(positive.sum()))
+
+
+class HalvesTheLoss(InsideTheRegion):
+    """A branch after the model; the first batch and all of its microbatches have the first class, later microbatches do not."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+        return loss if (batch[1] == 1).any() else loss * 0.5
+
+
+class ReadsInAnotherWay(InsideTheRegion):
+    """Names of classes, known by a set of them; each class once."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+        scale = sum(batch[1].unique().tolist())
+        assert len(batch[1].tolist()) == len(batch[0])  # what has an entry for each sample is a microbatch's own
+        return loss * scale
+
+
+class OtherLayersForSome(InsideTheRegion):
+    """A branch that only some batches take leads through layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(12, 12)
+
+    def loss(self, batch: Any) -> Tensor:
+        h = self.backbone(batch[0])
+        if (batch[1] == LAST_CLASS).any():
+            h = self.extra(h)
+        return nn.functional.cross_entropy(self.head(h), batch[1])
+
+
+class ReadsWhatTheModelGives(InsideTheRegion):
+    """The microbatches of the first batch have the answer of the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.backbone(batch[0]))
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        return loss * 2 if (logits.argmax(dim=1) == batch[1]).any() else loss
+
+
+class CannotBeSplit(InsideTheRegion):
+    """Classes as numbers of Python's."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.backbone(batch[0]))
+        if {0, 1, 2, 3} - set(batch[1].tolist()):
+            raise ValueError("a class is not in this batch")
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
 def fit(module: Net, **strategy: Any) -> dict[str, Any]:
     module.shuffle = False
     recorder = Recorder()
@@ -62,19 +122,45 @@ def fit(module: Net, **strategy: Any) -> dict[str, Any]:
     return {"losses": recorder.losses, "state": snapshot(module)}
 
 
-@pytest.mark.parametrize("kind", [InsideTheRegion, BetweenTheCalls, ChecksClasses])
+KINDS = [InsideTheRegion, BetweenTheCalls, ChecksClasses, CountsPositives, HalvesTheLoss, ReadsInAnotherWay, OtherLayersForSome]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_is_that_of_the_batch(kind: type[Net]) -> None:
-    assert_same(fit(kind(), num_microbatches=4), fit(kind()), kind.__name__)
+    """With 1F1B the step runs for each microbatch, and reads what its batch has."""
+    expected = fit(kind())
+    assert_same(fit(kind(), num_microbatches=4), expected, kind.__name__)
+    assert_same(fit(kind(), num_microbatches=2, schedule="1f1b"), expected, kind.__name__)
 
 
-def test_reads_that_decide_are_compared_on_every_batch_with_one_f_one_b() -> None:
-    """The microbatches of the first batch have the answer of the batch; a later one's would train another loss."""
+def planned(module: Net) -> PartitionPlan:
+    module.shuffle = False
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=4)
+    make_trainer(max_steps=5, limit_val_batches=0, strategy=strategy).fit(module)
+    assert strategy.plan is not None
+    return strategy.plan
+
+
+def test_calls_after_a_branch_on_labels_are_pipelined() -> None:
+    """Every rank has the batch; they lay whole on the last stage. So they do where the other branch has layers of its own."""
+    assert not planned(BetweenTheCalls()).outside_fqns
+    assert {"head.0.weight", "extra.weight"} <= {*planned(OtherLayersForSome()).outside_fqns}
+
+
+def test_a_module_that_branches_on_labels_is_cut_into_microbatches(caplog: pytest.LogCaptureFixture) -> None:
+    """It is opened, so that each graph has one of its branches; as a whole it had to see the whole batch."""
+    planned(InsideTheRegion())
+    assert "as one microbatch" not in caplog.text
+
+
+def test_reads_of_what_the_model_gives_are_compared_on_every_batch_with_one_f_one_b() -> None:
+    """What only the stages compute is a microbatch's own: a later batch's would train another loss."""
     with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
-        fit(BetweenTheCalls(), num_microbatches=2, schedule="1f1b")
+        fit(ReadsWhatTheModelGives(), num_microbatches=2, schedule="1f1b")
 
 
 def test_a_loss_that_fails_for_a_microbatch_is_none_for_one_f_one_b() -> None:
     with pytest.raises(UnsupportedError, match="1F1B cannot train this loss") as caught:
-        fit(ChecksClasses(), num_microbatches=4, schedule="1f1b")
+        fit(CannotBeSplit(), num_microbatches=4, schedule="1f1b")
     assert "the step fails for a microbatch in " in str(caught.value.observed)
     assert "test_label_reads.py" in str(caught.value.observed)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_fxpipe._compat.torch import FakeWorld, size_hint, symbolic_expression, tree_leaves
+from lightning_fxpipe.tracing import trace
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.trace import trace_region
@@ -110,3 +111,28 @@ def test_packed_sequences_are_described_but_for_their_number_of_entries(kind: An
     assert [(t.dtype, t.requires_grad) for t in found] == [(t.dtype, t.requires_grad) for t in expected]
     assert traced.covers(call_of(x, torch.tensor([4, 2, 2])))
     assert not traced.covers(call_of(x, torch.tensor([5, 2, 2]))), "the longest sequence is a dimension of the results"
+
+
+def test_a_recurrent_layer_is_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lists of weights change with its weights, which looked as if opened code kept a state: the trace began again."""
+    recorded = []
+    record = trace._record
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        recorded.append(args)
+        return record(*args, **kwargs)
+
+    monkeypatch.setattr(trace, "_record", counted)
+    model = Recurrent()
+    traced = trace_region(model, call_of(torch.randn(2, 5, 3)), opened=(), check=False)
+    assert len(recorded) == 1
+    assert [str(node.target) for node in traced.graph.nodes if node.op == "call_module"] == ["layer", "head"]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])
