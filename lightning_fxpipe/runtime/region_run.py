@@ -23,6 +23,7 @@ from lightning_fxpipe.runtime.one_f_one_b import StepTail
 from lightning_fxpipe.runtime.region_in_place import region_in_place
 from lightning_fxpipe.runtime.region_pass import PassSetup
 from lightning_fxpipe.runtime.stage_traces import StageTrace
+from lightning_fxpipe.tracing.number_arguments import numbers_on
 from lightning_fxpipe.tracing.region import Leaving, StageExit
 from lightning_fxpipe.user_code.members import Members
 from lightning_fxpipe.user_code.step import Step
@@ -70,6 +71,7 @@ class RegionRun:
 
     def __post_init__(self) -> None:
         self._setup = self.make_setup()
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # of the region, where it is a call
         self._rng_at_start = rng_state() if self.passes.may_interleave(self.step) else None
 
     def in_place(self) -> AbstractContextManager[Any]:
@@ -94,6 +96,7 @@ class RegionRun:
         inputs = self.trace.traced.input_tensors(args, kwargs)
         if inputs is None:
             raise self._varying("other arguments", describe((args, kwargs)), "the same arguments but for the tensors")
+        self._arguments = args, kwargs
         return list(inputs)
 
     def _run_unwatched(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -108,7 +111,9 @@ class RegionRun:
         """
         if self.attributes is not None:
             self.attributes.begin_region()
-        self.trace.traced.check_current(self.step.kind.value)
+        traced = self.trace.traced
+        with numbers_on(self.root.get_submodule(traced.signature.path or ""), *self._arguments):
+            traced.check_current(self.step.kind.value)
         expected = self._setup.input_shapes
         actual = tuple(tuple(tensor.shape) for tensor in inputs)
         if actual != expected:

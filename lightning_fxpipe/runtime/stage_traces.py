@@ -169,7 +169,7 @@ class StageTraces:
             kind: Which step makes it.
             region: The call.
         """
-        with self._decisions.batch():
+        with self._decisions.batch(), region.numbers_on(self._root):
             if (found := self._known_now(kind, region)) is not None:
                 self._used(found[0])
             else:

@@ -57,6 +57,8 @@ _LOOKS_INTO_ALL = (nn.Module.__module__, "lightning_fxpipe.")
 _DEPTHS = (6, 3, 1)
 _MAX_ENTRIES = 256
 _MAX_ARRAY_BYTES = 2**20
+# Where the numbers lie that a module is called with (``tracing.number_arguments``).
+NUMBER_ARGUMENTS = "_fxpipe_number_arguments"
 # The value of an attribute that a module does not have.
 _ABSENT = ("no such attribute",)
 
@@ -188,6 +190,8 @@ def name_of_guard(key: GuardKey) -> str:
     if not isinstance(key, tuple):
         return str(key)
     path, name = key
+    if name == NUMBER_ARGUMENTS:
+        return f"the arguments of {path or 'the module'}"
     return f"trainer.{name}" if path is None else f"{path}.{name}".lstrip(".")
 
 

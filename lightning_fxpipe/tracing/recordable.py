@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +17,7 @@ from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
 from lightning_fxpipe.tracing.held_numbers import NumberPlace
+from lightning_fxpipe.tracing.number_arguments import numbers_on, with_numbers, without_numbers
 from lightning_fxpipe.tracing.prelude import PreludeFacts
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
@@ -78,7 +80,7 @@ class Recordable(ABC):
         code = code_of(self.code(root))
         return f"{code.co_filename}:{code.co_firstlineno}" if code else "source unknown"
 
-    def in_its_state(self, record: Callable[[Recordable], _T]) -> _T:
+    def in_its_state(self, root: nn.Module, record: Callable[[Recordable], _T]) -> _T:
         """Runs ``record`` with user state as it is where the recorded code begins.
 
         What recorded code reads has the values that the code before it sets: numbers, tensors and flags on modules, in
@@ -137,16 +139,21 @@ class RegionCall(Recordable):
         """The called module."""
         return self.path
 
-    def in_its_state(self, record: Callable[[Recordable], _T]) -> _T:
+    def in_its_state(self, root: nn.Module, record: Callable[[Recordable], _T]) -> _T:
         """Runs ``record`` when the step's code before the call has run."""
         if self.reach is None:
-            return record(self)
+            with self.numbers_on(root):
+                return record(self)
         result: _T = self.reach(lambda call: record(replace(self, args=call.args, kwargs=call.kwargs, reach=None)))
         return result
 
+    def numbers_on(self, root: nn.Module) -> AbstractContextManager[None]:
+        """In the block, the called module has the numbers that it is called with."""
+        return numbers_on(root.get_submodule(self.path), self.args, self.kwargs)
+
     def example(self) -> Any:
-        """Its arguments."""
-        return self.args, dict(self.kwargs)
+        """Its arguments, but for the numbers in them: forward gets those that lie on the module."""
+        return without_numbers(self.args, self.kwargs)
 
     def code(self, root: nn.Module) -> Any:
         """The module's forward."""
@@ -158,10 +165,11 @@ class RegionCall(Recordable):
 
     def run(self, root: nn.Module, recorder: Recorder, example: Any) -> Any:
         """Makes the call."""
-        args, kwargs = example
         lasting = lasting_objects(root)
         known = set(map(id, Template.of(example, shared=lasting).tensors))
-        result = root.get_submodule(self.path).forward(*args, **kwargs)
+        module = root.get_submodule(self.path)
+        args, kwargs = with_numbers(module, *example)
+        result = module.forward(*args, **kwargs)
         # What the forward puts into its arguments would be missing in them when the stages run.
         if any(id(tensor) not in known for tensor in Template.of(example, shared=lasting).tensors):
             raise RecordError("it puts a tensor into one of its arguments, where code after the call may look for it")

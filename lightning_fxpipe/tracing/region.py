@@ -139,7 +139,7 @@ def find_region(
                 )
                 if at_call is not None:
                     try:  # the step may catch what is raised here
-                        with run.aside():
+                        with run.aside(), found[0].numbers_on(root):
                             at_call(found[0])
                     except BaseException as error:
                         failed.append(error)

@@ -34,6 +34,7 @@ from lightning_fxpipe.tracing.graph_writer import erase_unused
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards, name_of_guard
 from lightning_fxpipe.tracing.held_numbers import HeldNumbers, NumberPlace
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
+from lightning_fxpipe.tracing.number_arguments import without_numbers
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, Signature, sign
 from lightning_fxpipe.tracing.signals import FirstCallSets, Learned, MustStayWhole, RecordAgain, RecordError
@@ -174,7 +175,7 @@ class TracedRegion:
 
     def input_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """The tensors in the arguments of a call, in the order of the graph's inputs; None where other things differ."""
-        template = Template.of((args, dict(kwargs)), shared=self._lasting)
+        template = Template.of(without_numbers(args, kwargs), shared=self._lasting)
         return template.tensors if template.structure == self.signature.structure else None
 
     def result(self, outputs: Sequence[Any], sizes: Mapping[Any, int] | None = None) -> Any:
@@ -276,7 +277,7 @@ def trace_region(
         UnsupportedError: Modules pass tensors on in an object that is theirs together.
     """
     record = partial(_trace_region, root, opened=opened, device=device, check=check, first=first, answers_looks=answers_looks)
-    return call.in_its_state(record)
+    return call.in_its_state(root, record)
 
 
 def _trace_region(

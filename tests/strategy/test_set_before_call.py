@@ -122,13 +122,16 @@ class Annealed(L.LightningModule):
                 return 1 / (2 + self.trainer.global_step)
         return 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.third(self.second(self.first(x) * self.factor))
+    def forward(self, x: Tensor, factor: float = 1.0, *, shift: float = 0.0) -> Tensor:
+        return self.third(self.second(self.first(x) * self.factor * factor + shift))
 
     def loss(self, batch: Any, value: float) -> Tensor:
         if "step" in self.moment:
             self.put(value)
-        out = self.forward(batch[0]) if self.calls == "parts" else self(batch[0])
+        if self.holder == "arguments":
+            out = self(batch[0], value, shift=0.1 / value)
+        else:
+            out = self.forward(batch[0]) if self.calls == "parts" else self(batch[0])
         if self.moment == "step and back":
             self.put(1.0)
         return (out - batch[1]).square().mean()
@@ -229,6 +232,13 @@ def test_a_number_is_recorded_twice_and_then_an_input(holder: str, moment: str, 
     check(holder, moment, "model", "gpipe", 2)
     # The one of the plan, those of two values, and of the last batch's size; `max` and `<` have a graph for each side.
     assert made.count("training_step") <= 5
+
+
+def test_a_number_among_the_arguments_is_an_input(made: list[str]) -> None:
+    """The step computes it, as a reversal strength: it was part of what calls are told apart by."""
+    check("arguments", "step", "model", "gpipe", 2)
+    assert made.count("training_step") <= 5
+    assert made.count("validation_step") <= 5
 
 
 @pytest.mark.parametrize("calls", ["model", "parts"])
