@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.torch import tree_leaves
-from lightning_fxpipe.tracing.recordable import RegionCall
+from lightning_fxpipe.pytree.structure import Template
+from lightning_fxpipe.tracing.recordable import Recordable, RegionCall
 from lightning_fxpipe.tracing.trace import TracedRegion, trace_region
+from lightning_fxpipe.user_code.objects import lasting_objects
 
 BATCH = 4
 WIDTH = 6
@@ -24,6 +26,13 @@ def call_of(*args: Any, batch_size: int | None = None, path: str = "", **kwargs:
 
 def trace(model: nn.Module, *args: Any, opened: Any = None, **kwargs: Any) -> TracedRegion:
     return trace_region(model, call_of(*args, **kwargs), opened=opened)
+
+
+def covers(traced: TracedRegion, call: Recordable) -> bool:
+    """True if the graph computes this call, made now."""
+    with call.numbers_on(traced.root):
+        is_same = traced.computes(call) and traced.is_current()
+    return is_same and traced.sees_the_same(Template.of(call.example(), shared=lasting_objects(traced.root)).tensors)
 
 
 def batch(size: int = BATCH, width: int = WIDTH) -> Tensor:

@@ -8,6 +8,7 @@ The step around the region
 
 Through the stages
     - ``batch_traces``, ``stage_traces``: the trace that a batch runs with, and this rank's stage of it.
+    - ``same_cuts``: that every rank has recorded the same graph.
     - ``stage_places``: where a stage is on the way forward and back.
     - ``pass_setup``: what a batch goes through the stages with (stage, number of microbatches, schedule objects), kept for
       batches of the same shapes (``lru``).

@@ -35,8 +35,9 @@ from lightning_fxpipe.recording.recorder import Recorder
 from lightning_fxpipe.reporting.wording import node_words
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.region_pass import Crossing, Leg, PassSetup
+from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.runtime.stage_places import StagePlaces
-from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace, check_same_cuts
+from lightning_fxpipe.runtime.stage_traces import MAX_TRACES, StageTrace
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, forward_order, training_order
 from lightning_fxpipe.schedules.pipelining import Pipeline
 from lightning_fxpipe.schedules.places import Noting

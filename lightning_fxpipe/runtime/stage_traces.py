@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from lightning_fxpipe.distributed.agreement import check_agreement, gather_values
+from lightning_fxpipe.distributed.agreement import gather_values
 from lightning_fxpipe.distributed.decisions import Decisions
 from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, PartitionError, TraceError, UnsupportedError
@@ -24,6 +24,7 @@ from lightning_fxpipe.pytree.shapes import DimGroups, ShapeHistory, Shapes
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.runtime.lru import LruCache
 from lightning_fxpipe.runtime.replay import DryRunEnds, Replay
+from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
@@ -460,42 +461,6 @@ class StageTraces:
             if place.guard not in self._read_before:
                 found.setdefault(place.guard, set()).add(place.steps)
         return found
-
-
-def check_same_cuts(
-    assignment: Assignment,
-    topology: Topology,
-    symbolic: DimGroups | None = None,
-    ends_because: str = "",
-    *,
-    may_run_whole: bool = False,
-) -> None:
-    """Raises ``TraceError`` if the ranks have recorded different graphs. Called by every rank.
-
-    Code that looks at its buffers, as to see how far they are filled, sees those that its rank's stage has filled.
-
-    Args:
-        assignment: This rank's graph, cut.
-        topology: This rank's place.
-        symbolic: The dimensions whose sizes are symbols in it, where the ranks have just chosen them.
-        ends_because: Why this rank did not see the step's end.
-        may_run_whole: Whether ``CannotFollow`` is raised: the step can run on one rank.
-    """
-    # User code that fails while it is recorded makes another graph; where it does so on one rank alone, its error is here only.
-    reasons = [f"{path} is kept whole ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
-    cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
-    differs = TraceError(
-        "The ranks recorded different graphs of the same step.",
-        expected="the same tensors across each cut on every rank",
-        todo="Look for code that depends on the rank, on values of buffers, unseeded random numbers or on the order of a set.",
-    )
-    found = cuts if symbolic is None else (symbolic, cuts)
-    try:
-        check_agreement(topology.control_group, found, differs, [*reasons, *filter(None, [ends_because])])
-    except TraceError as error:
-        if may_run_whole:
-            raise CannotFollow(error) from None
-        raise
 
 
 def _is_specialised(traced: TracedRegion, tensor: int, dim: int) -> bool:

@@ -26,7 +26,7 @@ Recording it
 What a trace depends on
     - ``guards``: plain attributes that it has read, compared before each batch (``runtime.batch_traces`` asks).
     - ``code_guards``, ``structure_guards``: global variables and classes; the modules that it calls, and their hooks.
-    - ``held_tensors``, ``held_numbers``: tensors that it has from elsewhere, and numbers that change.
+    - ``held_tensors``, ``held_numbers``, ``number_arguments``: tensors that it has from elsewhere, and numbers that change.
     - ``trace_log``: tells when a step is traced again, and why.
     - ``repeat``: single calls of a graph once more, to see what is inside.
 """

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -66,6 +66,10 @@ class Recordable(ABC):
     def opened_path(self) -> str | None:
         """Module that is always opened, because its own forward is what is recorded; None where there is none."""
         return None
+
+    def numbers_on(self, root: nn.Module) -> AbstractContextManager[None]:
+        """In the block, numbers that it gets lie where recorded code reads them."""
+        return nullcontext()
 
     @abstractmethod
     def example(self) -> Any:

@@ -2,7 +2,7 @@
 used for.
 
 A trace is valid for one train/eval mode, one structure of inputs, one pattern of ``requires_grad`` and all sizes of the batch
-and of the dimensions that vary which satisfy the guards met while recording; :meth:`TracedRegion.covers` decides.
+and of the dimensions that vary which satisfy the guards met while recording; :meth:`TracedRegion.computes` decides.
 """
 
 from __future__ import annotations
@@ -188,11 +188,6 @@ class TracedRegion:
         known = self.values(sizes or {})
         numbers = [size.value(known) if isinstance(size, SymbolicSize) else size for size in self.output_sizes]
         return self.output_structure.fill(values, numbers)
-
-    def covers(self, call: Recordable) -> bool:
-        """True if the graph computes this call, made now."""
-        is_same = self.computes(call) and self.is_current()
-        return is_same and self.sees_the_same(Template.of(call.example(), shared=self._lasting).tensors)
 
     def is_current(self) -> bool:
         """True if recorded code would read the same as when it was recorded. Gives the stages the tensors of now."""

@@ -15,8 +15,8 @@ _SET = "strategy/test_set_before_call.py::test_what_the_step_sets_counts_in_its_
 MUTANTS = [
     Mutant(
         "tracing/recordable.py",
-        "        if self.reach is None:\n            return record(self)\n",
-        "        if True:\n            return record(self)\n",
+        "        if self.reach is None:\n            with self.numbers_on(root):\n",
+        "        if True:\n            with self.numbers_on(root):\n",
         (_SET,),
         "a model is recorded as it is before the step's code has run",
     ),
@@ -336,10 +336,10 @@ MUTANTS = [
         "ranks whose modules have kept something else cut a batch in other ways, and wait for each other",
     ),
     Mutant(
-        "runtime/stage_traces.py",
+        "runtime/same_cuts.py",
         "        if may_run_whole:\n            raise CannotFollow(error) from None\n",
         "",
-        ("runtime/test_stage_traces.py::test_a_step_that_can_run_on_one_rank_is_not_refused",),
+        ("runtime/test_same_cuts.py::test_a_step_that_can_run_on_one_rank_is_not_refused",),
         "a validation step that looks at buffers ends the run",
     ),
     Mutant(

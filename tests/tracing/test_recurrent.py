@@ -15,6 +15,7 @@ from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.trace import trace_region
 from tests.staging import call_of
+from tests.traces import covers
 
 LENGTH, BATCH, WIDTH = 5, 3, 4
 KINDS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
@@ -109,8 +110,8 @@ def test_packed_sequences_are_described_but_for_their_number_of_entries(kind: An
     sizes = [tuple(size_hint(size) for size in tensor.shape) for tensor in found]
     assert sizes == [tuple(tensor.shape) for tensor in expected]
     assert [(t.dtype, t.requires_grad) for t in found] == [(t.dtype, t.requires_grad) for t in expected]
-    assert traced.covers(call_of(x, torch.tensor([4, 2, 2])))
-    assert not traced.covers(call_of(x, torch.tensor([5, 2, 2]))), "the longest sequence is a dimension of the results"
+    assert covers(traced, call_of(x, torch.tensor([4, 2, 2])))
+    assert not covers(traced, call_of(x, torch.tensor([5, 2, 2]))), "the longest sequence is a dimension of the results"
 
 
 def test_a_recurrent_layer_is_recorded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

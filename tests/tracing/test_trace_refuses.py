@@ -17,7 +17,7 @@ from lightning_fxpipe.errors import TraceError, UnsupportedError
 from lightning_fxpipe.tracing.recordable import RegionCall
 from lightning_fxpipe.tracing.trace import trace_region
 from lightning_fxpipe.user_code.objects import tensor_of
-from tests.traces import BATCH, WIDTH, TwoLayers, batch, call_of, line_of, names, trace
+from tests.traces import BATCH, WIDTH, TwoLayers, batch, call_of, covers, line_of, names, trace
 from tests.tracing.test_trace_restores import DISTURBANCES, AroundRestless, Restless
 
 # ----------------------------------------------------------------------------- what stays whole, what is refused
@@ -223,8 +223,8 @@ def test_tensors_of_an_object_that_is_an_argument_are_inputs() -> None:
 
     traced = trace(Net(), batch(), Opaque(batch()))
     assert [tuple(node.meta["val"].shape[1:]) for node in traced.input_nodes] == [(WIDTH,), (WIDTH,)]
-    assert traced.covers(call_of(batch(7), Opaque(batch(7))))
-    assert not traced.covers(call_of(batch(7), (batch(7),)))
+    assert covers(traced, call_of(batch(7), Opaque(batch(7))))
+    assert not covers(traced, call_of(batch(7), (batch(7),)))
 
 
 def test_object_goes_from_module_to_module_as_its_tensors() -> None:

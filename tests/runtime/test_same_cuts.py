@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_fxpipe.errors import TraceError
-from lightning_fxpipe.runtime import stage_traces
-from lightning_fxpipe.runtime.stage_traces import check_same_cuts
+from lightning_fxpipe.runtime import same_cuts
+from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.tracing.signals import CannotFollow
 
 
@@ -19,7 +19,7 @@ def test_a_step_that_can_run_on_one_rank_is_not_refused(monkeypatch: pytest.Monk
     def differ(group: Any, value: Any, error: Exception, reasons: Any) -> None:
         raise error
 
-    monkeypatch.setattr(stage_traces, "check_agreement", differ)
+    monkeypatch.setattr(same_cuts, "check_agreement", differ)
     traced = SimpleNamespace(kept_whole={})
     assignment: Any = SimpleNamespace(chain=SimpleNamespace(traced=traced), num_stages=2, boundary=lambda stage: [])
     topology: Any = SimpleNamespace(control_group=None)

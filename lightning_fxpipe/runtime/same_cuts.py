@@ -1,0 +1,46 @@
+"""Ranks that have recorded a step have recorded the same graph: across each cut go the same tensors."""
+
+from __future__ import annotations
+
+from lightning_fxpipe.distributed.agreement import check_agreement
+from lightning_fxpipe.distributed.topology import Topology
+from lightning_fxpipe.errors import TraceError
+from lightning_fxpipe.planner.assignment import Assignment
+from lightning_fxpipe.pytree.shapes import DimGroups
+from lightning_fxpipe.tracing.signals import CannotFollow
+
+
+def check_same_cuts(
+    assignment: Assignment,
+    topology: Topology,
+    symbolic: DimGroups | None = None,
+    ends_because: str = "",
+    *,
+    may_run_whole: bool = False,
+) -> None:
+    """Raises ``TraceError`` if the ranks have recorded different graphs. Called by every rank.
+
+    Code that looks at its buffers, as to see how far they are filled, sees those that its rank's stage has filled.
+
+    Args:
+        assignment: This rank's graph, cut.
+        topology: This rank's place.
+        symbolic: The dimensions whose sizes are symbols in it, where the ranks have just chosen them.
+        ends_because: Why this rank did not see the step's end.
+        may_run_whole: Whether ``CannotFollow`` is raised: the step can run on one rank.
+    """
+    # User code that fails while it is recorded makes another graph; where it does so on one rank alone, its error is here only.
+    reasons = [f"{path} is kept whole ({reason})" for path, reason in assignment.chain.traced.kept_whole.items()]
+    cuts = [[node.name for node in assignment.boundary(s)] for s in range(assignment.num_stages - 1)]
+    differs = TraceError(
+        "The ranks recorded different graphs of the same step.",
+        expected="the same tensors across each cut on every rank",
+        todo="Look for code that depends on the rank, on values of buffers, unseeded random numbers or on the order of a set.",
+    )
+    found = cuts if symbolic is None else (symbolic, cuts)
+    try:
+        check_agreement(topology.control_group, found, differs, [*reasons, *filter(None, [ends_because])])
+    except TraceError as error:
+        if may_run_whole:
+            raise CannotFollow(error) from None
+        raise
