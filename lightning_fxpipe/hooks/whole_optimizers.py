@@ -18,7 +18,6 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.hooks.rank_zero_changes import followed
 from lightning_fxpipe.optim.optimizers import StageOptimizer
-from lightning_fxpipe.user_code.frames import user_source
 
 _STATE, _OPTIONS, _GROUPS, _OTHER_STATE = "state of", "options of group", "number of groups", "state of no parameter"
 _OF_PARAMETERS = ("params", "param_names")
@@ -81,9 +80,7 @@ class WholeOptimizers:
 
     def _note_use(self, optimizer: Optimizer) -> None:
         used = next((each for each in self._optimizers if each.optimizer is optimizer), None)
-        if used is not None:
-            if used.is_shared_out:
-                raise _shared_out()
+        if used is not None and not used.is_shared_out:  # of which each replica has the states of its share, and shows these
             self._read()
 
     def bring_states(self) -> None:
@@ -134,13 +131,4 @@ def _another_group() -> UnsupportedError:
         observed="add_param_group, or a change of optimizer.param_groups, on some ranks only",
         expected="the same groups on every rank",
         todo="Add the group without a condition on the rank, such as trainer.is_global_zero.",
-    )
-
-
-def _shared_out() -> UnsupportedError:
-    return UnsupportedError(
-        "A hook uses the state of an optimizer that replicas share out: each has the states of some parameters only.",
-        where=user_source(),
-        observed='FxPipeStrategy(data_parallel="shard")',
-        todo='Set data_parallel="replicate", or leave optimizer.state alone in hooks.',
     )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_fxpipe.distributed.agreement import fingerprint
 from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.hooks import rank_zero_changes as tested
 from lightning_fxpipe.hooks.rank_zero_changes import followed
+from lightning_fxpipe.hooks.whole_optimizers import WholeOptimizers
 
 BEFORE = torch.ones(3)
 
@@ -38,8 +41,20 @@ def test_a_rank_receives_what_rank_zero_has_changed(monkeypatch: pytest.MonkeyPa
 
 def test_a_change_on_another_rank_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device is rank 0, and would not make it."""
-    with pytest.raises(UnsupportedError, match="changes the value of weight on one rank"):
+    with pytest.raises(UnsupportedError, match="changes the value of weight on one rank of the pipeline and not on rank 0."):
         changes(monkeypatch, BEFORE, BEFORE * 2)
+
+
+def test_another_group_on_one_rank_alone_is_refused() -> None:
+    """Its parameters would be trained by some ranks only."""
+    said = "A hook gives an optimizer another number of parameter groups on one rank of the pipeline than on rank 0."
+    topology: Any = SimpleNamespace(is_last=True)
+    optimizers = WholeOptimizers(nn.Linear(1, 1), topology, lambda: None)
+    own: Any = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.1, "params": []}]), is_shared_out=False)
+    optimizers.follow([own])
+    (groups, *_) = optimizers.entries(states=False)
+    with pytest.raises(UnsupportedError, match=said):
+        optimizers.follow_changes({groups: 2})
 
 
 def test_the_order_of_elements_counts() -> None:

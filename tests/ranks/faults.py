@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import json
 import os
+import posix
 import shutil
 import signal
 import subprocess
@@ -117,11 +118,11 @@ class _Fault:
         repeats = self._case.kind in (*ERRORS, *ODD_ERRORS, *HOOK_KINDS, "different", "twice", "twice_apart", "unwinding")
         if self._calls == self._case.at or (self._calls > self._case.at and repeats):
             self.has_happened = True
-            # Not by `open`, which writes nothing in the step of a rank that is not the last stage's.
-            marker = os.open(self._folder / "fault", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.write(marker, str(time.time()).encode())
-            os.close(marker)
-            (self._folder / f"reached{self._rank}").touch()
+            # Not by `open` and `os.open`, which write nothing in the step of a rank that is not the last stage's.
+            for name in ("fault", f"reached{self._rank}"):
+                marker = posix.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.write(marker, str(time.time()).encode())
+                os.close(marker)
             self._happen(self._case.kind)
 
     def _happen(self, kind: str) -> None:
