@@ -382,16 +382,22 @@ def test_a_smaller_last_batch_is_nothing_to_speak_of() -> None:
 
 def test_what_causes_a_trace_again_is_told() -> None:
     messages = Messages()
-    numbers_of_traces(lambda h, number: h * number, [(x_of(4, 7), number) for number in range(3)], messages.log())
+    numbers_of_traces(lambda h, word: h * int(word), [(x_of(4, 7), word) for word in "012"], messages.log())
     (line,) = messages.lines
-    assert "args[1] is 2 after 1" in line
+    assert "args[1] is '2' after '1'" in line
+
+
+def test_a_number_among_the_arguments_causes_no_trace_from_its_second_value_on() -> None:
+    messages = Messages()
+    numbers_of_traces(lambda h, number: h * number, [(x_of(4, 7), 1.5 + number) for number in range(5)], messages.log())
+    assert not messages.lines
 
 
 def test_a_constant_that_keeps_changing_is_named_once() -> None:
     messages = Messages()
-    batches = [(x_of(4, 7), number) for number in range(MANY_TRACES + 3)]
-    numbers_of_traces(lambda h, number: h * number, batches, messages.log())
-    assert "args[1] is 2 after 1" in messages.lines[0]
+    batches = [(x_of(4, 7), str(number)) for number in range(MANY_TRACES + 3)]
+    numbers_of_traces(lambda h, word: h * int(word), batches, messages.log())
+    assert "args[1] is '2' after '1'" in messages.lines[0]
     (warning,) = messages.warnings
     assert f"traced {MANY_TRACES} times, {MANY_TRACES - 1} times because of args[1]" in warning
 
