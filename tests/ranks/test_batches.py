@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fxpipe.distributed.agreement import check_agreement
 from lightning_fxpipe.independence.division import NotDivisible
-from lightning_fxpipe.runtime import stage_traces
+from lightning_fxpipe.runtime import same_cuts
 from lightning_fxpipe.runtime.pass_setup import PassSetups
 from tests.ranks.pool import RankPool
 from tests.ranks.runs import Run, compare, go
@@ -233,7 +233,7 @@ def do(name: str, folder: str, stages: int) -> dict[str, Any]:
         if name == ONE_CANNOT_CUT:
             patch.setattr(PassSetups, "_assigned", fails_on_one)
         if name == OTHER_GRAPHS:
-            patch.setattr(stage_traces, "check_agreement", differs_in_evaluation)
+            patch.setattr(same_cuts, "check_agreement", differs_in_evaluation)
         return go(RUNS[name](), Path(folder), stages)
 
 

@@ -21,6 +21,7 @@ from tests.staging import (
     chain_of,
     run_whole,
 )
+from tests.traces import covers
 
 # Values are whole numbers in float64, weights -1, 0 and 1, and everything that grows is clamped: all sums are exact, so that
 # no order of additions can make a difference, however often a value or a parameter is used.
@@ -346,7 +347,7 @@ def test_any_partition_of_any_program_equals_the_whole(
     event(f"values recomputed in another stage: {min(num_recomputed(assignment), 3)}")
     for size in (4, 6):
         args = whole_numbers(size)
-        if chain.traced.covers(call_of(*args)):
+        if covers(chain.traced, call_of(*args)):
             assert_stages_equal_whole(assignment, *args)
         else:
             assert size != 4
