@@ -7,8 +7,7 @@ which torch puts into a normal form anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -126,9 +125,8 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@contextmanager
-def symbolic_math() -> Iterator[None]:
-    """In the block, functions of :mod:`math` give expressions for symbolic numbers, whose values they would ask for.
+def symbolic_math() -> list[tuple[Any, str, Any]]:
+    """Patches by which functions of :mod:`math` give expressions for symbolic numbers, whose values they would ask for.
 
     torch has most of these functions, under private names. torch 2.11-2.15.
     """
@@ -140,10 +138,4 @@ def symbolic_math() -> Iterator[None]:
         with torch._C.DisableTorchFunction():
             return _OF_NUMBERS[name](*map(torch.sym_float, values))
 
-    try:
-        for name in originals:
-            setattr(math, name, partial(call, name))
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(math, name, original)
+    return [(math, name, partial(call, name)) for name in originals]

@@ -8,8 +8,8 @@ threads answer for ranks that wait:
     rank 1, batch 7: has a graph   ->  Decision(rank=1, batch=7, records=False)  rank 0 raises
 
 Nothing is sent in batches that no rank records. Ranks that all have a graph, but not the same one, or not with the same numbers
-as its inputs, would compute a wrong step without waiting for each other. So :meth:`Decisions.graphs` goes into a vote that is
-counted before the next batch (``strategy.batch_votes``).
+as its inputs, would compute a wrong step without waiting for each other. So :meth:`Decisions.graphs` goes into a vote before
+the next batch, which is counted before the one after it (``strategy.batch_votes``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class UsedGraph(Protocol):
 
     @property
     def number(self) -> int:
-        """The same on every rank."""
+        """Number of the graph, equal on every rank."""
 
     def input_numbers(self) -> list[int | float]:
         """Returns the numbers that it had as inputs when it last ran."""

@@ -19,8 +19,8 @@ class Frame:
     Attributes:
         name: Its name, for messages.
         view: The mode that shows it the whole model.
-        values: Values of placeholders, once somebody has looked.
-        gradients: Gradients of placeholders, once somebody has looked.
+        values: Values of placeholders, once a rank has read one.
+        gradients: Gradients of placeholders, once a rank has read one.
         has_states: True once states of optimizers have been brought.
         touched: True once it has used what every rank has, which it may have changed on this one only.
         logged: The numbers that it has logged: arguments of ``self.log``.

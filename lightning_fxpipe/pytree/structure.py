@@ -214,6 +214,7 @@ class _Writer(pickle.Pickler):
             self.sizes.append(obj)
             return self._add(_Hole(len(self.sizes) - 1, is_size=True))
         if type(obj) in _BY_VALUE and not (isinstance(obj, torch.Size) and any(isinstance(n, SYMBOLIC_TYPES) for n in obj)):
+            # A size with symbols has no value yet, and is taken apart as tuples are.
             # pickle would write the second of two equal strings as a string or as a reference, whether or not they are one
             return self._once(_Plain(obj))
         if isinstance(obj, _Reference):  # from below

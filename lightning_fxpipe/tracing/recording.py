@@ -30,7 +30,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
         # ``len(tensor)`` must be an int, which would fix the batch size for good.
         return value.shape[0] if isinstance(value, FakeTensor) else original_len(value)
 
-    with calls_through(recorder), unvalidated_distributions(), symbolic_math():
+    with calls_through(recorder), unvalidated_distributions(), patched_attributes(*symbolic_math()):
         original_apply = vars(torch.autograd.Function)["apply"]
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ def _codes(functions: Iterable[Any]) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType, names: Collection[str]) -> list[str]:
-    """Those among some names that code has, also as constants, as for ``hasattr``."""
+    """Returns which of some names code has, also as constants, as for ``hasattr``."""
     found = {name for each in codes_in(code) for name in (*each.co_names, *each.co_consts) if isinstance(name, str)}
     return sorted(found.intersection(names))
 

@@ -183,7 +183,8 @@ class writing:
         """True if ``file`` is a path, not a temporary one, and user code has called what calls this, or to read any code."""
         if not self.is_active or threading.get_ident() != self._thread or not isinstance(file, _KINDS_OF_PATHS):
             return False
-        if self._temporary and any(_absolute(file).startswith(path) for path in self._temporary):
+        path = _absolute(file)
+        if any(path == made or path.startswith(made + os.sep) for made in self._temporary):
             return False
         frame = sys._getframe(2)
         while (caller := str(frame.f_globals.get("__name__", ""))).split(".")[0] in _FOR_CALLERS and frame.f_back is not None:

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_fxpipe._compat import torch as _compat
 from lightning_fxpipe._compat.fake_sizes import number_hint, symbolic_math
-from lightning_fxpipe._compat.torch import FakeWorld, symbolic_expression
+from lightning_fxpipe._compat.torch import FakeWorld, patched_attributes, symbolic_expression
 
 OPERATIONS: list[Callable[[Any, Any], Any]] = [
     *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.truediv),
@@ -113,7 +113,7 @@ def test_functions_of_math_give_expressions_of_numbers(name: str) -> None:
     world, value = FakeWorld(), 0.25
     symbol, number = world.shape_env.number(value)
     original = getattr(math, name)
-    with world.active(), symbolic_math():
+    with world.active(), patched_attributes(*symbolic_math()):
         found = getattr(math, name)(number)
         assert getattr(math, name)(value) == original(value)
     assert getattr(math, name) is original
@@ -127,7 +127,7 @@ def test_functions_of_math_ask_for_sizes_as_they_did() -> None:
     """Code goes on with ``int(math.sqrt(n))`` as a size."""
     world = FakeWorld()
     fake = world.input(torch.ones(9, 2), (0,))
-    with world.active(), symbolic_math():
+    with world.active(), patched_attributes(*symbolic_math()):
         assert type(math.sqrt(fake.shape[0])) is float
 
 

@@ -20,7 +20,7 @@ BEFORE = torch.ones(3)
 
 
 def changes(monkeypatch: pytest.MonkeyPatch, zeros: Any, mine: Any) -> dict[Any, Any]:
-    """What a rank receives that has ``mine`` where rank 0 has ``zeros``."""
+    """Returns the entries received by a rank that has ``mine`` where rank 0 has ``zeros``."""
     names = {("value of", "weight"): zeros, ("value of", "other"): BEFORE}
     own = {("value of", "weight"): mine}
     fingerprints = {name: fingerprint(value) for name, value in names.items()}

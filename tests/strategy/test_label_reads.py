@@ -154,7 +154,7 @@ def test_a_module_that_branches_on_labels_is_cut_into_microbatches(caplog: pytes
 
 
 def test_reads_of_what_the_model_gives_are_compared_on_every_batch_with_one_f_one_b() -> None:
-    """What only the stages compute is a microbatch's own: a later batch's would train another loss."""
+    """A value that only the stages compute is a microbatch's own: that of a later batch would train another loss."""
     with pytest.raises(UnsupportedError, match="The loss of this batch is not that of its microbatches"):
         fit(ReadsWhatTheModelGives(), num_microbatches=2, schedule="1f1b")
 

@@ -121,6 +121,9 @@ def test_every_rank_has_temporary_files_of_its_own() -> None:
         with tempfile.NamedTemporaryFile("w") as file:
             Path(file.name).write_text("row")
             assert Path(file.name).read_text() == "row"
+            beside = Path(f"{file.name}_rows.txt")
+            beside.write_text("row")  # not temporary, though its path begins with one that is
+            assert not beside.exists()
     assert not Path(folder).exists()
 
 
