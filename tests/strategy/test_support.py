@@ -316,7 +316,7 @@ def test_tensors_whose_values_lie_elsewhere_are_refused_by_name() -> None:
 
 
 def test_lazy_layers_that_nothing_has_run_are_refused_by_name() -> None:
-    """Their sizes are unknown when the plan is made, also where ``configure_optimizers`` would run them: torch's error was told."""
+    """The plan needs their sizes, also where ``configure_optimizers`` would run them: the dry run ended in torch's error."""
     module = LitModel("mlp")
     module.late = nn.LazyLinear(3)
     assert "lazy layers without sizes (late.weight, late.bias)" in str(refusal(trainer_for(), module))
