@@ -182,9 +182,25 @@ def test_what_needs_real_data_is_refused() -> None:
     assert "only real sentences" in str(caught.value)
 
 
+def test_a_pause_of_the_machine_is_not_the_unit_s() -> None:
+    """Its mean would have said a tenth of the pause, for this unit and all that are like it."""
+
+    class Paused(Slow):
+        def forward(self, value: Tensor) -> Tensor:
+            if type(value) is Tensor and SEEN.qsize() == 2:
+                time.sleep(0.35)
+            return super().forward(value)
+
+    chain = chain_of(Paused(), Slow())
+    seen()
+    paused, _ = measured_seconds(chain) or ()
+    assert len(seen()) > 2
+    assert paused.forward < 0.02
+
+
 def test_a_plan_by_seconds_gives_each_stage_as_much_to_do() -> None:
     """By parameters or flops the cut would be in the middle."""
-    modules = [Slow(0.01), *(Slow() for _ in range(7))]
+    modules = [Slow(0.03), *(Slow() for _ in range(7))]
     batch = torch.randn(8, WIDTH)
     plan = make_plan(nn.Sequential(*modules), batch, num_stages=2, num_microbatches=2, balance="seconds")
     assert [(stage.first_module, stage.last_module) for stage in plan.stages] == [("0", "0"), ("1", "7")]
