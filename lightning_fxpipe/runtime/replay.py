@@ -35,6 +35,7 @@ from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.reporting.wording import argument_words
 from lightning_fxpipe.stages.build import concrete_size
 from lightning_fxpipe.tracing.distributions import unvalidated_distributions
+from lightning_fxpipe.tracing.held_numbers import CallArgument, is_number
 from lightning_fxpipe.tracing.input_gradient import check_may_differentiate
 from lightning_fxpipe.tracing.parameter_use import check_call
 from lightning_fxpipe.tracing.step_record import RecordedCall, TensorKey
@@ -169,6 +170,9 @@ class Replay(StepMode):
         exchanged: Gets the tensors that the step now hands to a call in place of those that the stages have from elsewhere than
             the step's calls; without, that is another path.
         written: Gets the memory into which the step's calls write.
+
+    Attributes:
+        other_numbers: Numbers that the step hands to its calls, where the graph has others as constants.
     """
 
     def __init__(
@@ -188,6 +192,7 @@ class Replay(StepMode):
         self._record = traced.record
         self._held, self._traced = traced.held, traced
         self._exchanged = exchanged
+        self.other_numbers: list[CallArgument] = []
         self._sizes = sizes
         self._run = run
         self._own_call_classes = classes_with_own_call(root.modules())
@@ -362,7 +367,10 @@ class Replay(StepMode):
     def _check_same(self, call: RecordedCall, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, structure = tree_flatten((args, kwargs))
         same = name == call.name and structure == call.structure
-        same = same and all(self._is_same(a, b) for a, b in zip(call.arguments, leaves, strict=True))
+        same = same and all(
+            self._is_same(recorded, leaf) or self._takes_number(CallArgument(call.number, name, position), recorded, leaf)
+            for position, (recorded, leaf) in enumerate(zip(call.arguments, leaves, strict=True))
+        )
         if not same:
             recorded = [self._constant(argument) for argument in call.arguments]
             expected = _call_words(call.name, ["a tensor" if isinstance(r, TensorKey) else argument_words(r) for r in recorded])
@@ -388,6 +396,17 @@ class Replay(StepMode):
         if recorded.is_held and id(actual) not in self._keys:
             return self._is_held(recorded.name, actual)
         return self._keys.get(id(actual)) == recorded
+
+    def _takes_number(self, place: CallArgument, recorded: Any, actual: Any) -> bool:
+        """Takes another number than the last batch's, where a trace is looked for; notes it where the graph has a constant."""
+        if self._exchanged is None or not is_number(actual):
+            return False
+        if isinstance(recorded, SymbolicSize):
+            return self._traced.numbers.take_argument(place, actual)
+        if type(recorded) is not type(actual):
+            return False
+        self.other_numbers.append(place)
+        return True
 
     def _is_held(self, name: str, tensor: Tensor) -> bool:
         """Whether the stages have a tensor as the one with this name, or will have."""

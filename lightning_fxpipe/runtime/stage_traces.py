@@ -28,7 +28,7 @@ from lightning_fxpipe.runtime.same_cuts import check_same_cuts
 from lightning_fxpipe.stages.build import Stage, boundary_specs, build_stage, stages_with_inputs
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.guards import GuardKey, Steps, Varying, name_of_guard
-from lightning_fxpipe.tracing.held_numbers import NumberPlace, changed_numbers, failing_numbers
+from lightning_fxpipe.tracing.held_numbers import CallArgument, NumberPlace, changed_numbers, failing_numbers
 from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
@@ -47,6 +47,7 @@ _logger = logging.getLogger("lightning_fxpipe")
 MAX_TRACES = 32
 
 
+Numbers = tuple[NumberPlace | CallArgument, ...]
 _Cut = tuple[Recordable, Shapes, Assignment, DimGroups]
 
 
@@ -107,7 +108,9 @@ class StageTraces:
         self._of_plan: StageTrace | None = None  # until a batch has run
         self.iterators = StepIterators()
         self._changed: dict[str, None] = {}  # names of what is not what it was for traces that would do else
-        self._are_inputs: dict[NumberPlace, bool] = {}  # numbers that have changed; False where a graph needs their values
+        self._are_inputs: dict[
+            NumberPlace | CallArgument, bool
+        ] = {}  # numbers that have changed; False where a graph needs their values
         self._read_before: set[GuardKey] = set()  # by code before the model's call
         self.guard_keys: dict[GuardKey, None] = {}  # what the recorded code, and what comes before it, reads from modules
         self._unfixed: set[StepKind] = set()
@@ -226,8 +229,13 @@ class StageTraces:
             except UnsupportedError:
                 is_same = False  # it takes another path
         self._note_prelude(kind, run.facts)
+        if replay.other_numbers:
+            is_same = False
+            self._are_inputs |= {place: self._are_inputs.get(place, True) for place in replay.other_numbers}
+            self._changed |= dict.fromkeys(map(str, replay.other_numbers))
+        is_same = is_same and traced.holds_for_arguments()
         # A step that skips the model has none.
-        if traced.held.are_unseen(exchanged):
+        if traced.held.are_unseen(exchanged) or traced.numbers.has_arguments:
             self._unfixed.add(kind)
         return is_same and traced.held.take_where_other(exchanged)
 
@@ -437,7 +445,7 @@ class StageTraces:
         trace = partial(trace_for_plan, self._root, plan=self._plan, device=self._topology.device)
         plain = trace(region)
 
-        def attempt(numbers: tuple[NumberPlace, ...]) -> tuple[TracedRegion, Sequence[NumberPlace]]:
+        def attempt(numbers: Numbers) -> tuple[TracedRegion, Sequence[NumberPlace | CallArgument]]:
             """Records the region with these numbers as inputs; returns also those for which it needs one value."""
             try:
                 traced = trace(replace(region, numbers=numbers))
@@ -458,7 +466,7 @@ class StageTraces:
         places = [place for known in self._known for place in known.traced.numbers.places.values()]
         found: dict[GuardKey, set[Steps]] = {}
         for place in places:
-            if place.guard not in self._read_before:
+            if isinstance(place, NumberPlace) and place.guard not in self._read_before:
                 found.setdefault(place.guard, set()).add(place.steps)
         return found
 

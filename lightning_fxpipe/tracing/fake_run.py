@@ -21,7 +21,7 @@ from lightning_fxpipe._compat.torch import (
 from lightning_fxpipe.pytree.shapes import batch_dim_of
 from lightning_fxpipe.reporting.wording import without_symbols
 from lightning_fxpipe.tracing.guards import GuardKey, noted_guards
-from lightning_fxpipe.tracing.held_numbers import HeldNumbers, as_symbols
+from lightning_fxpipe.tracing.held_numbers import CallArgument, HeldNumbers, as_symbols
 from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable, context_of, taken_apart
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
@@ -110,11 +110,17 @@ def fake_run(
         placement.naming(),
         torch.inference_mode(False),
         context.active(),
-        as_symbols(root, call.numbers, world.shape_env.number) as (exchange_numbers, numbers),
+        as_symbols(root, call.numbers, world.shape_env.number) as (exchange_numbers, exchange_argument, numbers),
     ):
         fakes = [fake_input(position, tensor) for position, tensor in enumerate(template.tensors)]
         inputs = {f"{INPUT_PREFIX}{index}": tensor for index, tensor in enumerate(template.tensors)}
         sizes = symbol_values(fakes)
+
+        def number_argument(place: CallArgument, value: Any) -> Any:
+            number = exchange_argument(place, value)
+            sizes.update(numbers.recorded)
+            return number
+
         settings = RecorderSettings(
             modules=dict(root.named_modules()),
             tensor_fqns=fqns,
@@ -127,6 +133,7 @@ def fake_run(
             sizes=sizes,
             before=before,
             begin_region=lambda: sizes.update(exchange_numbers()),
+            number_argument=number_argument,
         )
         recorder = call.make_recorder(settings)
         recorder.begin()

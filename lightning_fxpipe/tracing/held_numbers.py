@@ -90,6 +90,26 @@ class NumberPlace:
         return self.guard.names[-1] if isinstance(self.guard, CodeKey) else str(self.guard[1])  # type: ignore[index]
 
 
+@dataclass(frozen=True)
+class CallArgument:
+    """A number among the arguments of a call that the step makes itself, between its calls of the model.
+
+    Nothing need have stored it: it may be a local variable. Only the step's own code tells its value, in a dry run.
+
+    Attributes:
+        call: Number of the call among the step's.
+        name: Name of what is called.
+        position: Position among the flattened arguments.
+    """
+
+    call: int
+    name: str
+    position: int
+
+    def __str__(self) -> str:
+        return f"a number that the step hands to {self.name}"
+
+
 def is_number(value: Any) -> bool:
     """True for what may become a symbol: an integer or a finite float, of Python or of numpy."""
     return (isinstance(value, (int, np.integer)) and not isinstance(value, bool)) or (
@@ -110,23 +130,43 @@ class HeldNumbers:
     """
 
     root: nn.Module
-    places: dict[Any, NumberPlace] = field(default_factory=dict)
+    places: dict[Any, NumberPlace | CallArgument] = field(default_factory=dict)
     recorded: dict[Any, int | float] = field(default_factory=dict)
     now: dict[Any, int | float] = field(default_factory=dict)
     computed: dict[GuardKey, Any] = field(default_factory=dict)
 
     def look(self) -> dict[Any, int | float] | None:
         """Returns the values of this moment; None where one is no number of the same type any more."""
-        found = {symbol: place.look(self.root) for symbol, place in self.places.items()}
-        if all(is_number(value) and type(_plain(value)) is type(self.recorded[symbol]) for symbol, value in found.items()):
-            return {symbol: _plain(value) for symbol, value in found.items()}
+        found = {symbol: place.look(self.root) for symbol, place in self._stored}
+        if all(self._fits(symbol, value) for symbol, value in found.items()):
+            return {**self.now, **{symbol: _plain(value) for symbol, value in found.items()}}
         return None
+
+    def take_argument(self, place: CallArgument, value: Any) -> bool:
+        """Takes the number of the running batch; False where the place has no symbol, or the value is of another type."""
+        symbol = next((symbol for symbol, each in self.places.items() if each == place), None)
+        if symbol is None or not self._fits(symbol, value):
+            return False
+        self.now[symbol] = _plain(value)
+        return True
+
+    @property
+    def has_arguments(self) -> bool:
+        """True if a dry run of the step has to tell some of the numbers."""
+        return any(isinstance(place, CallArgument) for place in self.places.values())
+
+    @property
+    def _stored(self) -> Iterator[tuple[Any, NumberPlace]]:
+        return ((symbol, place) for symbol, place in self.places.items() if isinstance(place, NumberPlace))
+
+    def _fits(self, symbol: Any, value: Any) -> bool:
+        return is_number(value) and type(_plain(value)) is type(self.recorded[symbol])
 
     @cached_property
     def varying(self) -> Varying:
         """Steps to the numbers, by guard, which guards do not compare."""
         found: dict[GuardKey, set[Steps]] = {}
-        for place in self.places.values():
+        for _, place in self._stored:
             found.setdefault(place.guard, set()).add(place.steps)
         return found
 
@@ -156,9 +196,10 @@ class HeldNumbers:
 
 @contextmanager
 def as_symbols(
-    root: nn.Module, places: Collection[NumberPlace], symbol_of: Callable[[int | float], tuple[Any, Any]]
-) -> Iterator[tuple[Callable[[], Mapping[Any, int | float]], HeldNumbers]]:
-    """Yields a function that puts symbols in the place of numbers, until the block ends, and what it has put there.
+    root: nn.Module, places: Collection[NumberPlace | CallArgument], symbol_of: Callable[[int | float], tuple[Any, Any]]
+) -> Iterator[tuple[Callable[[], Mapping[Any, int | float]], Callable[[CallArgument, Any], Any], HeldNumbers]]:
+    """Yields a function that puts symbols in the place of stored numbers, until the block ends, one that returns what a call
+    gets for an argument, and what they have put there.
 
     Args:
         root: The module.
@@ -168,26 +209,32 @@ def as_symbols(
     found = HeldNumbers(root)
     originals: dict[Any, Any] = {}
 
+    def symbol_for(place: NumberPlace | CallArgument, value: Any) -> Any:
+        symbol, number = symbol_of(_plain(value))
+        found.places[symbol], found.recorded[symbol], originals[symbol] = place, _plain(value), value
+        found.now[symbol] = found.recorded[symbol]
+        return number
+
     def exchange() -> Mapping[Any, int | float]:
         for place in places:
+            if isinstance(place, CallArgument):
+                continue
             value = place.look(root)
             has_owner = place.owner(root) is not None
-            if is_number(value) and (has_owner or place.is_computed):
-                symbol, number = symbol_of(_plain(value))
-                if has_owner:
-                    place.set(root, number)
-                else:
-                    found.computed[place.guard] = number
-                found.places[symbol], found.recorded[symbol] = place, _plain(value)
-                originals[symbol] = value
-        found.now.update(found.recorded)
+            if is_number(value) and has_owner:
+                place.set(root, symbol_for(place, value))
+            elif is_number(value) and place.is_computed:
+                found.computed[place.guard] = symbol_for(place, value)
         return found.recorded
 
+    def argument(place: CallArgument, value: Any) -> Any:
+        return symbol_for(place, value) if place in places and is_number(value) else value
+
     try:
-        yield exchange, found
+        yield exchange, argument, found
     finally:
         for symbol, place in found.places.items():
-            if place.owner(root) is not None:  # the code may have taken it away
+            if isinstance(place, NumberPlace) and place.owner(root) is not None:  # the code may have taken it away
                 place.set(root, originals[symbol])
 
 
@@ -229,10 +276,10 @@ def _entries(value: Any, old: Any) -> Iterator[tuple[tuple[str, Any], Any, Any]]
 
 
 def failing_numbers(
-    numbers: tuple[NumberPlace, ...],
-    constant: Sequence[NumberPlace],
-    attempt: Callable[[tuple[NumberPlace, ...]], Sequence[NumberPlace]],
-) -> Sequence[NumberPlace]:
+    numbers: tuple[NumberPlace | CallArgument, ...],
+    constant: Sequence[NumberPlace | CallArgument],
+    attempt: Callable[[tuple[NumberPlace | CallArgument, ...]], Sequence[NumberPlace | CallArgument]],
+) -> Sequence[NumberPlace | CallArgument]:
     """Returns those numbers that cannot be inputs, of which an ``attempt`` with all of them has shown ``constant``.
 
     An attempt that fails names all of its numbers, so halves are tried; where each half succeeds, all of them.

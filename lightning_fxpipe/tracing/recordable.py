@@ -16,7 +16,7 @@ from torch import nn
 from lightning_fxpipe.errors import TraceError
 from lightning_fxpipe.pytree.shapes import DimGroups
 from lightning_fxpipe.pytree.structure import NotFillable, Structure, Template
-from lightning_fxpipe.tracing.held_numbers import NumberPlace
+from lightning_fxpipe.tracing.held_numbers import CallArgument, NumberPlace
 from lightning_fxpipe.tracing.number_arguments import numbers_on, with_numbers, without_numbers
 from lightning_fxpipe.tracing.prelude import PreludeFacts
 from lightning_fxpipe.tracing.record import Recorder
@@ -43,7 +43,7 @@ class Recordable(ABC):
         prelude_paths: Modules with parameters that the step called before, without training them.
         context: Modes that it is made under; None stands for those of the moment.
         varying: Dimensions of the tensors in :meth:`example`, besides the batch, whose sizes the trace should not depend on.
-        numbers: Plain numbers, on modules or elsewhere, that the trace should not depend on.
+        numbers: Plain numbers, stored on modules or elsewhere or handed from call to call, that the trace should not depend on.
         ends_because: Why the step's later calls of the model, if there are any, are not pipelined.
     """
 
@@ -54,7 +54,7 @@ class Recordable(ABC):
     prelude_paths: tuple[str, ...] = ()
     context: CallContext | None = None
     varying: DimGroups = ()
-    numbers: tuple[NumberPlace, ...] = ()
+    numbers: tuple[NumberPlace | CallArgument, ...] = ()
     ends_because: str = ""
 
     @property

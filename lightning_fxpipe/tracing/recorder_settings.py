@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fxpipe.tracing.held_numbers import CallArgument
 from lightning_fxpipe.tracing.signals import Learned
 from lightning_fxpipe.user_code.snapshot import Snapshot
 
@@ -28,6 +29,7 @@ class RecorderSettings:
         sizes: Values of the symbols.
         before: What the modules' code can change, as it was before.
         begin_region: Called where the recorded code begins, when the code before it has run.
+        number_argument: Returns what a call of the step gets in place of one of its arguments: a symbol, or the argument.
     """
 
     modules: Mapping[str, nn.Module]
@@ -41,3 +43,4 @@ class RecorderSettings:
     sizes: Mapping[Any, int] = field(default_factory=dict)
     before: Snapshot | None = None
     begin_region: Callable[[], None] = lambda: None
+    number_argument: Callable[[CallArgument, Any], Any] = lambda place, value: value

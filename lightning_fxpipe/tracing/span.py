@@ -20,12 +20,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_fxpipe._compat.lightning import silenced_loggers
-from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_flatten
+from lightning_fxpipe._compat.torch import SYMBOLIC_TYPES, tree_flatten, tree_unflatten
 from lightning_fxpipe.pytree.sizes import as_size
 from lightning_fxpipe.pytree.structure import Template
 from lightning_fxpipe.rng import python_rng
 from lightning_fxpipe.tracing.calls_aside import CallsAside
 from lightning_fxpipe.tracing.graph_writer import GraphWriter
+from lightning_fxpipe.tracing.held_numbers import CallArgument
 from lightning_fxpipe.tracing.parameter_use import is_in_place, written_by
 from lightning_fxpipe.tracing.prelude import logs_to, say_nothing
 from lightning_fxpipe.tracing.record import Recorder
@@ -119,24 +120,24 @@ class SpanRecorder(Recorder):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        def record() -> Any:
+        def record(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
             return super(SpanRecorder, self).__torch_function__(func, types, args, kwargs)
 
         if self._is_nested or is_query(func):
-            return record()
+            return record(args, kwargs)
         return self._number(call_name(func), func, record, args, kwargs or {}, is_module=False)
 
     def call_module(self, original_call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a module; gives the call a number if the step makes it."""
         path = self._module_paths.get(id(module))
 
-        def record() -> Any:
+        def record(args: Any, kwargs: Any) -> Any:
             return super(SpanRecorder, self).call_module(original_call, module, args, kwargs)
 
         if not self._is_nested and path in self._span.transparent:
             return original_call(module, *args, **kwargs)
         if self._is_nested or path is None:
-            return record()
+            return record(args, kwargs)
         self.aside.check_module(path, module)
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
 
@@ -157,7 +158,7 @@ class SpanRecorder(Recorder):
         self,
         name: str,
         function: Callable[..., Any],
-        record: Callable[[], Any],
+        record: Callable[[Any, Any], Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
@@ -175,12 +176,16 @@ class SpanRecorder(Recorder):
             self.generators_before = python_rng()
             with self.pause(), passing_over(self._watches):
                 self._settings.begin_region()
-        arguments, structure = tree_flatten((args, kwargs))
+        given, structure = tree_flatten((args, kwargs))
+        arguments = [
+            self._settings.number_argument(CallArgument(number, name, position), leaf) for position, leaf in enumerate(given)
+        ]
+        args, kwargs = tree_unflatten(arguments, structure)
         described = tuple(self.describe(leaf) for leaf in arguments)  # before it can change them
         source = user_source()
         held = [leaf for leaf, key in zip(arguments, described, strict=True) if isinstance(key, TensorKey) and key.is_held]
         last, sides = next(iter(reversed(self.graph.nodes)), None), dict(self.sides)
-        result = self.record(record, partial(function, *args, **kwargs))
+        result = self.record(partial(record, args, kwargs), partial(function, *args, **kwargs))
         nodes = _nodes_after(self.graph, last)
         is_aside = False
         if not is_module and self.has_begun(number):

@@ -32,7 +32,7 @@ from lightning_fxpipe.tracing.fake_run import fake_run
 from lightning_fxpipe.tracing.first_call import FirstCalls, settle_changes
 from lightning_fxpipe.tracing.graph_writer import erase_unused
 from lightning_fxpipe.tracing.guards import GuardKey, failed_guards, name_of_guard
-from lightning_fxpipe.tracing.held_numbers import HeldNumbers, NumberPlace
+from lightning_fxpipe.tracing.held_numbers import CallArgument, HeldNumbers, NumberPlace
 from lightning_fxpipe.tracing.held_tensors import HeldTensors
 from lightning_fxpipe.tracing.number_arguments import without_numbers
 from lightning_fxpipe.tracing.record import Recorder
@@ -155,7 +155,7 @@ class TracedRegion:
         """Returns the values of all symbols in the running batch, from those of its sizes."""
         return {**sizes, **self.numbers.now}
 
-    def constant_numbers(self) -> list[NumberPlace]:
+    def constant_numbers(self) -> list[NumberPlace | CallArgument]:
         """Returns the numbers that the graph holds for one value of only, or that decide about shapes."""
         shapes = (node.meta["val"].shape for node in self.graph.nodes if isinstance(node.meta.get("val"), Tensor))
         sizes = (symbolic_expression(size) for shape in shapes for size in shape)
@@ -200,10 +200,17 @@ class TracedRegion:
     def take_numbers(self) -> bool:
         """Takes the numbers of now for inputs; False where the graph does not hold for them."""
         now = self.numbers.look()
-        if now is None or not all(_holds(condition, now) for condition in self._conditions_of_numbers):
+        if now is None or not self._hold_for(now):
             return False
         self.numbers.now.update(now)
         return True
+
+    def holds_for_arguments(self) -> bool:
+        """True if the graph holds for the numbers that the step has handed from call to call."""
+        return self._hold_for(self.numbers.now)
+
+    def _hold_for(self, numbers: Mapping[Any, int | float]) -> bool:
+        return all(_holds(condition, numbers) for condition in self._conditions_of_numbers)
 
     def check_current(self, what: str) -> None:
         """Called at the model's call in a step that the trace was chosen for before.
@@ -390,7 +397,7 @@ def _record(
             # While what the step has set before is there.
             read_elsewhere = code_guards(root, actually_opened, functions=(call.code(root),))
             for place in run.numbers.places.values():
-                if not place.steps:  # the value of its class is no guard of an input
+                if isinstance(place, NumberPlace) and not place.steps:  # the value of its class is no guard of an input
                     read_elsewhere.pop(place.guard, None)
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])

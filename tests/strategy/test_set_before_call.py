@@ -247,3 +247,57 @@ def test_a_counter_that_recorded_code_reads_is_an_input(holder: str, calls: str,
     """Between two calls in a step, or in a forward: each of its values was recorded anew, a second for each step."""
     check(holder, "hook", calls, "gpipe", 2)
     assert made.count("training_step") <= 5
+
+
+class Between(Annealed):
+    """Computes a number before its first call and uses it before the second: a reversal strength, the weight of a mixture."""
+
+    def number_of(self, batch_idx: int) -> Any:
+        match self.holder:
+            case "local variable":
+                return 2 / (1 + np.exp(-self.global_step / 8)) - 0.5
+            case "rounded":
+                return 0.1 * round(2 + self.global_step / 2)
+            case "read from a tensor":
+                return (0.3 + 0.1 * torch.tensor(self.global_step)).item()
+            case "batch's index":
+                return 0.4 + batch_idx / 10
+            case "element of an array":
+                return self.array[0] * (2 + self.global_step) / 10
+        return 1 / (2 + batch_idx) if batch_idx % 2 else 0.5 + self.current_epoch
+
+    def step(self, batch: Any, batch_idx: int) -> Tensor:
+        number = self.number_of(batch_idx)
+        hidden = self.second(Scale.apply(self.first(batch[0]), number))  # type: ignore[no-untyped-call]
+        return (self.third(torch.lerp(hidden, torch.sin(hidden), number) * number) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.step(batch, batch_idx))
+
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return value * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * gradient, None
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    "holder", ["local variable", "rounded", "read from a tensor", "batch's index", "element of an array", "several"]
+)
+def test_a_number_handed_from_call_to_call_is_an_input(holder: str, schedule: str, made: list[str]) -> None:
+    """It is stored nowhere, so each of its values was recorded anew."""
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule=schedule)
+    there = fit(Between(holder, "step", "parts"), strategy=strategy)
+    torch.testing.assert_close(there, fit(Between(holder, "step", "parts")), rtol=1e-5, atol=1e-6)
+    assert made.count("training_step") <= 5
