@@ -38,6 +38,7 @@ from lightning_fxpipe.tracing.distributions import unvalidated_distributions
 from lightning_fxpipe.tracing.held_numbers import CallArgument, is_number
 from lightning_fxpipe.tracing.input_gradient import check_may_differentiate
 from lightning_fxpipe.tracing.parameter_use import check_call
+from lightning_fxpipe.tracing.set_between import SetBetween
 from lightning_fxpipe.tracing.step_record import RecordedCall, TensorKey
 from lightning_fxpipe.tracing.torch_calls import DIFFERENTIATING, LOOKS, CallContext, is_query
 from lightning_fxpipe.tracing.trace import TracedRegion
@@ -169,9 +170,11 @@ class Replay(StepMode):
         run: Computes the region's outputs from its inputs.
         exchanged: Gets the tensors that the step now hands to a call in place of those that the stages have from elsewhere than
             the step's calls; without, that is another path.
+        between: Tells what the step sets between its calls; without, it is not looked for.
         written: Gets the memory into which the step's calls write.
 
     Attributes:
+        has_set_between: True if the step has set what a later call reads.
         other_numbers: Numbers that the step hands to its calls, where the graph has others as constants.
     """
 
@@ -185,13 +188,15 @@ class Replay(StepMode):
         draws: BatchDraws,
         run: RunRegion,
         exchanged: dict[str, Tensor] | None = None,
+        between: SetBetween | None = None,
         written: set[int] | None = None,
     ) -> None:
         super().__init__(root, draws, written)
         assert traced.record is not None
         self._record = traced.record
         self._held, self._traced = traced.held, traced
-        self._exchanged = exchanged
+        self._exchanged, self._between = exchanged, between
+        self.has_set_between = False
         self.other_numbers: list[CallArgument] = []
         self._sizes = sizes
         self._run = run
@@ -270,6 +275,9 @@ class Replay(StepMode):
         path = self._paths.get(id(module))
         if self._in_stage or self._is_inside or path is None or path in self._record.transparent:
             return original_call(module, *args, **kwargs)
+        if self._between is not None and self._record.first < self._count <= self._record.last:
+            with self.in_stage():
+                self.has_set_between |= self._between.reaching(module, (args, kwargs)) is not None
         return self._number(path, lambda args, kwargs: original_call(module, *args, **kwargs), args, kwargs)
 
     def classes_with_own_call(self) -> set[type[nn.Module]]:
@@ -296,6 +304,8 @@ class Replay(StepMode):
                 self._check_same(call, name, args, kwargs)
             if number == self._record.first:
                 self._run_region()
+                if self._between is not None:
+                    self._between.note_call_end()
             if self._is_dry_run and (number == self._record.last or call.sides):
                 raise DryRunEnds
             if call.result is not None and (self._is_dry_run or not call.is_aside):

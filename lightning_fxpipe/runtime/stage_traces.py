@@ -32,6 +32,7 @@ from lightning_fxpipe.tracing.held_numbers import CallArgument, NumberPlace, cha
 from lightning_fxpipe.tracing.prelude import PreludeFacts, dry_run_of_prelude
 from lightning_fxpipe.tracing.recordable import Recordable, RegionCall, Signature, sign
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall, find_region, trains
+from lightning_fxpipe.tracing.set_between import SetBetween
 from lightning_fxpipe.tracing.signals import CannotFollow
 from lightning_fxpipe.tracing.span import StepRegion
 from lightning_fxpipe.tracing.step_record import Span
@@ -212,17 +213,18 @@ class StageTraces:
             if not is_same:
                 raise DryRunEnds
 
-        replay = Replay(
-            self._root,
-            traced,
-            sizes,
-            device_type=self._topology.device.type,
-            draws=BatchDraws(traced.batch_size, self._batch_dim),
-            run=compare,
-            exchanged=exchanged,
-        )
         trying = dry_run_of_prelude(self._root, call.function, call.args, call.kwargs)
         with suppress(DryRunEnds), trying as run, self.iterators.one_run(run.state):
+            replay = Replay(
+                self._root,
+                traced,
+                sizes,
+                device_type=self._topology.device.type,
+                draws=BatchDraws(traced.batch_size, self._batch_dim),
+                run=compare,
+                exchanged=exchanged,
+                between=SetBetween(self._root, run.state.differences),
+            )
             try:
                 with replay.lead((run.args[0], run.args[2:])):
                     call.function(*run.args, **run.kwargs)
@@ -233,9 +235,9 @@ class StageTraces:
             is_same = False
             self._are_inputs |= {place: self._are_inputs.get(place, True) for place in replay.other_numbers}
             self._changed |= dict.fromkeys(map(str, replay.other_numbers))
-        is_same = is_same and traced.holds_for_arguments()
+        is_same = is_same and not replay.has_set_between and traced.holds_for(traced.numbers.now)
         # A step that skips the model has none.
-        if traced.held.are_unseen(exchanged) or traced.numbers.has_arguments:
+        if traced.held.are_unseen(exchanged) or traced.needs_dry_run:
             self._unfixed.add(kind)
         return is_same and traced.held.take_where_other(exchanged)
 

@@ -18,6 +18,7 @@ Recording it
     - ``inner_results``: what leaves a module by another way than its result.
     - ``state_reads``, ``made_tensors``: what comes into one by another way than its arguments, and from whom.
     - ``shared_values``: numbers that come so.
+    - ``set_between``: what the step sets between its calls for a later one.
     - ``tensor_classes``: inputs of classes of their own.
     - ``kept_state``: what a module keeps from one of its calls for the next one.
     - ``step_record``: the calls that the step makes itself.

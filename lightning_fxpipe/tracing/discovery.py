@@ -49,6 +49,7 @@ from lightning_fxpipe.user_code.frames import raising_source, user_source
 from lightning_fxpipe.user_code.placement import device_of
 from lightning_fxpipe.user_code.step_code import locals_up_to, may_differ_between_batches
 
+_LOOKS = "looks at values of tensors, which may decide what is called after it"
 _logger = logging.getLogger("lightning_fxpipe")
 _CONTAINERS = (list, tuple, dict)
 # A step that calls the model for none of so many batches is taken to have none.
@@ -218,13 +219,10 @@ class _Discovery(SpanRecorder):
     Code after the region may look at values (``loss.item()``), of which there are none: it is shown ones, and no call after
     such a look is counted to the region, because whether it is made may depend on the value. A branch on values that follow
     from the batch takes the batch's path, and the calls after it are counted.
-
-    Attributes:
-        has_branches: True if there is such a branch among the region's calls.
     """
 
     def __init__(self, settings: RecorderSettings, whole: WholeStep) -> None:
-        super().__init__(settings, whole.span)
+        super().__init__(settings, whole.span, whole.step.function)
         self.users: list[int] = []
         self.calls_model = False
         self.misuse: ParameterMisuse | None = None
@@ -238,9 +236,10 @@ class _Discovery(SpanRecorder):
         self._root = root = whole.root
         self._parameters = {fqn for fqn, _ in root.named_parameters(remove_duplicate=False)}
         self._first_look: str | None = None  # after the last of the users
+        self._why_it_ends = _LOOKS
         self._must_end = False  # at a look, of which no later call is counted
         self._made_before: frozenset[fx.Node] = frozenset()  # the first of the users
-        self.has_branches = False
+        self.has_branches = False  # on such values, among the region's calls
         self._end: str | None = None  # why the step has not come to its end, if it has not
         self._has_failed = False  # with an error of its own, which is not for want of values
         self.caches: set[tuple[str, str]] = set()  # of the tensors left on modules those that are set once and for all
@@ -295,8 +294,9 @@ class _Discovery(SpanRecorder):
         if self.lessons[lessons:]:
             raise RecordAgain(self.lessons[lessons:])
 
-    def _note_look(self) -> None:
-        self._first_look = self._first_look or user_source() or "some code"
+    def _note_look(self, why: str = _LOOKS) -> None:
+        if self._first_look is None:
+            self._first_look, self._why_it_ends = user_source() or "some code", why
         self._must_end = True
 
     def _note_branch(self, func: Callable[..., Any], tensor: Tensor) -> bool:
@@ -319,7 +319,7 @@ class _Discovery(SpanRecorder):
         """Why no later calls are known that use parameters; empty where all of the step's calls are."""
         if self._first_look is None:
             return self._end or ""
-        look = f"{self._first_look} looks at values of tensors, which may decide what is called after it"
+        look = f"{self._first_look} {self._why_it_ends}"
         return f"{look}; {self._end}" if self._has_failed else look
 
     def _check_gradient(self, outputs: Any, inputs: Any = None, **options: Any) -> None:
@@ -348,9 +348,9 @@ class _Discovery(SpanRecorder):
             return record()
         except HiddenTensor:
             raise
-        except RecordError:
+        except RecordError as error:
             if self.users:
-                self._note_look()
+                self._note_look(f"ends what is pipelined ({error.reason})")
             with self.pause():
                 result = execute()
             for tensor in Template.of(result).tensors:

@@ -150,6 +150,7 @@ def fake_run(
                 recorder.attributes_read,
                 recorder.kept_state,
                 numbers.computed,
+                recorder.between,
             ) as guards,
             StepIterators().one_run(),
             recording(recorder),

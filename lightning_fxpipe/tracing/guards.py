@@ -33,6 +33,15 @@ class AttributeWatch(Protocol):
         """Code sets an attribute."""
 
 
+class StepWatch(Protocol):
+    """Sees what the step's own code sets."""
+
+    read_after_set: set[GuardKey]
+
+    def has_set_by_now(self) -> bool:
+        """True where that code runs, and has set something since the region began."""
+
+
 class OtherKey(Protocol):
     """Something that is no attribute of a module."""
 
@@ -75,6 +84,7 @@ def noted_guards(
     attributes_read: set[GuardKey] | None = None,
     watch: AttributeWatch | None = None,
     instead: Mapping[GuardKey, Any] = MappingProxyType({}),
+    between: StepWatch | None = None,
 ) -> Iterator[dict[GuardKey, Any]]:
     """Yields a mapping that fills with the plain values that code reads from modules while ``is_recording()``.
 
@@ -85,6 +95,7 @@ def noted_guards(
         attributes_read: Gets what is noted, and attributes that are not plain.
         watch: Sees all reads and writes.
         instead: What reads return in place of the values that guards name.
+        between: Knows what the step's own code has set since the region began; what it reads then is no guard.
     """
     all_names: set[str] = set() if names_read is None else names_read
     all_attributes: set[GuardKey] = set() if attributes_read is None else attributes_read
@@ -92,12 +103,17 @@ def noted_guards(
     modules = [(path, module) for path, module in root.named_modules() if not isinstance(module, METRICS)]
     paths = {id(module): path for path, module in reversed(modules)}
     guards: dict[GuardKey, Any] = {}
+    read_after_set = set[GuardKey]() if between is None else between.read_after_set
     is_nested = False
 
     def note(key: GuardKey, value: Any) -> None:
-        if key not in guards:  # what it was when it was read first
+        if key not in guards and key not in read_after_set:  # what it was when it was read first
             with suppress(Unplain):
-                guards[key] = snapshot(value)
+                found = snapshot(value)
+                if between is not None and between.has_set_by_now():
+                    read_after_set.add(key)
+                else:
+                    guards[key] = found
 
     def noted(key: GuardKey, value: Any) -> Any:
         """Returns what code gets for a value that it reads."""

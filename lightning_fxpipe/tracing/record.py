@@ -2,14 +2,12 @@
 
 ``torch.fx.Tracer`` hands the model proxies, and ordinary code (``if``, ``isinstance``, ``dict(...)``, a loop over a shape)
 breaks on them; ``torch.export`` bakes train or eval mode and loses module paths. Here the model sees real tensor objects, fake
-only in having no data, and every torch call it makes passes through a ``TorchFunctionMode`` that appends a node. Tensors map to
-nodes by identity.
+only in having no data, and every torch call it makes passes through a ``TorchFunctionMode`` that appends a node.
 
 A module that the caller wants whole becomes one ``call_module`` node: its Python still runs (on fakes, to learn the shapes of
 its outputs), but nothing inside is recorded, so its hooks, dropout and control flow stay its own.
 
-Sizes stay symbolic: a ``SymInt`` argument is kept in the node as it is, and becomes arithmetic on a tensor's size only when a
-stage is built (``stages.build``), on whichever tensor that stage has. So no integer ever crosses a cut.
+Sizes stay symbolic (``pytree.sizes``).
 """
 
 from __future__ import annotations
@@ -51,6 +49,7 @@ from lightning_fxpipe.tracing.made_tensors import MadeTensors
 from lightning_fxpipe.tracing.probe import Probe, ProbeFailed, without_module
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.recurrent import PackedSequences, shape_only
+from lightning_fxpipe.tracing.set_between import SetBetween
 from lightning_fxpipe.tracing.shared_values import SharedValues
 from lightning_fxpipe.tracing.signals import Lesson, MustStayWhole, RecordError
 from lightning_fxpipe.tracing.state_reads import StateReads
@@ -85,6 +84,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
         self.attributes_read: set[GuardKey] = set()  # by code that is recorded: path and name
+        self.between: SetBetween | None = None  # what a step sets between its calls, where it makes several
         self.left_values: set[GuardKey] = set()  # plain attributes that whole modules have set: by path and name
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed

@@ -86,7 +86,7 @@ class SharedValues:
             yield
             self._inside = None
             for place, now in self._changed().items():
-                if place not in before or not _is_same(before[place].value, now.value):
+                if place not in before or not is_same_value(before[place].value, now.value):
                     self._writers.setdefault(place, set()).add(path)
 
     def noting(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ class SharedValues:
             if shared:
                 self._lessons.append(partial(self._learned.watch_values, shared))
             return
-        watched = {_place_of(each) for each in self._learned.values_changed}
+        watched = {place_of(each) for each in self._learned.values_changed}
         # What code sets on modules is read from them, and seen so.
         places = {*self._writers, *(place for place in watched if not known.is_attribute(place))}
         written = [place for place in sorted(places, key=str) if known.is_shared(place)]
@@ -142,7 +142,7 @@ class SharedValues:
     def _refusal(self, place: Path, known: _Known, label: str) -> FxPipeError:
         writers = self._writers.get(place, {_AROUND})
         return FxPipeError(
-            f"Modules leave a number for others in an object that is theirs together: {_written(place)}.",
+            f"Modules leave a number for others in an object that is theirs together: {written_place(place)}.",
             where=label,
             observed=f"changed by {_listed(writers)}; known to {_listed(known.by(place) - writers or writers)}",
             expected="arguments and results: in another stage the object is another one, which stays what it is",
@@ -164,7 +164,7 @@ class SharedValues:
         found = dict(self._for_a_while)
         for each in self._before.differences() if self._before is not None else ():
             if each.path[0] == "self" and not isinstance(each.path[-1][1], tuple) and _has_number(each.value):
-                found[_place_of(each)] = each
+                found[place_of(each)] = each
         return found
 
 
@@ -215,7 +215,7 @@ class _Known:
     ) -> None:
         self._roots = roots_of(modules[""])[0]
         self._ran = ran
-        self._whole = {path: _reached_from(module) for path, module in ran.items()}
+        self._whole = {path: reached_from(module) for path, module in ran.items()}
         kinds = {str(base): base for path in opened for base in type(modules[path]).__mro__ if is_users(base)}
         self._others = {_AROUND: Snapshot({**kinds, "function": function}, enters_modules=False)}
         for key in read:
@@ -232,7 +232,7 @@ class _Known:
             strangers = {path for path, module in self._ran.items() if owner not in modules_inside(module).values()}
             return {path for path in strangers if self._whole[path].has_reached(owner)}
         everybody = {**self._whole, **self._others}
-        return {name for name, reached in everybody.items() if _reaches(reached, owner, str(place[-1][1]))}
+        return {name for name, reached in everybody.items() if reaches(reached, owner, str(place[-1][1]))}
 
     def is_attribute(self, place: Path) -> bool:
         """Whether a place is an attribute of a module."""
@@ -248,15 +248,16 @@ class _Known:
         return bool(known & self._whole.keys()) and (self.is_attribute(place) or len(known) > 1)
 
 
-def _reached_from(module: nn.Module) -> Snapshot:
+def reached_from(module: nn.Module, arguments: Any = None) -> Snapshot:
     """What a module's code knows: attributes of other modules, too, as where a hook has the LightningModule."""
-    inside = modules_inside(module)
+    inside = {**modules_inside(module), "arguments": arguments}
     found = Snapshot(inside, enters_modules=False)
     others = {f"other {number}": each for number, each in enumerate(found.modules_met)}
     return Snapshot({**inside, **others}, enters_modules=False) if others else found
 
 
-def _reaches(snapshot: Snapshot, owner: Any, name: str) -> bool:
+def reaches(snapshot: Snapshot, owner: Any, name: str) -> bool:
+    """True if code from which ``snapshot`` was taken knows an object; of global variables, the one with this name."""
     if isinstance(owner, Globals):
         found = (record.owner for record in snapshot.records() if isinstance(record.owner, Globals))
         return any(each.values is owner.values and name in each.names for each in found)
@@ -274,7 +275,8 @@ def _objects(roots: Mapping[str, Any], place: Path) -> Iterator[Any]:
                 yield found
 
 
-def _place_of(difference: Difference) -> Path:
+def place_of(difference: Difference) -> Path:
+    """Returns where something has changed; of a list that has grown, with its former length."""
     return difference.path if difference.start is None else (*difference.path, (_NEW, difference.start))
 
 
@@ -286,7 +288,7 @@ def _kinds(owner: Any) -> tuple[Kind, ...]:
     return (CLASS,) if isinstance(owner, type) else kinds_of(owner)
 
 
-def _written(place: Path) -> str:
+def written_place(place: Path) -> str:
     """A place as code would write it."""
     name = str(place[0])
     for kind, key in place[1:]:
@@ -321,10 +323,11 @@ def _has_number(value: Any) -> bool:
     return isinstance(value, (_NUMBERS, np.ndarray))
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def is_same_value(one: Any, other: Any) -> bool:
+    """True for the same object, equal numbers, and lists of such."""
     if one is other:
         return True
     if isinstance(one, list) and isinstance(other, list):  # new entries
-        return len(one) == len(other) and all(map(_is_same, one, other))
+        return len(one) == len(other) and all(map(is_same_value, one, other))
     is_plain = all(isinstance(value, (bool, int, float, complex)) for value in (one, other))
     return is_plain and one == other

@@ -33,6 +33,8 @@ from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import StepCall
+from lightning_fxpipe.tracing.set_between import SetBetween
+from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord, TensorKey
 from lightning_fxpipe.tracing.torch_calls import LOOKS, is_query
 from lightning_fxpipe.user_code.calls import call_name
@@ -67,7 +69,7 @@ class StepRegion(Recordable):
 
     def make_recorder(self, settings: RecorderSettings) -> SpanRecorder:
         """One for what the span's calls do."""
-        return SpanRecorder(settings, self.span)
+        return SpanRecorder(settings, self.span, self.step.function)
 
     def run(self, root: nn.Module, recorder: SpanRecorder, example: Any) -> Any:
         """Runs the step on fakes up to the region's last call; returns the wanted tensors."""
@@ -96,13 +98,15 @@ class SpanRecorder(Recorder):
         aside: Calls within the span that are no part of the region.
     """
 
-    def __init__(self, settings: RecorderSettings, span: Span) -> None:
+    def __init__(self, settings: RecorderSettings, span: Span, function: Any) -> None:
         super().__init__(settings)
         self.calls: list[RecordedCall] = []
         self.inputs: list[TensorKey] = []
         self.tensors: dict[TensorKey, Tensor] = {}
         self.aside = CallsAside()
-        self._span = span
+        if settings.before is not None:
+            self.between = SetBetween(settings.modules[""], settings.before.differences, self._is_step)
+        self._span, self._function = span, function
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
 
@@ -132,6 +136,7 @@ class SpanRecorder(Recorder):
         path = self._module_paths.get(id(module))
 
         def record(args: Any, kwargs: Any) -> Any:
+            self._check_nothing_set(module, (args, kwargs))
             return super(SpanRecorder, self).call_module(original_call, module, args, kwargs)
 
         if not self._is_nested and path in self._span.transparent:
@@ -141,6 +146,14 @@ class SpanRecorder(Recorder):
         self.aside.check_module(path, module)
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
 
+    def _check_nothing_set(self, module: nn.Module, arguments: Any) -> None:
+        if self._is_nested or self.between is None or not self.has_begun(self._count - 1):
+            return
+        with self.pause():
+            name = self.between.reaching(module, arguments)
+        if name is not None:
+            raise RecordError(f"the step sets {name} between its calls of the model, for the later one")
+
     def _may_leave_tensors(self) -> bool:
         return len(self._module_stack) == 2  # a module that the step calls itself: the last stage sets them, see `replay`
 
@@ -148,6 +161,9 @@ class SpanRecorder(Recorder):
     def is_recording(self) -> bool:
         """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
         return not self.is_paused and self._count > self._span.first
+
+    def _is_step(self) -> bool:
+        return self.is_recording and not self._is_nested
 
     @property
     def _is_nested(self) -> bool:
@@ -176,6 +192,8 @@ class SpanRecorder(Recorder):
             self.generators_before = python_rng()
             with self.pause(), passing_over(self._watches):
                 self._settings.begin_region()
+                if self.between is not None:
+                    self.between.note_begin(self._function)
         given, structure = tree_flatten((args, kwargs))
         arguments = [
             self._settings.number_argument(CallArgument(number, name, position), leaf) for position, leaf in enumerate(given)
@@ -185,10 +203,11 @@ class SpanRecorder(Recorder):
         source = user_source()
         held = [leaf for leaf, key in zip(arguments, described, strict=True) if isinstance(key, TensorKey) and key.is_held]
         last, sides = next(iter(reversed(self.graph.nodes)), None), dict(self.sides)
+        has_begun = self.has_begun(number)
         result = self.record(partial(record, args, kwargs), partial(function, *args, **kwargs))
         nodes = _nodes_after(self.graph, last)
         is_aside = False
-        if not is_module and self.has_begun(number):
+        if not is_module and has_begun:
             is_aside = self.aside.takes(nodes, arguments, held, written_by(function, args, kwargs), result)
         keys = self._remember_result(number, result, described[0] if is_aside and is_in_place(function) else None)
         new_sides = [(side, tensor) for side, tensor in self.sides.items() if sides.get(side) is not tensor]
@@ -211,6 +230,9 @@ class SpanRecorder(Recorder):
             )
         )
         self.after_call(number, nodes)
+        if self.between is not None and (is_module or not has_begun and self.has_begun(number + 1)):
+            with self.pause():
+                self.between.note_call_end()
         return result
 
     def has_begun(self, number: int) -> bool:

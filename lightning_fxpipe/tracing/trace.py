@@ -50,13 +50,8 @@ from lightning_fxpipe.user_code.step_code import attribute_uses, code_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Recording:
-    """What another recording of the same call is compared with, and begins with.
-
-    Attributes:
-        calls: The graph's calls in words.
-        drew: Whether the code has drawn from Python's or numpy's generators.
-        learned: What the recorder knew.
-    """
+    """What another recording of the same call is compared with, and begins with: the graph's calls in words, whether the code
+    has drawn from Python's or numpy's generators, and what the recorder knew."""
 
     calls: tuple[tuple[str, str, str], ...]
     drew: bool
@@ -99,6 +94,7 @@ class TracedRegion:
     guards: Mapping[GuardKey, Any] = field(default_factory=dict, repr=False)
     looks: tuple[Look, ...] = field(default=(), repr=False)
     numbers: HeldNumbers = field(repr=False)
+    needs_dry_run: bool = False
     recording: _Recording = field(repr=False)
     known: dict[Any, Any] = field(default_factory=dict, repr=False)  # what others have found out about the graph
 
@@ -200,16 +196,13 @@ class TracedRegion:
     def take_numbers(self) -> bool:
         """Takes the numbers of now for inputs; False where the graph does not hold for them."""
         now = self.numbers.look()
-        if now is None or not self._hold_for(now):
+        if now is None or not self.holds_for(now):
             return False
         self.numbers.now.update(now)
         return True
 
-    def holds_for_arguments(self) -> bool:
-        """True if the graph holds for the numbers that the step has handed from call to call."""
-        return self._hold_for(self.numbers.now)
-
-    def _hold_for(self, numbers: Mapping[Any, int | float]) -> bool:
+    def holds_for(self, numbers: Mapping[Any, int | float]) -> bool:
+        """True if the graph holds for these values of its numbers."""
         return all(_holds(condition, numbers) for condition in self._conditions_of_numbers)
 
     def check_current(self, what: str) -> None:
@@ -395,10 +388,12 @@ def _record(
             check_values_read(root, recorder.attributes_read, recorder.left_values, call.label)
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.
-            read_elsewhere = code_guards(root, actually_opened, functions=(call.code(root),))
-            for place in run.numbers.places.values():
-                if isinstance(place, NumberPlace) and not place.steps:  # the value of its class is no guard of an input
-                    read_elsewhere.pop(place.guard, None)
+            read_elsewhere: Mapping[GuardKey, Any] = code_guards(root, actually_opened, functions=(call.code(root),))
+            if recorder.between is not None:
+                read_elsewhere = recorder.between.without_set(read_elsewhere)
+            # The value of its class is no guard of an input.
+            inputs = {each.guard for each in run.numbers.places.values() if isinstance(each, NumberPlace) and not each.steps}
+            read_elsewhere = {key: value for key, value in read_elsewhere.items() if key not in inputs}
             chosen = call.choose_results(len(output.tensors))
             recorder.graph.output([recorder.argument(output.tensors[index]) for index in chosen])
     erase_unused(recorder.graph)
@@ -422,6 +417,7 @@ def _record(
         record=call.record_of(recorder),
         guards={structure: structure.value(root), **read_elsewhere, **run.guards},
         numbers=run.numbers,
+        needs_dry_run=run.numbers.has_arguments or bool(recorder.between and recorder.between.read_after_set),
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),
@@ -499,6 +495,6 @@ def _untraceable(root: nn.Module, call: Recordable, reason: str, source: str | N
         where=f"{call.label}, {source or 'source unknown'}",
         observed=reason,
         expected="code that runs on one device, and at this level does not look at tensor values",
-        todo="If one device gives the same error, mend that. Else move the code into a submodule: modules below this one that "
-        "cannot be recorded are kept whole.",
+        todo="If a single device gives the same error, fix that. Otherwise move the code into a submodule, which is kept whole "
+        "if it cannot be recorded. A tensor that one call leaves for another must be an attribute, not in a list or dict.",
     )

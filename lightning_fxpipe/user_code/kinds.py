@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections import UserDict, UserList
 from datetime import date, timedelta
 from enum import Enum
 from functools import lru_cache
 from logging import Logger
 from pathlib import PurePath
-from types import GetSetDescriptorType, ModuleType, SimpleNamespace
+from types import GetSetDescriptorType, MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def is_unchanging(value: Any) -> bool:
 
 
 _UNCHANGING = (Enum, PurePath, np.generic, np.dtype, torch.dtype, torch.device, ModuleType, re.Pattern, date, timedelta, Logger)
-_PLAIN_HOLDERS = (SimpleNamespace, UserDict, UserList)
+_PLAIN_HOLDERS = (Namespace, SimpleNamespace, UserDict, UserList)
 _CALLBACKS = ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
 _RUNS = tuple(
     f"{top}.{part}"
@@ -77,5 +78,7 @@ _RUNS = tuple(
 
 def _object_kinds(cls: type) -> tuple[Kind, ...]:
     has_slots = bool(slots(cls))
-    has_dict = any(isinstance(vars(base).get("__dict__"), GetSetDescriptorType) for base in cls.__mro__)
+    # A member of a class that is written in C, as SimpleNamespace.
+    kinds = (GetSetDescriptorType, MemberDescriptorType)
+    has_dict = any(isinstance(vars(base).get("__dict__"), kinds) for base in cls.__mro__)
     return (*((SLOTS,) if has_slots else ()), *((ATTRIBUTES,) if has_dict else ()))

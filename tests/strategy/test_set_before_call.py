@@ -34,9 +34,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
+        self.entries = {"scale": 1.0}
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)) * self.scale
+        return torch.tanh(self.layer(x)) * self.scale * self.entries["scale"]
 
 
 class Annealed(L.LightningModule):
@@ -88,6 +89,8 @@ class Annealed(L.LightningModule):
                 FACTOR = value
             case "submodule":
                 self.second.scale = value
+            case "entry of a submodule":
+                self.second.entries["scale"] = value
             case "class":
                 type(self.second).scale = value
 
@@ -301,3 +304,25 @@ def test_a_number_handed_from_call_to_call_is_an_input(holder: str, schedule: st
     there = fit(Between(holder, "step", "parts"), strategy=strategy)
     torch.testing.assert_close(there, fit(Between(holder, "step", "parts")), rtol=1e-5, atol=1e-6)
     assert made.count("training_step") <= 5
+
+
+class SetsBetween(Annealed):
+    """Sets what the second of its calls reads when it has made the first; ``late``, from some step on."""
+
+    def loss(self, batch: Any, value: float) -> Tensor:
+        is_time = self.moment != "late" or self.global_step > 3
+        hidden = self.first(batch[0])
+        if is_time:
+            self.put(value)
+        return (self.third(self.second(hidden) * self.factor) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("moment", ["always", "late"])
+@pytest.mark.parametrize("holder", [*(h for h in HOLDERS if h != "buffer in place"), "entry of a submodule"])
+def test_what_the_step_sets_between_its_calls_counts_in_the_next(holder: str, moment: str) -> None:
+    """The stages had computed all calls when the step came to it."""
+    runs = [
+        fit(SetsBetween(holder, moment, "parts"), strategy=strategy)
+        for strategy in (FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe"), "auto")
+    ]
+    torch.testing.assert_close(runs[0], runs[1], rtol=1e-5, atol=1e-6)

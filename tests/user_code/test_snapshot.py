@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -408,6 +409,19 @@ def test_what_has_not_changed_is_not_said_to_have(tree: Any) -> None:
 
 
 # ------------------------------------------------------------------ what is said of changes
+
+
+@pytest.mark.parametrize("make", [SimpleNamespace, argparse.Namespace])
+def test_attributes_of_pythons_own_namespaces_are_put_back(make: Any) -> None:
+    """``__dict__`` of a class that is written in C is a member, not a getter: its objects were left alone."""
+    holder = make(options=make(rate=0.5))
+    found = Snapshot({"holder": holder}, enters_modules=False)
+    holder.options.rate = 0.25
+    assert [(each.path, each.value) for each in found.differences()] == [
+        (("holder", ("attribute", "options"), ("attribute", "rate")), 0.25)
+    ]
+    found.restore()
+    assert holder.options.rate == 0.5
 
 
 def test_a_difference_says_where_it_is() -> None:
