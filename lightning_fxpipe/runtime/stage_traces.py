@@ -223,7 +223,7 @@ class StageTraces:
                 draws=BatchDraws(traced.batch_size, self._batch_dim),
                 run=compare,
                 exchanged=exchanged,
-                between=SetBetween(self._root, run.state.differences),
+                between=SetBetween(self._root, run.state),
             )
             try:
                 with replay.lead((run.args[0], run.args[2:])):

@@ -1,13 +1,10 @@
 """Records a module call as a ``torch.fx.Graph`` by running the module's own Python on fake tensors.
 
-``torch.fx.Tracer`` hands the model proxies, and ordinary code (``if``, ``isinstance``, ``dict(...)``, a loop over a shape)
-breaks on them; ``torch.export`` bakes train or eval mode and loses module paths. Here the model sees real tensor objects, fake
-only in having no data, and every torch call it makes passes through a ``TorchFunctionMode`` that appends a node.
+Ordinary code breaks on the proxies of ``torch.fx.Tracer``; ``torch.export`` bakes in the mode and loses module paths. Here the
+model sees tensors without data, and each torch call it makes passes through a ``TorchFunctionMode`` that appends a node.
 
 A module that the caller wants whole becomes one ``call_module`` node: its Python still runs (on fakes, to learn the shapes of
-its outputs), but nothing inside is recorded, so its hooks, dropout and control flow stay its own.
-
-Sizes stay symbolic (``pytree.sizes``).
+its outputs), but nothing inside is recorded, so its hooks, dropout and control flow stay its own. Sizes stay symbolic.
 """
 
 from __future__ import annotations
@@ -84,7 +81,8 @@ class Recorder(GraphWriter, TorchFunctionMode):
         TorchFunctionMode.__init__(self)
         GraphWriter.__init__(self, settings.tensor_fqns, settings.lasting, region_path, settings.device_type)
         self.attributes_read: set[GuardKey] = set()  # by code that is recorded: path and name
-        self.between: SetBetween | None = None  # what a step sets between its calls, where it makes several
+        self.between = SetBetween(settings.modules.get("", nn.Module()), settings.before or Snapshot({}), self.pause)
+        self.between.running = lambda: None if self.is_paused else settings.modules.get(self._module_stack[-1])
         self.left_values: set[GuardKey] = set()  # plain attributes that whole modules have set: by path and name
         self.lessons: list[Lesson] = []  # what has to be known to record it, and was not
         self.changed_by_opened: dict[str, str] = {}  # by the paths of opened modules something that each has changed
@@ -108,6 +106,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
     def begin(self) -> None:
         """Called before user code runs: that of the region, here."""
         self._settings.begin_region()
+        self.between.note_region_begin()
 
     # ------------------------------------------------------------------ torch calls
 
@@ -295,6 +294,7 @@ class Recorder(GraphWriter, TorchFunctionMode):
         self._whole_path = path
         # The watch itself looks at all tensors, so it stands outside.
         with (
+            self.between.call(module, (args, kwargs)),
             watch_mutation([*touched, *own]) as mutated,
             self._seen_tensors(bool(objects)) as seen,
             isolated_rng(),

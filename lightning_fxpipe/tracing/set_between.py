@@ -1,18 +1,19 @@
-"""Finds what a step sets between two calls of the model for the second one.
+"""Finds what recorded code sets for a later call of a module.
 
     hidden = self.encoder(x)
     self.decoder.temperature = f(self.global_step)      # also an entry of a dict, a global variable
     return self.decoder(hidden)
 
-A region of several calls is computed when the step makes the first of them, so its stages would compute with what was there
-before. So the region ends before such a call. What the step hands over as an argument, and what it sets before the first call,
-counts as it should.
+Such code runs while it is recorded. In a stage the module would find what was there when the region began. So a forward that
+does this stays whole, and a region ends before a call for which the step does it. What is handed over as an argument, and what
+is set before the region begins, counts as it should; tensors travel (``tracing.kept_state``). What a forward sets in other
+objects than modules is a matter of ``tracing.shared_values``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,39 +21,68 @@ from torch import Tensor, nn
 from lightning_fxpipe._compat.modes import unwatched_torch
 from lightning_fxpipe._compat.torch import modules_inside, tree_leaves
 from lightning_fxpipe.tracing.code_guards import code_guards
-from lightning_fxpipe.tracing.guards import GuardKey
+from lightning_fxpipe.tracing.guards import TORCHS_OWN, GuardKey
 from lightning_fxpipe.tracing.shared_values import is_same_value, place_of, reached_from, reaches, written_place
+from lightning_fxpipe.tracing.signals import RecordError
+from lightning_fxpipe.user_code.kinds import is_users
 from lightning_fxpipe.user_code.paths import Difference, Path, at_path
-from lightning_fxpipe.user_code.snapshot import roots_of
+from lightning_fxpipe.user_code.snapshot import Snapshot, roots_of
+
+_TORCHS_OWN = TORCHS_OWN - {"training", "_modules"}  # hooks, and whether they are called
 
 
 class SetBetween:
-    """Compares user state where a call of the step ends with where the next one begins.
+    """Compares user state where one call of a module ends with where the next one begins.
 
     Args:
         root: The LightningModule.
-        differences: Returns where user state differs from a moment before the first call.
-        is_step: True while the step's own code runs, and no module's.
+        before: User state at a moment before the first call.
+        pause: Records nothing in its block.
 
     Attributes:
-        read_after_set: What that code reads of modules and globals when it has set something since the region began.
+        is_step: True while a step's own code runs, and no module's.
+        running: Returns the module whose forward is recorded now; None where none is.
+        read_after_set: What the step's code reads of modules and globals when something was set since the region began.
     """
 
     def __init__(
         self,
         root: nn.Module,
-        differences: Callable[[], Iterable[Difference]],
-        is_step: Callable[[], bool] = lambda: True,
+        before: Snapshot,
+        pause: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.read_after_set: set[GuardKey] = set()
-        self._root, self._differences, self._is_step = root, differences, is_step
+        self.is_step: Callable[[], bool] = lambda: False
+        self.running: Callable[[], nn.Module | None] = lambda: None
+        self._root, self._before, self._pause = root, before, pause
         self._read_at_begin: Mapping[GuardKey, Any] = {}  # globals that the step's code may read
         self._after_call: Mapping[Path, Difference] = {}
         self._set: set[Path] = set()
 
+    @contextmanager
+    def call(self, module: nn.Module, arguments: Any) -> Iterator[None]:
+        """The block calls a whole module. Raises :class:`RecordError` where something was set for it."""
+        # Modules of torch's own read their attributes, and change no others.
+        is_own = any(is_users(type(each)) for each in modules_inside(module).values())
+        if (is_own or self._before.has_changed(module)) and (name := self.reaching(module, arguments)) is not None:
+            raise RecordError(f"{name} is set between calls of the model, for the later one")
+        yield
+        if is_own:
+            self.note_call_end()
+
     def note_begin(self, function: Any) -> None:
         """The step, which is ``function``, makes the first call of the region."""
         self._read_at_begin = code_guards(self._root, (), functions=(function,))
+        self.note_region_begin()
+
+    def note_region_begin(self) -> None:
+        """What was set by now was set before the region, as far as it is known where that begins."""
+        self._set.clear()
+        self.note_call_end()
+
+    def note_call_end(self) -> None:
+        """A call has ended: what has changed by now is not the doing of the code between."""
+        self._after_call = self._plain()
 
     def without_set(self, guards: Mapping[GuardKey, Any]) -> Mapping[GuardKey, Any]:
         """Returns guards of globals, at the region's end, but for those that the step has set since it began."""
@@ -61,15 +91,14 @@ class SetBetween:
         return {key: value for key, value in guards.items() if key not in changed}
 
     def has_set_by_now(self) -> bool:
-        """True where the step's own code runs, and has set something since the region began."""
-        return self._is_step() and self.has_set()
+        """True where the step's own code runs, and something was set since the region began."""
+        return self.is_step() and self._has_set()
 
-    def note_call_end(self) -> None:
-        """A call of the region has ended, or the region begins: what has changed by now is not the step's doing."""
-        self._after_call = self._plain()
+    def is_for_another(self, module: nn.Module) -> bool:
+        """True where the forward of a module is recorded, and sets what another module has."""
+        return not self.is_step() and (running := self.running()) is not None and running is not module
 
-    def has_set(self) -> bool:
-        """True if the step has set anything since the region began."""
+    def _has_set(self) -> bool:
         now = self._plain()
         for place in now.keys() | self._after_call.keys():
             one, other = now.get(place), self._after_call.get(place)
@@ -78,26 +107,30 @@ class SetBetween:
         return bool(self._set)
 
     def reaching(self, module: nn.Module, arguments: Any) -> str | None:
-        """Returns what the step has set since the region began and a module, which is about to be called, can read."""
-        if not self.has_set():
+        """Returns what was set since the region began and a module, which is about to be called, can read."""
+        by_step = self.is_step()
+        if not self._has_set():
             return None
         roots, inside = roots_of(self._root)[0], modules_inside(module).values()
-        reached = reached_from(module, arguments)
+        with self._pause(), unwatched_torch():
+            reached = reached_from(module, arguments)
         for place in sorted(self._set, key=str):
             with suppress(KeyError, IndexError, AttributeError):  # it is gone
                 owner = at_path(roots, place[:-1])
                 is_own = any(owner is each for each in inside)
-                if is_own or (not isinstance(owner, nn.Module) and reaches(reached, owner, str(place[-1][1]))):
+                reaches_other = by_step and not isinstance(owner, nn.Module)
+                if is_own or (reaches_other and reaches(reached, owner, str(place[-1][1]))):
                     return written_place(place)
         return None
 
     def _plain(self) -> dict[Path, Difference]:
-        with unwatched_torch():
-            return {place_of(each): each for each in self._differences() if each.path[0] == "self" and _is_plain(each)}
+        with self._pause(), unwatched_torch():
+            found = self._before.differences()
+            return {place_of(each): each for each in found if each.path[0] == "self" and _is_plain(each)}
 
 
 def _is_plain(difference: Difference) -> bool:
-    """True for what no other mechanism hands over: tensors travel."""
-    last = difference.path[-1][1]
-    is_torchs = isinstance(last, str) and last.startswith("_")
+    """True for what no other mechanism hands over."""
+    names = (key[0] if isinstance(key, tuple) and key else key for _, key in difference.path[1:])
+    is_torchs = any(isinstance(name, str) and name in _TORCHS_OWN for name in names)
     return not is_torchs and not any(isinstance(leaf, (Tensor, nn.Module)) for leaf in tree_leaves(difference.value))

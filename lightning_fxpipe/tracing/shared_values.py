@@ -63,13 +63,18 @@ class SharedValues:
         self._calls: list[str] = []  # torch calls in them
         self._inside: str | None = None  # the one that runs
         self._for_a_while: dict[Path, Difference] = {}  # changed in runs on made-up data, which leave nothing behind
+        self._given_floats: dict[Path, tuple[float, Any]] = {}  # with what was there
         self.is_watching = bool(self._learned.values_changed)
         self._alone: _Alone | None = None
         if self.is_watching:
             roots = roots_of(self._modules[""])[0]
             for place in self._learned.values_changed:
                 with suppress(KeyError, IndexError, AttributeError):  # an object that another call has made
-                    place_value(roots, replace(place, value=_without_symbols(place.value)))
+                    value = _without_symbols(place.value)
+                    if isinstance(value, float):  # an object of its own: code that sets the same again sets another one
+                        value = float.fromhex(value.hex())
+                        self._given_floats[place.path] = value, at_path(roots, place.path)
+                    place_value(roots, replace(place, value=value))
             if self._learned.calls_together is not None:
                 self._alone = _Alone(roots, [each.path for each in self._learned.values_changed])
 
@@ -105,7 +110,9 @@ class SharedValues:
         if self.is_watching:
             self._calls.append(f"gives {_plain(value)}")
 
-    def check(self, read: Collection[GuardKey], opened: Iterable[str], function: Any, label: str) -> None:
+    def check(
+        self, read: Collection[GuardKey], opened: Iterable[str], function: Any, label: str, *, is_forward: bool = False
+    ) -> None:
         """Refuses modules that leave numbers for each other, or for recorded code. Where more must be seen, a lesson says so.
 
         Args:
@@ -113,6 +120,7 @@ class SharedValues:
             opened: Paths of the modules whose code is recorded.
             function: What is recorded.
             label: Its name.
+            is_forward: Whether it is a module's forward, which no stage runs; a step's own code runs.
 
         Raises:
             FxPipeError: They do.
@@ -126,6 +134,8 @@ class SharedValues:
             if shared:
                 self._lessons.append(partial(self._learned.watch_values, shared))
             return
+        if is_forward:
+            self._note_set_again(roots_of(self._modules[""])[0])
         watched = {place_of(each) for each in self._learned.values_changed}
         # What code sets on modules is read from them, and seen so.
         places = {*self._writers, *(place for place in watched if not known.is_attribute(place))}
@@ -138,6 +148,17 @@ class SharedValues:
             self._lessons.append(partial(self._learned.compare_calls, calls))
         else:
             self._lessons.append(self._learned.settle_values)
+
+    def _note_set_again(self, roots: Mapping[str, Any]) -> None:
+        """Numbers that were given, and that code has set to the same again, have a writer, and are given no more."""
+        before: dict[Path, Any] = {}
+        for place, (given, original) in self._given_floats.items():
+            with suppress(KeyError, IndexError, AttributeError):
+                if at_path(roots, place) is not given:
+                    self._writers.setdefault(place, {_AROUND})
+                    before[place] = original
+        changed = (replace(each, value=before.get(each.path, each.value)) for each in self._learned.values_changed)
+        self._learned.values_changed = tuple(changed)
 
     def _refusal(self, place: Path, known: _Known, label: str) -> FxPipeError:
         writers = self._writers.get(place, {_AROUND})

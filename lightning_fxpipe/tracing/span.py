@@ -33,8 +33,6 @@ from lightning_fxpipe.tracing.record import Recorder
 from lightning_fxpipe.tracing.recordable import INPUT_PREFIX, Recordable
 from lightning_fxpipe.tracing.recorder_settings import RecorderSettings
 from lightning_fxpipe.tracing.region import StepCall
-from lightning_fxpipe.tracing.set_between import SetBetween
-from lightning_fxpipe.tracing.signals import RecordError
 from lightning_fxpipe.tracing.step_record import RecordedCall, Span, StepRecord, TensorKey
 from lightning_fxpipe.tracing.torch_calls import LOOKS, is_query
 from lightning_fxpipe.user_code.calls import call_name
@@ -104,8 +102,7 @@ class SpanRecorder(Recorder):
         self.inputs: list[TensorKey] = []
         self.tensors: dict[TensorKey, Tensor] = {}
         self.aside = CallsAside()
-        if settings.before is not None:
-            self.between = SetBetween(settings.modules[""], settings.before.differences, self._is_step)
+        self.between.is_step = lambda: self.is_recording and not self._is_nested
         self._span, self._function = span, function
         self._count = 0
         self._keys: dict[int, TensorKey] = {}
@@ -136,7 +133,6 @@ class SpanRecorder(Recorder):
         path = self._module_paths.get(id(module))
 
         def record(args: Any, kwargs: Any) -> Any:
-            self._check_nothing_set(module, (args, kwargs))
             return super(SpanRecorder, self).call_module(original_call, module, args, kwargs)
 
         if not self._is_nested and path in self._span.transparent:
@@ -146,14 +142,6 @@ class SpanRecorder(Recorder):
         self.aside.check_module(path, module)
         return self._number(path, partial(original_call, module), record, args, kwargs, is_module=True)
 
-    def _check_nothing_set(self, module: nn.Module, arguments: Any) -> None:
-        if self._is_nested or self.between is None or not self.has_begun(self._count - 1):
-            return
-        with self.pause():
-            name = self.between.reaching(module, arguments)
-        if name is not None:
-            raise RecordError(f"the step sets {name} between its calls of the model, for the later one")
-
     def _may_leave_tensors(self) -> bool:
         return len(self._module_stack) == 2  # a module that the step calls itself: the last stage sets them, see `replay`
 
@@ -161,9 +149,6 @@ class SpanRecorder(Recorder):
     def is_recording(self) -> bool:
         """Whether what runs now becomes part of the graph: after the first call of the span has begun."""
         return not self.is_paused and self._count > self._span.first
-
-    def _is_step(self) -> bool:
-        return self.is_recording and not self._is_nested
 
     @property
     def _is_nested(self) -> bool:
@@ -192,8 +177,7 @@ class SpanRecorder(Recorder):
             self.generators_before = python_rng()
             with self.pause(), passing_over(self._watches):
                 self._settings.begin_region()
-                if self.between is not None:
-                    self.between.note_begin(self._function)
+                self.between.note_begin(self._function)
         given, structure = tree_flatten((args, kwargs))
         arguments = [
             self._settings.number_argument(CallArgument(number, name, position), leaf) for position, leaf in enumerate(given)
@@ -230,9 +214,8 @@ class SpanRecorder(Recorder):
             )
         )
         self.after_call(number, nodes)
-        if self.between is not None and (is_module or not has_begun and self.has_begun(number + 1)):
-            with self.pause():
-                self.between.note_call_end()
+        if not has_begun:
+            self.between.note_region_begin()
         return result
 
     def has_begun(self, number: int) -> bool:

@@ -363,7 +363,8 @@ def _record(
         def check_shared_values(result: Any = None) -> None:
             with recorder.pause():
                 recorder.shared_values.note_given(result)
-                recorder.shared_values.check(recorder.attributes_read, actually_opened, call.code(root), call.label)
+                is_forward, read = call.opened_path is not None, recorder.attributes_read
+                recorder.shared_values.check(read, actually_opened, call.code(root), call.label, is_forward=is_forward)
 
         with _lessons_first(recorder):
             try:
@@ -389,8 +390,7 @@ def _record(
             output = _taken_apart(result, run.lasting)
             # While what the step has set before is there.
             read_elsewhere: Mapping[GuardKey, Any] = code_guards(root, actually_opened, functions=(call.code(root),))
-            if recorder.between is not None:
-                read_elsewhere = recorder.between.without_set(read_elsewhere)
+            read_elsewhere = recorder.between.without_set(read_elsewhere)
             # The value of its class is no guard of an input.
             inputs = {each.guard for each in run.numbers.places.values() if isinstance(each, NumberPlace) and not each.steps}
             read_elsewhere = {key: value for key, value in read_elsewhere.items() if key not in inputs}
@@ -417,7 +417,7 @@ def _record(
         record=call.record_of(recorder),
         guards={structure: structure.value(root), **read_elsewhere, **run.guards},
         numbers=run.numbers,
-        needs_dry_run=run.numbers.has_arguments or bool(recorder.between and recorder.between.read_after_set),
+        needs_dry_run=run.numbers.has_arguments or bool(recorder.between.read_after_set),
         looks=tuple(recorder.looks.all),
         # What they draw is that of one device only if the recorder sees it.
         drawing=frozenset(path for path in recorder.drawing if not is_torch_leaf(path, root.get_submodule(path))),

@@ -193,6 +193,11 @@ class Snapshot:
         """True if all objects are still what they were."""
         return not any(record.has_changed() for record in self._records)
 
+    def has_changed(self, owner: Any) -> bool:
+        """True if an object that was reached has other contents now."""
+        index = self._first.get(id(owner), len(self._records))
+        return any(record.owner is owner and record.has_changed() for record in self._records[index : index + 2])
+
     def records(self) -> Iterable[_Record]:
         """The contents remembered, one for each object."""
         return self._records

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fxpipe import FxPipeStrategy
+from lightning_fxpipe import FxPipeError, FxPipeStrategy
 from lightning_fxpipe.tracing.trace_log import TraceLog
 from tests.lit import make_trainer
 
@@ -35,6 +35,9 @@ class Block(nn.Module):
         super().__init__()
         self.layer = nn.Linear(6, 6)
         self.entries = {"scale": 1.0}
+
+    def set_scale(self, scale: float) -> None:
+        self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x)) * self.scale * self.entries["scale"]
@@ -326,3 +329,67 @@ def test_what_the_step_sets_between_its_calls_counts_in_the_next(holder: str, mo
         for strategy in (FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe"), "auto")
     ]
     torch.testing.assert_close(runs[0], runs[1], rtol=1e-5, atol=1e-6)
+
+
+class SetsInside(nn.Module):
+    """Its forward sets what its own submodules read; from some call on, or for one call only."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__()
+        self.holder, self.number, self.drop = holder, 0.5, nn.Dropout(0.0)
+        self.first, self.second, self.third = Block(), Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        match self.holder:
+            case "attribute":
+                self.second.scale = self.number
+            case "by a method":
+                self.second.set_scale(self.number)
+            case "entry":
+                self.second.entries["scale"] = self.number
+            case "class":
+                Block.scale = self.number
+            case "by turns":
+                for factor, block in enumerate((self.first, self.second, self.first)):
+                    block.scale = self.number + factor
+                    hidden = block(hidden)
+            case "for one call":
+                self.second.scale = self.number
+                hidden = self.second(hidden)
+                self.second.scale = 1.0
+            case "torch's module":
+                self.drop.p = 1.0 if self.number > 0.7 else 0.0
+                hidden = hidden + self.drop(hidden)
+        return self.third(self.second(hidden))
+
+
+class ModelSets(Annealed):
+    def __init__(self, holder: str, moment: str, calls: str) -> None:
+        super().__init__(holder, moment, calls)
+        self.model = SetsInside(holder)
+
+    def loss(self, batch: Any, value: float) -> Tensor:
+        if self.moment == "step":
+            self.model.number = value
+        return (self.model(batch[0]) - batch[1]).square().mean()
+
+
+@pytest.mark.parametrize("moment", ["constant", "step"])
+@pytest.mark.parametrize("holder", ["attribute", "by a method", "by turns", "for one call", "torch's module"])
+def test_what_a_forward_sets_for_its_submodules_counts(holder: str, moment: str) -> None:
+    """Only the code that was recorded set it, and no stage does: they had what was there before."""
+    runs = [
+        fit(ModelSets(holder, moment, "model"), strategy=strategy)
+        for strategy in (FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe"), "auto")
+    ]
+    torch.testing.assert_close(runs[0], runs[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("moment", ["constant", "step"])
+@pytest.mark.parametrize("holder", ["entry", "class"])
+def test_a_forward_that_sets_an_object_of_several_modules_is_refused(holder: str, moment: str) -> None:
+    """It set the same in the recording that had it already, and was taken for what is set once and for all."""
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, schedule="gpipe")
+    with pytest.raises(FxPipeError, match=r"Modules leave a number for others .*scale"):
+        fit(ModelSets(holder, moment, "model"), strategy=strategy)
