@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -89,15 +90,16 @@ def test_the_strategys_parameters_are_these() -> None:
         ("stage_of", None),
         ("device_speeds", None),
         ("device_memory_gib", None),
-        ("recompute", "none"),
+        ("activation_checkpointing", False),
         ("compile", False),
         ("plan", None),
-        ("data_parallel", "replicate"),
+        ("shard_optimizer_state", False),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
         ("batch_dim", 0),
         ("process_group_backend", None),
-        ("timeout_seconds", 1800.0),
+        ("timeout", 1800.0),
+        ("heartbeat_timeout", 120.0),
         ("start_method", "auto"),
         ("gather_after_run", "auto"),
         ("save_distributed_checkpoint", "auto"),
@@ -116,7 +118,7 @@ def test_make_plans_parameters_are_these() -> None:
         ("balance", "parameters"),
         ("split_points", ()),
         ("stage_of", {}),
-        ("recompute", "none"),
+        ("activation_checkpointing", False),
         ("schedule", "gpipe"),
         ("num_devices", None),
         ("device_speeds", ()),
@@ -157,10 +159,32 @@ def test_split_points_that_are_no_paths_are_a_value_error(value: Any) -> None:
         FxPipeStrategy(split_points=value)
 
 
-@pytest.mark.parametrize("value", ["some", 3, [1]])
-def test_what_is_to_be_recomputed_is_a_word_or_paths(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"recompute=.*: expected 'none', 'all', 'auto' or a list of paths"):
-        FxPipeStrategy(recompute=value)
+@pytest.mark.parametrize("value", [None, 3, [1], {"blocks.*": True}, int, [nn.Linear(1, 1)]])
+def test_activation_checkpointing_of_no_modules_is_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation_checkpointing=.*: expected False, True, 'auto', a module class"):
+        FxPipeStrategy(activation_checkpointing=value)
+
+
+@pytest.mark.parametrize("value", [True, "auto", "blocks.*", nn.Linear, ["blocks.*", nn.Linear], {nn.Linear}, ()])
+def test_activation_checkpointing_accepts_classes_and_patterns(value: Any) -> None:
+    FxPipeStrategy(activation_checkpointing=value)
+
+
+@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
+def test_a_time_is_seconds_or_a_timedelta(name: str) -> None:
+    kept = {"timeout": "_timeout", "heartbeat_timeout": "_heartbeat"}[name]
+    for value in (90, 90.0, timedelta(seconds=90)):
+        assert getattr(FxPipeStrategy(**{name: value}), kept) == timedelta(seconds=90)  # type: ignore[arg-type]
+    for wrong in (0, -1.0, timedelta(), "90", True):
+        with pytest.raises(ValueError, match=rf"FxPipeStrategy\({name}=.*: expected a positive number of seconds"):
+            FxPipeStrategy(**{name: wrong})  # type: ignore[arg-type]
+    assert FxPipeStrategy(heartbeat_timeout=None)._heartbeat is None
+
+
+@pytest.mark.parametrize("value", ["shard", 1, None])
+def test_sharding_the_optimizer_state_is_a_bool(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"shard_optimizer_state=.*: expected True or False"):
+        FxPipeStrategy(shard_optimizer_state=value)
 
 
 def test_the_newest_torch_that_is_tested_is_the_newest_that_is_allowed() -> None:
@@ -184,7 +208,7 @@ def test_cuts_are_chosen_or_given() -> None:
     [
         {"balance": "flops"},
         {"split_points": ["layers.1"]},
-        {"recompute": "all"},
+        {"activation_checkpointing": True},
         {"stage_of": {"0": 0}},
         {"device_speeds": [1, 2]},
         {"device_memory_gib": "auto"},

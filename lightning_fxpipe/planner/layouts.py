@@ -12,7 +12,6 @@ from typing import cast
 
 from torch import nn
 
-from lightning_fxpipe.distributed.topology import DataParallelName
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.microbatch.split import count_samples
 from lightning_fxpipe.planner.alternatives import Alternative
@@ -117,7 +116,7 @@ def compare_layouts(
     schedules: Sequence[SimulatedSchedule] = SCHEDULES,
     num_microbatches: int | None = None,
     optimizer_bytes_per_byte: float = 2.0,
-    data_parallel: DataParallelName = "replicate",
+    shard_optimizer_state: bool = False,
     batch_dim: int = 0,
 ) -> LayoutComparison:
     """Simulates a step for each number of stages and replicas that devices can be shared out among.
@@ -131,7 +130,7 @@ def compare_layouts(
         schedules: Those to look at.
         num_microbatches: Of a replica's batch; by default several numbers are looked at, but for modules with BatchNorm.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
-        data_parallel: As of ``FxPipeStrategy``; with ``"shard"`` each replica keeps its share of that.
+        shard_optimizer_state: As for ``FxPipeStrategy``: each replica keeps its share of the optimizer state.
 
     Raises:
         PartitionError: The model cannot be cut into any such number of stages.
@@ -146,7 +145,7 @@ def compare_layouts(
         tuple(schedules),
         num_microbatches,
         optimizer_bytes_per_byte,
-        data_parallel == "shard",
+        shard_optimizer_state,
         batch_dim,
     )
     layouts: list[Layout] = []

@@ -21,7 +21,7 @@ from lightning_fxpipe.planner.partition import Demands, lightest_maximum
 from lightning_fxpipe.planner.pinned import pinned_modules
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
-from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
+from lightning_fxpipe.planner.recompute_rule import ActivationCheckpointing, RecomputeRule
 from lightning_fxpipe.planner.split_points import check_split_points
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.planner.weighing import parameter_weights
@@ -46,7 +46,7 @@ def make_plan(
     balance: BalanceName = "parameters",
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
-    recompute: RecomputeName | Sequence[str] = "none",
+    activation_checkpointing: ActivationCheckpointing = False,
     schedule: SimulatedSchedule = "gpipe",
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
@@ -68,8 +68,9 @@ def make_plan(
         split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
         stage_of: Patterns of modules' paths, as ``model.embed*``, and the stage that each of them has to be in; -1 is the last
             one. What lies between them goes by the balance.
-        recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
-            blocks, such as the layers of a transformer; or patterns of paths, as ``["model.layers.*"]``.
+        activation_checkpointing: Modules whose activations are recomputed in the backward pass instead of being stored:
+            ``True`` for all blocks, such as the layers of a transformer; module classes; or patterns of module paths, as
+            ``"model.layers.*"``.
         schedule: Order of forward and backward passes, which decides how many microbatches' activations a stage keeps.
         num_devices: Devices that share the stages; by default each has one.
         device_speeds: How fast each device is, in proportion to the others, by the rank; rank 0 has the last stage. By default
@@ -93,7 +94,7 @@ def make_plan(
         num_microbatches=num_microbatches,
         split_points=split_points,
         stage_of=stage_of,
-        recompute=recompute,
+        activation_checkpointing=activation_checkpointing,
         schedule=schedule,
         num_devices=num_devices,
         device_speeds=device_speeds,
@@ -109,7 +110,7 @@ def make_rule(
     num_microbatches: int,
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
-    recompute: RecomputeName | Sequence[str] = "none",
+    activation_checkpointing: ActivationCheckpointing = False,
     schedule: SimulatedSchedule = "gpipe",
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
@@ -154,7 +155,7 @@ def make_rule(
     return CutRule(
         num_stages=num_stages,
         balance=balance,
-        recompute=RecomputeRule.of(recompute),
+        recompute=RecomputeRule.of(activation_checkpointing),
         num_microbatches=num_microbatches,
         split_points=points,
         stage_of=tuple(stage_of.items()),
@@ -235,10 +236,10 @@ def region_or_joint_plan(
 
 def _only_by_parameters(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "A step that every rank runs is cut by parameters only, and nothing of it is recomputed.",
+        "A step that every rank runs is cut by parameters only, without activation checkpointing.",
         observed=reason,
-        expected="a step whose calls of the model are one region, for split points, another balance or recomputation",
-        todo='Leave split_points and recompute out, and set balance="parameters"; the model may call '
+        expected="for these options, a step whose calls of the model are one region",
+        todo='Leave split_points and activation_checkpointing out, and set balance="parameters"; the model may call '
         "torch.utils.checkpoint itself.",
     )
 

@@ -128,9 +128,9 @@ def test_the_page_about_replicas_shows_this_text() -> None:
 # ------------------------------------------------------------------ when they average
 
 
-@pytest.mark.parametrize("kind", ["replicate", "shard"])
-def test_a_step_ends_with_the_average_that_layouts_count(kind: Any) -> None:
-    found = compared(data_parallel=kind)
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_step_ends_with_the_average_that_layouts_count(shards: bool) -> None:
+    found = compared(shard_optimizer_state=shards)
     for layout, shown in zip(found.layouts, timelines_of_layouts(found), strict=True):
         alone = Timeline.of_simulation(shown.label, layout.simulation)
         assert f"{layout.samples_per_second:,.1f} samples/s" in shown.label
@@ -145,7 +145,7 @@ def test_a_step_ends_with_the_average_that_layouts_count(kind: Any) -> None:
             assert spans[: len(own)] == own
             end = own[-1].end_seconds
             expected = [Span(f"average of {human_bytes(num_bytes)}", end, end + seconds)]
-            if kind == "shard":
+            if shards:
                 expected.append(Span(OTHERS_STEP, end + seconds, end + 1.5 * seconds))
             assert [span.work for span in spans[len(own) :]] == [span.work for span in expected]
             for span, other in zip(spans[len(own) :], expected, strict=True):
