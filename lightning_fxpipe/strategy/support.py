@@ -284,9 +284,7 @@ def stage_optimizers(
     if shards:
         whole = {id(one) for one in optimizers if id(one) in coupled or (topology.num_ranks == 1 and _is_coupled(one))}
         for name in dict.fromkeys(type(one).__name__ for one in optimizers if id(one) in whole):
-            warn(
-                f"shard_optimizer_state=True has no effect on {name}, which needs all parameters: replicas keep all states."
-            )
+            warn(f"shard_optimizer_state=True has no effect on {name}, which needs all parameters: replicas keep all states.")
     found = [
         StageOptimizer(
             module,
