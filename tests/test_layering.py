@@ -44,6 +44,7 @@ KNOW_LIGHTNING = {
 WITHOUT_TORCH = {
     "errors",
     "reporting",
+    "reporting.names",
     "reporting.table",
     "planner",
     "planner.alternatives",

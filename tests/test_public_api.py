@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from datetime import timedelta
@@ -106,6 +107,16 @@ def test_the_strategys_parameters_are_these() -> None:
         ("async_save", False),
         ("record", None),
     ]
+
+
+@pytest.mark.parametrize("module", ["lightning_fxpipe", "lightning_fxpipe.pl"])
+def test_a_wrong_option_gets_the_nearest_one(module: str) -> None:
+    strategy = importlib.import_module(module).FxPipeStrategy
+    expected = r"^FxPipeStrategy\(\) got an unexpected keyword argument 'num_micro_batches'; did you mean 'num_microbatches'\?$"
+    with pytest.raises(TypeError, match=expected):
+        strategy(num_micro_batches=4)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        strategy(num_microbatches=4, colour="red")
 
 
 def test_make_plans_parameters_are_these() -> None:
@@ -220,10 +231,22 @@ def test_a_plan_goes_with_no_other_cuts(options: dict[str, Any]) -> None:
         FxPipeStrategy(plan=plan, **options)
 
 
-@pytest.mark.parametrize("value", ["1F1B", "zerobubble", None])
-def test_an_unknown_schedule_is_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected one of 'auto', 'gpipe', '1f1b', "):
+@pytest.mark.parametrize(("value", "nearest"), [("1F1", "'1f1b'"), ("ZBVZeroBubbles", "'zbv_zero_bubble'"), (None, "")])
+def test_an_unknown_schedule_is_a_value_error(value: Any, nearest: str) -> None:
+    did_you_mean = rf"; did you mean {nearest}\?$" if nearest else r"\(CSV\)$"
+    with pytest.raises(ValueError, match=rf"expected one of 'auto', 'gpipe', '1f1b', .*{did_you_mean}"):
         FxPipeStrategy(schedule=value)
+
+
+TORCHS_NAMES = {
+    **{"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved_1f1b", "LoopedBFS": "looped_bfs"},
+    **{"InterleavedZeroBubble": "interleaved_zero_bubble", "ZBVZeroBubble": "zbv_zero_bubble", "DualPipeV": "dualpipev"},
+}
+
+
+@pytest.mark.parametrize(("value", "name"), [*TORCHS_NAMES.items(), ("dual-pipe_v", "dualpipev"), ("AUTO", "auto")])
+def test_a_schedule_may_be_spelled_as_torch_does(value: str, name: str) -> None:
+    assert FxPipeStrategy(schedule=value)._schedule.name == name
 
 
 def test_a_plan_that_cannot_be_read_is_an_error_at_once(tmp_path: Path) -> None:

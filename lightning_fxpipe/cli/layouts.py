@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, positive, read_work
+from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, positive, read_work, schedule
 from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
 from lightning_fxpipe.cli.saving import Wanted, save
 from lightning_fxpipe.pictures.chrome_trace import write_trace
@@ -61,7 +61,7 @@ def add_command(commands: Any) -> None:
         "--schedules",
         nargs="+",
         default=SCHEDULES,
-        choices=get_args(SimulatedSchedule),
+        type=schedule,
         metavar="NAME",
         help=f"those to look at, of {', '.join(get_args(SimulatedSchedule))} (default: nine of them)",
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import cast
 
 from torch import nn
 
@@ -20,8 +20,8 @@ from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.actions import ActionTable
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
+from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.simulator import Simulation
 
 _NO_STAGES: Mapping[str, int] = MappingProxyType({})
@@ -100,12 +100,12 @@ def simulate_plan(
 
     Raises:
         UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
-        ScheduleError: A file cannot be read, or is no table.
+        ScheduleError: There is no such schedule or file, or the file is no table.
         FxPipeError: What ``make_plan`` raises.
     """
     if reason := must_run_jointly(module):
         raise _not_simulated(reason)
-    tables = {str(one): ActionTable.load(one) for one in schedules if one not in get_args(SimulatedSchedule)}
+    tables = _named_tables(schedules)
     rule = make_rule(
         num_stages=num_stages,
         balance=balance,
@@ -125,8 +125,7 @@ def simulate_plan(
     states = state_weights(assignment.chain, planned.region, optimizer_bytes_per_byte)
     simulations: dict[str, Simulation] = {}
     refused: dict[str, str] = {}
-    for schedule in map(str, schedules):
-        table = tables.get(schedule)
+    for schedule, table in tables.items():
         try:
             held = _held(schedule, table, num_stages)
             assert rule.load is not None
@@ -155,6 +154,17 @@ def simulate_plan(
         simulations=simulations,
         refused=refused,
     )
+
+
+def _named_tables(schedules: Sequence[str | Path]) -> dict[str, ActionTable | None]:
+    """Schedules by their names, with their tables if they are files."""
+    found: dict[str, ActionTable | None] = {}
+    for one in schedules:
+        if isinstance(one, Path) or is_table_file(one):
+            found[str(one)] = ActionTable.load(one)
+        else:
+            found[schedule_named(one)] = None
+    return found
 
 
 def _not_simulated(reason: str) -> UnsupportedError:

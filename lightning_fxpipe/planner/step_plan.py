@@ -27,7 +27,7 @@ from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_uni
 from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages, schedule_named
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
@@ -47,7 +47,7 @@ def make_plan(
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
     activation_checkpointing: ActivationCheckpointing = False,
-    schedule: SimulatedSchedule = "gpipe",
+    schedule: SimulatedSchedule | str = "gpipe",
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
     device_memory_gib: float | Sequence[float] = (),
@@ -86,6 +86,7 @@ def make_plan(
         BatchError: The batch cannot be split into several microbatches.
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs, or none where one is wanted, or none with
             which the stages fit.
+        ScheduleError: There is no such schedule.
         UnsupportedError: A step that every rank runs is to be cut by another rule than parameters.
     """
     rule = make_rule(
@@ -111,7 +112,7 @@ def make_rule(
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
     activation_checkpointing: ActivationCheckpointing = False,
-    schedule: SimulatedSchedule = "gpipe",
+    schedule: SimulatedSchedule | str = "gpipe",
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
     device_memory_gib: float | Sequence[float] = (),
@@ -121,6 +122,7 @@ def make_rule(
 
     Raises:
         TypeError: Nothing says how many stages there are.
+        ScheduleError: There is no such schedule.
         PartitionError: The devices do not have as many stages each, or cuts are wanted twice.
     """
     points = tuple(split_points)
@@ -144,7 +146,7 @@ def make_rule(
     num_ranks = num_devices or num_stages
     stages_per_rank = num_stages // num_ranks if num_ranks else 1
     load = Load(
-        schedule=on_stages(schedule, stages_per_rank),
+        schedule=on_stages(schedule_named(schedule), stages_per_rank),
         num_ranks=num_ranks,
         stages_per_rank=stages_per_rank,
         num_microbatches=num_microbatches,

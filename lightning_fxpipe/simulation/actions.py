@@ -206,3 +206,8 @@ def _wrong(observed: str, expected: str) -> ScheduleError:
         expected=expected,
         todo="Change the table, or begin from one that simulate(...) gives by a name.",
     )
+
+
+def is_table_file(path: str | Path) -> bool:
+    """True if a path is that of a table (CSV), which may be missing, rather than the name of a schedule."""
+    return Path(path).suffix.lower() == ".csv" or Path(path).is_file()

@@ -27,6 +27,7 @@ from lightning_fxpipe.strategy.options import (
     PositiveInt,
     check_options,
     duration_of,
+    refuses_unknown_names,
 )
 from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
 from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
@@ -100,6 +101,7 @@ class ConfiguredStrategy(ReplicaStrategy):
 
     strategy_name = "fxpipe"
 
+    @refuses_unknown_names
     def __init__(
         self,
         num_stages: PositiveInt | Literal["auto"] = "auto",

@@ -7,10 +7,12 @@ else runs. To Python code they are plain numbers and strings.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from datetime import timedelta
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, cast, get_args
 
 from torch import nn
 
@@ -18,10 +20,13 @@ from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, imported_weight
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.reporting.names import suggestion
 from lightning_fxpipe.schedules.by_name import SCHEDULES
-from lightning_fxpipe.schedules.own_table import schedule_of
+from lightning_fxpipe.schedules.own_table import expected_schedule, schedule_of
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.strategy.run_plan import PlanOptions
+
+P = ParamSpec("P")
 
 if TYPE_CHECKING:
     PositiveInt = int
@@ -45,19 +50,32 @@ else:
 
         def _check_table(kind: type, value: Any) -> None:
             try:
-                found = schedule_of(Path(value))
+                found = schedule_of(value)
             except ScheduleError as error:
                 raise ValueError(str(error)) from error
             if found is None:
-                raise ValueError(f"no schedule's name, and no table of actions (CSV): {value}")
+                raise ValueError(expected_schedule(value))
 
         def _check_function(kind: type, value: Any) -> None:
             imported_weight(value)
 
         PlanFile = extend_base_type("PlanFile", str, _check_plan, docstring="Path of a saved plan.")
         # Not ActionTable, too: of a class jsonargparse takes a file for a config, and reads it.
-        OwnTable = extend_base_type("OwnTable", str, _check_table, docstring="Path of a table of actions (CSV).")
+        OwnTable = extend_base_type("OwnTable", str, _check_table, docstring="Name of a schedule, or path of a table (CSV).")
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
+
+
+def refuses_unknown_names(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Wraps the strategy's constructor: a wrong option name is a TypeError that suggests the nearest one."""
+    names = [*signature(constructor).parameters]
+
+    @wraps(constructor)
+    def construct(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in (name for name in kwargs if name not in names):
+            raise TypeError(f"FxPipeStrategy() got an unexpected keyword argument {name!r}{suggestion(name, names)}")
+        constructor(*args, **kwargs)
+
+    return construct
 
 
 def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any) -> None:

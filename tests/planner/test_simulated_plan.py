@@ -95,7 +95,15 @@ def test_a_table_in_a_file_is_simulated_beside_the_names(tmp_path: Path) -> None
     other = simulate_plan(layers(), torch.randn(16, WIDTH), num_microbatches=2, **options)
     assert other.refused[str(files[0])] == "A table is made for another number of microbatches. (4)"
     with pytest.raises(ScheduleError, match="Cannot read a table of actions"):
-        simulate_plan(layers(), torch.randn(16, WIDTH), num_stages=2, device=SLOW, schedules=["absent"])
+        simulate_plan(layers(), torch.randn(16, WIDTH), num_stages=2, device=SLOW, schedules=["absent.csv"])
+
+
+def test_schedules_may_be_spelled_as_torch_does() -> None:
+    options: Any = {"num_stages": 2, "device": SLOW, "num_microbatches": 2}
+    found = simulate_plan(layers(), torch.randn(16, WIDTH), schedules=["1F1B", "GPipe"], **options)
+    assert [*found.simulations] == ["1f1b", "gpipe"]
+    with pytest.raises(ScheduleError, match="There is no such schedule"):
+        simulate_plan(layers(), torch.randn(16, WIDTH), schedules=["2f1b"], **options)
 
 
 def test_a_lightning_module_is_simulated_by_its_step() -> None:

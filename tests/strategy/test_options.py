@@ -103,7 +103,8 @@ WRONG = [
     ("num_microbatches", "0", "v>0"),
     ("schedule", "foo", "'gpipe', '1f1b'"),
     ("schedule", "absent.csv", "No such file"),
-    ("schedule", "tests", "no schedule's name, and no table of actions"),
+    ("schedule", "tests", "or the path of a table (CSV)"),
+    ("schedule", "2F1B", "did you mean '1f1b'?"),
     ("plan", "absent.json", "No such file"),
     ("loss_reduction", "median", "'sum'"),
     ("loss_weight", f"{__name__}.absent", "has no absent"),
@@ -114,6 +115,12 @@ WRONG = [
     ("gather_after_run", "perhaps", "perhaps"),
     ("number_of_stages", "2", "not accepted"),
 ]
+
+
+def test_a_schedule_may_be_spelled_as_torch_does() -> None:
+    strategy, printed = run(CLASS, "--trainer.strategy.schedule=ZBVZeroBubble")
+    assert isinstance(strategy, FxPipeStrategy), printed
+    assert strategy._schedule.name == "zbv_zero_bubble"
 
 
 @pytest.mark.parametrize(("option", "value", "told"), WRONG)
