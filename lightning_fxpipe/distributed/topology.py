@@ -27,8 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.errors import UnsupportedError
 
-# What replicas do with an optimizer: each has all of its states, or its share.
-
 # The axes of the mesh that user code gets: as of Lightning's ModelParallelStrategy, with stages in place of parts of tensors.
 MESH_AXES = ("data_parallel", "pipeline")
 

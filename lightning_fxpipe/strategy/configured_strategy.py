@@ -39,64 +39,84 @@ from lightning_fxpipe.strategy.session import Session
 class ConfiguredStrategy(ReplicaStrategy):
     """Pipeline parallelism for an unmodified LightningModule.
 
-    The call of the model inside the step is traced and cut into stages, which live on devices and in processes of their own.
-    Every batch is split into microbatches that flow through the stages.
+    Traces the model call inside the step and cuts it into stages, which run on separate devices in separate processes. Splits
+    each batch into microbatches that flow through the stages.
+
+    Options by purpose:
+
+    - Stages and cuts: ``num_stages``, ``stages_per_rank``, ``balance``, ``split_points``, ``stage_of``, ``device_speeds``,
+      ``plan``
+    - Schedule and microbatches: ``schedule``, ``num_microbatches``, ``batch_dim``, ``loss_reduction``, ``loss_weight``
+    - Memory and speed: ``activation_checkpointing``, ``device_memory_gib``, ``compile``
+    - Data parallel: ``shard_optimizer_state``
+    - Processes: ``process_group_backend``, ``start_method``, ``gather_after_run``
+    - Failures and time-outs: ``timeout``, ``heartbeat_timeout``
+    - Checkpoints: ``save_distributed_checkpoint``, ``async_save``
+    - Recording: ``record``
 
     Args:
-        num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says. With
-            fewer stages than devices there are several replicas of the pipeline, which train on different batches as under DDP:
-            ``devices=8`` and ``num_stages=2`` are four.
-        stages_per_rank: Stages on each device, or on a single one. ``"auto"``: two where the schedule wants several, else one.
-        num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
-            for each of several devices where the batch allows it, one for a single device, or as many as a table has.
-        schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
-            step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
-            on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs
-            for each microbatch, too, and the loss must be a sum over these, which is checked. ``"auto"`` takes it where the
-            loss allows it and activations would take more than half of the memory that is left, and else ``"gpipe"``. All
-            others idle less: ``"interleaved_1f1b"`` with several stages on each device; ``"zb_h1"``, ``"zb_h2"``,
-            ``"zero_bubble"`` and ``"interleaved_zero_bubble"`` compute gradients of weights later; ``"zbv_zero_bubble"``,
-            ``"zero_bubble_v"``, ``"dualpipev"``, ``"v_half"`` and ``"v_min"`` place two stages on each device in a V. Or a
-            table of your own: a CSV file or an ``ActionTable``, with a line of actions for each device.
-        balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
-            ``"memory"``: parameters, gradients, Adam's states, and the activations that a stage keeps; or ``"seconds"`` on
-            this device, for which layers are timed. ``"auto"`` chooses what is fastest and fits the memory, with it
-            whatever of ``schedule``, ``stages_per_rank`` and ``num_microbatches`` is left at ``"auto"``.
-        split_points: Paths of the modules that the stages after the first begin with, as ``model.layers.12``, instead of a
-            balance. The number of stages follows from them.
-        stage_of: Patterns of modules' paths, as ``model.embed*``, and the stage that each has to be in; -1 is the last one.
-        device_speeds: How fast each device is, in proportion to the others, from rank 0 on, which has the last stage.
-        device_memory_gib: What each device has for its stages: one number, or one for each from rank 0 on, or ``"auto"``, nine
-            tenths of what is left. The stages fit, with gradients, Adam's states and activations, or there is an error.
+        num_stages: Number of stages. Every device holds the same number of stages. With fewer stages than devices, the pipeline
+            is replicated, and the replicas train on different batches as with DDP: ``devices=8`` and ``num_stages=2`` are four
+            replicas. ``"auto"``: ``stages_per_rank`` stages for each device.
+        stages_per_rank: Number of stages on each device; several stages also form a pipeline on a single device. ``"auto"``:
+            two if the schedule requires several, else one.
+        balance: What to balance across stages: ``"parameters"``; ``"flops"`` of forward and backward passes; ``"memory"``,
+            which is parameters, gradients, Adam's states and stored activations; or ``"seconds"``, for which layers are timed
+            on this device. ``"auto"`` searches for the fastest plan that fits into memory, and also chooses whichever of
+            ``schedule``, ``stages_per_rank`` and ``num_microbatches`` is ``"auto"``.
+        split_points: Paths of the modules that begin the second and each later stage, such as ``["model.layers.12"]``. Replaces
+            ``balance`` and determines the number of stages.
+        stage_of: Stage of each module whose path matches a pattern: ``{"model.embed*": 0, "model.head": -1}``; -1 is the last
+            stage. ``balance`` places the other modules.
+        device_speeds: Relative speed of each device of a pipeline, in the order of the ranks. Rank 0 holds the last stage.
+            Default: all are equal.
+        plan: Partition plan to use instead of a new one: a ``PartitionPlan``, or the path of one saved as JSON (by
+            ``PartitionPlan.save``, or ``python -m lightning_fxpipe plan --output``).
+        schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all forward passes, then the rest of the
+            step once on the whole batch, then all backward passes: any loss is exact. ``"1f1b"`` stores the activations of at
+            most ``num_stages`` microbatches, but runs the rest of the step for each microbatch: the loss must be a sum over
+            microbatches, which is checked. ``"auto"``: ``"1f1b"`` if the loss allows it and activations would take more than
+            half of the free memory, else ``"gpipe"``. The other schedules idle less: ``"looped_bfs"`` (as ``"gpipe"``) and
+            ``"interleaved_1f1b"`` place several stages on each device; ``"zb_h1"``, ``"zb_h2"``, ``"zero_bubble"`` and
+            ``"interleaved_zero_bubble"`` delay the gradients of weights; ``"zbv_zero_bubble"``, ``"zero_bubble_v"``,
+            ``"dualpipev"``, ``"v_half"`` and ``"v_min"`` place two stages on each device in a V. Torch's names, such as
+            ``"Interleaved1F1B"``, are accepted in any case. A custom schedule is an ``ActionTable``, or the path of a CSV file
+            with one line of actions for each device.
+        num_microbatches: Number of microbatches that a batch is split into. ``"auto"``: four for each device of a pipeline, or
+            fewer so that each has at least two samples; the number of a custom schedule; one on a single device, or if the
+            number of samples is unknown.
+        batch_dim: Batch dimension of the batch's tensors. Tensors with fewer dimensions are split along their first one.
+        loss_reduction: How the loss combines samples: ``"mean"``, ``"sum"``, or ``"auto"`` to detect it. Only for schedules
+            that compute the loss for each microbatch, which are all but ``"gpipe"`` and ``"looped_bfs"``.
+        loss_weight: Function, or its import path, that returns the weight of a batch in a mean loss, such as its number of
+            tokens without padding. For the same schedules. Default: the number of samples.
         activation_checkpointing: Modules whose activations are recomputed in the backward pass instead of being stored:
             ``True`` for all blocks, such as a transformer's layers; ``"auto"`` for as few blocks as the memory requires; a
             module class; a pattern of module paths, as ``"model.layers.*"``; or a list or set of classes and patterns.
-        compile: Whether the modules that a stage calls as a whole, such as layers, are compiled by ``torch.compile`` when they
+        device_memory_gib: Memory budget of each device in GiB, for parameters, gradients, Adam's states and activations: one
+            number, or one for each device of a pipeline in the order of the ranks. Rank 0 holds the last stage. ``"auto"``:
+            nine tenths of the free memory. Planning fails if no partition fits. Default: no limit.
+        compile: If True, modules that a stage calls as a whole, such as layers, are compiled by ``torch.compile`` when they
             first run. Not with schedules that split backward passes.
-        plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
-            then decides which stage holds what.
         shard_optimizer_state: If True, each replica keeps the optimizer state of its share of the parameters and updates them
             for the other replicas (ZeRO stage 1). If False, every replica keeps the whole state.
-        loss_reduction: For ``"1f1b"``: what the loss is over samples, ``"mean"``, ``"sum"``, or ``"auto"`` to find out.
-        loss_weight: For ``"1f1b"``: a function, or its import path, that gives the weight of a batch in a mean over something
-            else than samples, such as its number of tokens that are not padding.
-        batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
         process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
+        start_method: How to start the other processes, unless ``torchrun`` or a cluster starts them. ``"popen"`` runs the
+            script again for each process; ``"fork"`` copies the running process, for notebooks (on GPUs, only before CUDA is
+            used); ``"spawn"`` starts new interpreters. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
+        gather_after_run: If True, every process holds the whole module on the CPU after a run; if False, only its stages'
+            parameters. ``"auto"``: True if the memory of the machine has room for the copies.
         timeout: How long a rank waits for another before it raises an error: seconds, or a ``timedelta``.
-        heartbeat_timeout: How long a rank may be silent before the others give it up: seconds, or a ``timedelta``. A rank is
+        heartbeat_timeout: How long a rank may be silent before the others end the run: seconds, or a ``timedelta``. A rank is
             silent if its process is stopped or its machine is unreachable. ``None`` waits for ``timeout`` instead, as for a
             debugger that stops the whole process. The first run of a process decides.
-        start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
-            script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
-            ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
-        gather_after_run: Whether every process has the whole module after a run, on the CPU, as after one on one device; else
-            it keeps its stage's parameters only. ``"auto"``: where the machine's memory has room for the copies.
-        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part, or one file as of
-            one device, which ``torch.load`` reads: rank 0 gets the others' parts, so its machine needs the memory for all of
-            it. ``"auto"``: a file if there is that memory when a run saves first, else folders, and a warning.
-        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. (For one file, rank
-            0 gets the others' parts before.) What follows waits for it, and raises what it failed with.
-        record: Folder for what each rank does when in steps 3 to 7, or a ``Recording`` that chooses them; loggers get it, too.
+        save_distributed_checkpoint: If True, a checkpoint is a folder into which each rank writes its part. If False, it is a
+            single file as from one device, which ``torch.load`` reads; rank 0 gathers it, so its machine needs memory for the
+            whole checkpoint. ``"auto"``: a file if that memory is free at a run's first save, else a folder, with a warning.
+        async_save: If True, training continues while a checkpoint is written from a copy in CPU memory; rank 0 gathers a single
+            file before. The next save, loading, and the end of training wait for it, and raise its error.
+        record: Folder for a timeline of training steps 3 to 7, or a ``Recording`` that selects other steps. Loggers receive the
+            idle time and the peak memory of these steps.
     """
 
     strategy_name = "fxpipe"
@@ -106,25 +126,25 @@ class ConfiguredStrategy(ReplicaStrategy):
         self,
         num_stages: PositiveInt | Literal["auto"] = "auto",
         stages_per_rank: PositiveInt | Literal["auto"] = "auto",
-        num_microbatches: PositiveInt | Literal["auto"] = "auto",
-        schedule: ScheduleName | OwnTable = "auto",
         balance: BalanceName | Literal["auto"] = "parameters",
         split_points: list[str] | None = None,
         stage_of: dict[str, int] | None = None,
         device_speeds: list[PositiveFloat] | None = None,
-        device_memory_gib: PositiveFloat | list[PositiveFloat] | Literal["auto"] | None = None,
-        activation_checkpointing: ActivationCheckpointing = False,
-        compile: bool = False,
         plan: PlanFile | PartitionPlan | None = None,
-        shard_optimizer_state: bool = False,
+        schedule: ScheduleName | OwnTable = "auto",
+        num_microbatches: PositiveInt | Literal["auto"] = "auto",
+        batch_dim: int = 0,
         loss_reduction: LossReductionName = "auto",
         loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
-        batch_dim: int = 0,
+        activation_checkpointing: ActivationCheckpointing = False,
+        device_memory_gib: PositiveFloat | list[PositiveFloat] | Literal["auto"] | None = None,
+        compile: bool = False,
+        shard_optimizer_state: bool = False,
         process_group_backend: str | None = None,
-        timeout: PositiveFloat | timedelta = 1800.0,
-        heartbeat_timeout: PositiveFloat | timedelta | None = 120.0,
         start_method: StartMethod = "auto",
         gather_after_run: bool | Literal["auto"] = "auto",
+        timeout: PositiveFloat | timedelta = 1800.0,
+        heartbeat_timeout: PositiveFloat | timedelta | None = 120.0,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_save: bool = False,
         record: str | Path | Recording | None = None,
