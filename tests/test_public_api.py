@@ -27,6 +27,8 @@ from lightning_fxpipe import (
     TraceError,
     UnsupportedError,
     make_plan,
+    pictures,
+    simulation,
 )
 from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 
@@ -40,35 +42,54 @@ def parameters_of(function: Any) -> list[tuple[str, Any]]:
 
 def test_the_public_names_are_these() -> None:
     assert lightning_fxpipe.__all__ == [
-        "ActionTable",
         "BatchError",
         "BoundaryTensor",
-        "Device",
         "FxPipeError",
         "FxPipeStrategy",
         "Layout",
         "LayoutComparison",
-        "Link",
-        "Overhead",
         "PartitionError",
         "PartitionPlan",
         "PeerError",
         "Recording",
         "ScheduleError",
         "SimulatedPlan",
-        "Simulation",
-        "StageCosts",
         "StageSpec",
         "TraceError",
         "UnsupportedError",
         "compare_layouts",
         "make_plan",
         "read_recording",
-        "simulate",
         "simulate_plan",
     ]
     assert [name for name in lightning_fxpipe.__all__ if not hasattr(lightning_fxpipe, name)] == []
     assert sorted(lightning_fxpipe.__all__) == lightning_fxpipe.__all__
+
+
+def test_the_public_names_of_rooms_are_these() -> None:
+    assert simulation.__all__ == [
+        "DEVICES",
+        "ActionTable",
+        "Device",
+        "Link",
+        "Overhead",
+        "Simulation",
+        "Span",
+        "StageCosts",
+        "Timeline",
+        "simulate",
+    ]
+    assert pictures.__all__ == [
+        "Page",
+        "page_of_layouts",
+        "page_of_simulated_plan",
+        "page_of_timelines",
+        "save_figure",
+        "write_page",
+        "write_trace",
+    ]
+    for room in (simulation, pictures):
+        assert [name for name in room.__all__ if not hasattr(room, name)] == []
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

@@ -16,9 +16,9 @@ from lightning_fxpipe.pictures.page import Page, page_of_simulated_plan, title_o
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import simulate_plan
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule
+from lightning_fxpipe.simulation.devices import Device
 
 _EXAMPLE = """\
 example:

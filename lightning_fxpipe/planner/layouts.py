@@ -19,12 +19,12 @@ from lightning_fxpipe.planner.choice import possible_counts
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, stages_of_ranks
 from lightning_fxpipe.simulation.costs import Link
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
 # The second where nothing fits with the first.

@@ -15,13 +15,14 @@ from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.fastest_cut import on_device
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
-from lightning_fxpipe.planner.stage_costs import Device, stage_costs
+from lightning_fxpipe.planner.stage_costs import stage_costs
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run_jointly
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, simulate, stages_of_ranks
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
 _NO_STAGES: Mapping[str, int] = MappingProxyType({})

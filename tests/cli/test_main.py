@@ -17,7 +17,7 @@ import yaml
 from lightning_fxpipe import PartitionPlan, make_plan
 from lightning_fxpipe.__main__ import main
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
-from lightning_fxpipe.planner.stage_costs import DEVICES
+from lightning_fxpipe.simulation.devices import DEVICES
 
 # A module beside the config, as a user has it; its name is no other's.
 SOURCE = """

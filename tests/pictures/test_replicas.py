@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fxpipe import Link, compare_layouts, make_plan
+from lightning_fxpipe import compare_layouts, make_plan
 from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 from lightning_fxpipe.pictures.chrome_trace import trace_of
 from lightning_fxpipe.pictures.figure import save_figure
@@ -19,8 +19,9 @@ from lightning_fxpipe.pictures.page import page_of_layouts, page_of_timelines, p
 from lightning_fxpipe.pictures.page_data import data_of
 from lightning_fxpipe.pictures.replica_grid import ReplicaGrid, gradient_bytes
 from lightning_fxpipe.planner.layouts import LayoutComparison
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.simulation import Link
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.timeline import OTHERS_STEP, Span, Timeline
 from tests.lit import LitModel
 from tests.models import make_samples

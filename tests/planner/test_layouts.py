@@ -11,21 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import (
-    FxPipeStrategy,
-    Link,
-    PartitionError,
-    StageCosts,
-    UnsupportedError,
-    compare_layouts,
-    simulate,
-    simulate_plan,
-)
+from lightning_fxpipe import FxPipeStrategy, PartitionError, UnsupportedError, compare_layouts, simulate_plan
 from lightning_fxpipe.microbatch.split import default_num_microbatches
 from lightning_fxpipe.planner.layouts import Layout, _Comparing
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
-from lightning_fxpipe.planner.stage_costs import Device
+from lightning_fxpipe.simulation import Link, StageCosts, simulate
+from lightning_fxpipe.simulation.devices import Device
 from tests.lit import LitModel, make_loader, make_trainer
 
 WIDTH = 64

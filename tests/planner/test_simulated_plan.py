@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import ScheduleError, StageCosts, UnsupportedError, make_plan, simulate
+from lightning_fxpipe import ScheduleError, UnsupportedError, make_plan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
-from lightning_fxpipe.planner.stage_costs import DEVICES, Device
+from lightning_fxpipe.simulation import StageCosts, simulate
 from lightning_fxpipe.simulation.by_name import stages_of_ranks, table_of
+from lightning_fxpipe.simulation.devices import DEVICES, Device
 
 WIDTH = 64
 SLOW = Device(flops_per_second=1e9, bytes_per_second=1e9)

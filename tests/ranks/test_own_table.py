@@ -12,17 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fxpipe import (
-    ActionTable,
-    FxPipeError,
-    FxPipeStrategy,
-    PeerError,
-    Recording,
-    UnsupportedError,
-    make_plan,
-    read_recording,
-)
+from lightning_fxpipe import FxPipeError, FxPipeStrategy, PeerError, Recording, UnsupportedError, make_plan, read_recording
 from lightning_fxpipe.recording.expected import table_of
+from lightning_fxpipe.simulation import ActionTable
 from tests.lit import LitModel, fit_and_record, make_loader, make_trainer
 from tests.models import make_samples
 from tests.owntables import ODD, ONE_F_ONE_B, ONE_RANK, SPLIT_V

@@ -27,8 +27,8 @@ from lightning_fxpipe.distributed.topology import Placement, Replicas, make_topo
 from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.planner.layouts import Layout
 from lightning_fxpipe.planner.planning import plan_regions
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.strategy import search_space
 from tests.lit import LitModel, Recorder, make_loader, make_trainer
 from tests.ranks.pool import RankPool

@@ -15,8 +15,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 from docs.generate import option_groups
-from lightning_fxpipe import ActionTable, FxPipeStrategy, make_plan
+from lightning_fxpipe import FxPipeStrategy, make_plan
 from lightning_fxpipe.schedules.own_table import schedule_of_table
+from lightning_fxpipe.simulation import ActionTable
 from tests.models import make_model, make_samples
 from tests.owntables import ODD
 
