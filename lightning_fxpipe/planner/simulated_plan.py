@@ -20,7 +20,7 @@ from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
+from lightning_fxpipe.simulation.actions import ActionTable, is_table_file, running_ranks
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
@@ -61,7 +61,7 @@ class SimulatedPlan:
     def __str__(self) -> str:
         rows = [(name, *_cells(found, self.device)) for name, found in self.simulations.items()]
         rows += [(name, "-", "-", "-", reason) for name, reason in self.refused.items()]
-        headers = ("Schedule", "Step", "Idle", "Most memory", "Of rank")
+        headers = ("Schedule", "Step", "Idle", "Most memory", "On rank")
         table = render_table(
             f"A step with {self.num_microbatches} microbatches would take",
             headers,
@@ -203,6 +203,7 @@ def _cuts(planned: Planned, rule: CutRule) -> tuple[int, ...]:
 
 def _cells(found: Simulation, device: Device) -> tuple[str, str, str, str]:
     peak = max(found.peak_bytes)
-    rank = str(found.peak_bytes.index(peak))
+    table = found.table
+    rank = str(running_ranks(table.num_ranks, table.rank_of_stage[-1])[found.peak_bytes.index(peak)])
     fits = "" if peak <= device.memory_bytes else ": more than there is"
     return human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %", human_bytes(round(peak)), rank + fits

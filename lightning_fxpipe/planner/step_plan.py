@@ -73,10 +73,10 @@ def make_plan(
             ``"model.layers.*"``.
         schedule: Order of forward and backward passes, which decides how many microbatches' activations a stage keeps.
         num_devices: Devices that share the stages; by default each has one.
-        device_speeds: How fast each device is, in proportion to the others, by the rank; rank 0 has the last stage. By default
-            all are equal.
-        device_memory_gib: What each device has for its stages, in GiB, or one number for all: with the plan each fits, with
-            parameters, gradients, Adam's states and activations. By default nothing goes by it.
+        device_speeds: Relative speed of each device, in the order of the ranks. Rank 0 holds the last stage. By default all are
+            equal.
+        device_memory_gib: Memory budget of each device in GiB for parameters, gradients, Adam's states and activations, in the
+            order of the ranks, or one number for all. By default there is no limit.
 
     Returns:
         The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
