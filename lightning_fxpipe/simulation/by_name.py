@@ -83,7 +83,7 @@ def simulate(
         schedule: A name (:func:`schedule_named`), or a table of one's own (``ActionTable.from_csv``). "zero_bubble" and
             "zero_bubble_v" are made to fit the costs and the memory. For "zbv_zero_bubble", "dualpipev", "zero_bubble_v",
             "v_half" and "v_min" a rank has two stages, the first and the last of those that are left.
-        stages_per_rank: For "looped_bfs", "interleaved_1f1b" and "interleaved_zero_bubble": of P ranks, the one at place r holds
+        stages_per_rank: For "looped_bfs", "interleaved_1f1b" and "interleaved_zero_bubble": of P ranks, the one at place r has
             the stages r, r + P, r + 2 P and so on.
         memory_bytes: For each rank, what its activations may take, for schedules that are made to fit.
         link: What it takes to send something to another rank.
