@@ -2,6 +2,8 @@
 
 Each folder is a room with a map of its modules; docs/design.md has them in the order of the data flow. Beside them lie
 ``errors``, what users can get; ``rng``, states of the random generators; ``pl``, the strategy for ``pytorch_lightning``.
+``lightning_fxpipe.simulation`` exports devices, costs, tables of schedules and timelines; ``lightning_fxpipe.pictures``
+draws them.
 """
 
 import importlib
@@ -26,16 +28,9 @@ from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
 from lightning_fxpipe.planner.plan import StageSpec as StageSpec
 from lightning_fxpipe.planner.simulated_plan import SimulatedPlan as SimulatedPlan
 from lightning_fxpipe.planner.simulated_plan import simulate_plan as simulate_plan
-from lightning_fxpipe.planner.stage_costs import Device as Device
 from lightning_fxpipe.planner.step_plan import make_plan as make_plan
 from lightning_fxpipe.recording.files import read_recording as read_recording
 from lightning_fxpipe.recording.options import Recording as Recording
-from lightning_fxpipe.simulation.actions import ActionTable as ActionTable
-from lightning_fxpipe.simulation.by_name import simulate as simulate
-from lightning_fxpipe.simulation.costs import Link as Link
-from lightning_fxpipe.simulation.costs import Overhead as Overhead
-from lightning_fxpipe.simulation.costs import StageCosts as StageCosts
-from lightning_fxpipe.simulation.simulator import Simulation as Simulation
 from lightning_fxpipe.strategy.strategy import FxPipeStrategy as FxPipeStrategy
 
 try:
@@ -44,31 +39,24 @@ except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0.0.0"
 
 __all__ = [
-    "ActionTable",
     "BatchError",
     "BoundaryTensor",
-    "Device",
     "FxPipeError",
     "FxPipeStrategy",
     "Layout",
     "LayoutComparison",
-    "Link",
-    "Overhead",
     "PartitionError",
     "PartitionPlan",
     "PeerError",
     "Recording",
     "ScheduleError",
     "SimulatedPlan",
-    "Simulation",
-    "StageCosts",
     "StageSpec",
     "TraceError",
     "UnsupportedError",
     "compare_layouts",
     "make_plan",
     "read_recording",
-    "simulate",
     "simulate_plan",
 ]
 

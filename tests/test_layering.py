@@ -41,9 +41,12 @@ KNOW_LIGHTNING = {
     ),
     *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
 }
+# Rooms from which users import; the others do so from the package itself.
+EXPORT_NAMES = {"simulation", "pictures"}
 WITHOUT_TORCH = {
     "errors",
     "reporting",
+    "reporting.names",
     "reporting.table",
     "planner",
     "planner.alternatives",
@@ -172,7 +175,8 @@ def test_imports_are_found_in_every_form() -> None:
 def test_the_map_of_a_room_has_every_module_in_it(room: str) -> None:
     described = set(re.findall(r"``(\w+)``", ast.get_docstring(tree_of(room)) or ""))
     assert {module.partition(".")[2] for module in MODULES if module.startswith(f"{room}.")} - described == set()
-    assert tree_of(room).body[1:] == []  # whoever imports a module does not wait for its neighbours
+    if room not in EXPORT_NAMES:
+        assert tree_of(room).body[1:] == []  # whoever imports a module does not wait for its neighbours
 
 
 def test_the_rooms_are_those_that_the_design_describes() -> None:

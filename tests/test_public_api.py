@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -25,6 +27,8 @@ from lightning_fxpipe import (
     TraceError,
     UnsupportedError,
     make_plan,
+    pictures,
+    simulation,
 )
 from lightning_fxpipe.schedules.by_name import SCHEDULES, ScheduleName
 
@@ -38,35 +42,54 @@ def parameters_of(function: Any) -> list[tuple[str, Any]]:
 
 def test_the_public_names_are_these() -> None:
     assert lightning_fxpipe.__all__ == [
-        "ActionTable",
         "BatchError",
         "BoundaryTensor",
-        "Device",
         "FxPipeError",
         "FxPipeStrategy",
         "Layout",
         "LayoutComparison",
-        "Link",
-        "Overhead",
         "PartitionError",
         "PartitionPlan",
         "PeerError",
         "Recording",
         "ScheduleError",
         "SimulatedPlan",
-        "Simulation",
-        "StageCosts",
         "StageSpec",
         "TraceError",
         "UnsupportedError",
         "compare_layouts",
         "make_plan",
         "read_recording",
-        "simulate",
         "simulate_plan",
     ]
     assert [name for name in lightning_fxpipe.__all__ if not hasattr(lightning_fxpipe, name)] == []
     assert sorted(lightning_fxpipe.__all__) == lightning_fxpipe.__all__
+
+
+def test_the_public_names_of_rooms_are_these() -> None:
+    assert simulation.__all__ == [
+        "DEVICES",
+        "ActionTable",
+        "Device",
+        "Link",
+        "Overhead",
+        "Simulation",
+        "Span",
+        "StageCosts",
+        "Timeline",
+        "simulate",
+    ]
+    assert pictures.__all__ == [
+        "Page",
+        "page_of_layouts",
+        "page_of_simulated_plan",
+        "page_of_timelines",
+        "save_figure",
+        "write_page",
+        "write_trace",
+    ]
+    for room in (simulation, pictures):
+        assert [name for name in room.__all__ if not hasattr(room, name)] == []
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:
@@ -82,28 +105,39 @@ def test_the_strategys_parameters_are_these() -> None:
     assert parameters_of(FxPipeStrategy) == [
         ("num_stages", "auto"),
         ("stages_per_rank", "auto"),
-        ("num_microbatches", "auto"),
-        ("schedule", "auto"),
         ("balance", "parameters"),
         ("split_points", None),
         ("stage_of", None),
         ("device_speeds", None),
-        ("device_memory_gib", None),
-        ("recompute", "none"),
-        ("compile", False),
         ("plan", None),
-        ("data_parallel", "replicate"),
+        ("schedule", "auto"),
+        ("num_microbatches", "auto"),
+        ("batch_dim", 0),
         ("loss_reduction", "auto"),
         ("loss_weight", None),
-        ("batch_dim", 0),
+        ("activation_checkpointing", False),
+        ("device_memory_gib", None),
+        ("compile", False),
+        ("shard_optimizer_state", False),
         ("process_group_backend", None),
-        ("timeout_seconds", 1800.0),
         ("start_method", "auto"),
         ("gather_after_run", "auto"),
+        ("timeout", 1800.0),
+        ("heartbeat_timeout", 120.0),
         ("save_distributed_checkpoint", "auto"),
         ("async_save", False),
         ("record", None),
     ]
+
+
+@pytest.mark.parametrize("module", ["lightning_fxpipe", "lightning_fxpipe.pl"])
+def test_a_wrong_option_gets_the_nearest_one(module: str) -> None:
+    strategy = importlib.import_module(module).FxPipeStrategy
+    expected = r"^FxPipeStrategy\(\) got an unexpected keyword argument 'num_micro_batches'; did you mean 'num_microbatches'\?$"
+    with pytest.raises(TypeError, match=expected):
+        strategy(num_micro_batches=4)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        strategy(num_microbatches=4, colour="red")
 
 
 def test_make_plans_parameters_are_these() -> None:
@@ -116,7 +150,7 @@ def test_make_plans_parameters_are_these() -> None:
         ("balance", "parameters"),
         ("split_points", ()),
         ("stage_of", {}),
-        ("recompute", "none"),
+        ("activation_checkpointing", False),
         ("schedule", "gpipe"),
         ("num_devices", None),
         ("device_speeds", ()),
@@ -157,10 +191,32 @@ def test_split_points_that_are_no_paths_are_a_value_error(value: Any) -> None:
         FxPipeStrategy(split_points=value)
 
 
-@pytest.mark.parametrize("value", ["some", 3, [1]])
-def test_what_is_to_be_recomputed_is_a_word_or_paths(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"recompute=.*: expected 'none', 'all', 'auto' or a list of paths"):
-        FxPipeStrategy(recompute=value)
+@pytest.mark.parametrize("value", [None, 3, [1], {"blocks.*": True}, int, [nn.Linear(1, 1)]])
+def test_activation_checkpointing_of_no_modules_is_a_value_error(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"activation_checkpointing=.*: expected False, True, 'auto', a module class"):
+        FxPipeStrategy(activation_checkpointing=value)
+
+
+@pytest.mark.parametrize("value", [True, "auto", "blocks.*", nn.Linear, ["blocks.*", nn.Linear], {nn.Linear}, ()])
+def test_activation_checkpointing_accepts_classes_and_patterns(value: Any) -> None:
+    FxPipeStrategy(activation_checkpointing=value)
+
+
+@pytest.mark.parametrize("name", ["timeout", "heartbeat_timeout"])
+def test_a_time_is_seconds_or_a_timedelta(name: str) -> None:
+    kept = {"timeout": "_timeout", "heartbeat_timeout": "_heartbeat"}[name]
+    for value in (90, 90.0, timedelta(seconds=90)):
+        assert getattr(FxPipeStrategy(**{name: value}), kept) == timedelta(seconds=90)  # type: ignore[arg-type]
+    for wrong in (0, -1.0, timedelta(), "90", True):
+        with pytest.raises(ValueError, match=rf"FxPipeStrategy\({name}=.*: expected a positive number of seconds"):
+            FxPipeStrategy(**{name: wrong})  # type: ignore[arg-type]
+    assert FxPipeStrategy(heartbeat_timeout=None)._heartbeat is None
+
+
+@pytest.mark.parametrize("value", ["shard", 1, None])
+def test_sharding_the_optimizer_state_is_a_bool(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"shard_optimizer_state=.*: expected True or False"):
+        FxPipeStrategy(shard_optimizer_state=value)
 
 
 def test_the_newest_torch_that_is_tested_is_the_newest_that_is_allowed() -> None:
@@ -184,7 +240,7 @@ def test_cuts_are_chosen_or_given() -> None:
     [
         {"balance": "flops"},
         {"split_points": ["layers.1"]},
-        {"recompute": "all"},
+        {"activation_checkpointing": True},
         {"stage_of": {"0": 0}},
         {"device_speeds": [1, 2]},
         {"device_memory_gib": "auto"},
@@ -196,10 +252,22 @@ def test_a_plan_goes_with_no_other_cuts(options: dict[str, Any]) -> None:
         FxPipeStrategy(plan=plan, **options)
 
 
-@pytest.mark.parametrize("value", ["1F1B", "zerobubble", None])
-def test_an_unknown_schedule_is_a_value_error(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected one of 'auto', 'gpipe', '1f1b', "):
+@pytest.mark.parametrize(("value", "nearest"), [("1F1", "'1f1b'"), ("ZBVZeroBubbles", "'zbv_zero_bubble'"), (None, "")])
+def test_an_unknown_schedule_is_a_value_error(value: Any, nearest: str) -> None:
+    did_you_mean = rf"; did you mean {nearest}\?$" if nearest else r"\(CSV\)$"
+    with pytest.raises(ValueError, match=rf"expected one of 'auto', 'gpipe', '1f1b', .*{did_you_mean}"):
         FxPipeStrategy(schedule=value)
+
+
+TORCHS_NAMES = {
+    **{"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved_1f1b", "LoopedBFS": "looped_bfs"},
+    **{"InterleavedZeroBubble": "interleaved_zero_bubble", "ZBVZeroBubble": "zbv_zero_bubble", "DualPipeV": "dualpipev"},
+}
+
+
+@pytest.mark.parametrize(("value", "name"), [*TORCHS_NAMES.items(), ("dual-pipe_v", "dualpipev"), ("AUTO", "auto")])
+def test_a_schedule_may_be_spelled_as_torch_does(value: str, name: str) -> None:
+    assert FxPipeStrategy(schedule=value)._schedule.name == name
 
 
 def test_a_plan_that_cannot_be_read_is_an_error_at_once(tmp_path: Path) -> None:

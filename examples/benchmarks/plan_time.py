@@ -63,7 +63,8 @@ def launch(num_layers: int, num_stages: int, is_llama: bool) -> tuple[str, ...]:
 def measured(num_layers: int, num_stages: int, is_llama: bool) -> dict[str, Any]:
     import torch
 
-    from lightning_fxpipe import Device, make_plan, simulate_plan
+    from lightning_fxpipe import make_plan, simulate_plan
+    from lightning_fxpipe.simulation import Device
 
     with torch.device("meta"):
         model = make_llama(num_layers) if is_llama else make_gpt(num_layers)

@@ -6,7 +6,7 @@
 The candidates train the same model on the same batches, in alternation, each device a process of its own with one thread. With
 several stages DDP has more replicas, so that each device has as many samples. What a step's time is, says ``step_time.py``. The
 table gives the median and the range over the rounds, and ratios to DDP within each round. Memory is the largest resident set
-of the process that takes most, over what the imports take. "shard" is ``data_parallel="shard"``.
+of the process that takes most, over what the imports take. "shard" is ``shard_optimizer_state=True``.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def run_worker(candidate: str, size: str, devices: int, stages: int, output: Pat
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             clock.step_done(outputs["loss"] if outputs else None)
 
-    kind: Any = candidate
-    strategy: Any = "ddp" if candidate == "ddp" else FxPipeStrategy(num_stages=stages, data_parallel=kind)
+    strategy: Any = (
+        "ddp" if candidate == "ddp" else FxPipeStrategy(num_stages=stages, shard_optimizer_state=candidate == "shard")
+    )
     data = step_time.make_batches(replace(work, batch_size=work.batch_size * num_replicas // share)).flatten(0, 1)
     trainer = L.Trainer(
         accelerator="cpu",

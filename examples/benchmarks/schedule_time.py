@@ -60,8 +60,8 @@ def main() -> None:
 
 def simulated_seconds(schedule: str, work: Work) -> float:
     """What a step takes whose whole work takes one second, in equal stages."""
-    from lightning_fxpipe import StageCosts, simulate
     from lightning_fxpipe.schedules.by_name import SCHEDULES
+    from lightning_fxpipe.simulation import StageCosts, simulate
 
     each = SCHEDULES[schedule].stages_per_rank
     part = 1 / (3 * work.microbatches * work.stages * each)

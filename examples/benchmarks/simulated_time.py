@@ -255,7 +255,7 @@ class Runs:
 
 def simulated_seconds(runs: Runs, parts: dict[int, list[float]], nothing_seconds: float) -> float:
     """What a step takes when its stages take what they took by themselves, and a step of empty stages takes this."""
-    from lightning_fxpipe import Overhead, StageCosts
+    from lightning_fxpipe.simulation import Overhead, StageCosts
     from lightning_fxpipe.simulation.by_name import table_of
     from lightning_fxpipe.simulation.simulator import run_table
 

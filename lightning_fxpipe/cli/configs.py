@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fxpipe._compat.loops import first_loader_batch
-from lightning_fxpipe.errors import FxPipeError
+from lightning_fxpipe.errors import FxPipeError, ScheduleError
 from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
+from lightning_fxpipe.simulation.by_name import schedule_named
 
 CONFIG_HELP = """\
 The config is one of LightningCLI's. Where its `model` and `data` sections give no class_path, because the program fixes the
@@ -82,6 +83,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
     return number
+
+
+def schedule(text: str) -> str:
+    """Reads the name of a schedule."""
+    try:
+        return schedule_named(text)
+    except ScheduleError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a schedule: expected {error.expected}") from None
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from lightning_fxpipe.errors import FxPipeError
-from lightning_fxpipe.planner.stage_costs import DEVICES, Device
 from lightning_fxpipe.simulation.costs import Link
+from lightning_fxpipe.simulation.devices import DEVICES, Device
 
 DEVICE_HELP = """\
 A device of your own is a YAML file with flops_per_second and bytes_per_second and, if you like, operator_seconds, memory_bytes,

@@ -6,10 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, positive, read_work
+from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, positive, read_work, schedule
 from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
 from lightning_fxpipe.cli.saving import Wanted, save
-from lightning_fxpipe.distributed.topology import DataParallelName
 from lightning_fxpipe.pictures.chrome_trace import write_trace
 from lightning_fxpipe.pictures.figure import save_figure
 from lightning_fxpipe.pictures.html_page import write_page
@@ -54,16 +53,15 @@ def add_command(commands: Any) -> None:
         help="what the optimizer keeps for each byte of a parameter (default: 2, as Adam)",
     )
     layouts.add_argument(
-        "--data-parallel",
-        default="replicate",
-        choices=get_args(DataParallelName),
-        help="whether each replica keeps all states of the optimizer or its share, as FxPipeStrategy(data_parallel=...)",
+        "--shard-optimizer-state",
+        action="store_true",
+        help="each replica keeps its share of the optimizer state, as with FxPipeStrategy(shard_optimizer_state=True)",
     )
     layouts.add_argument(
         "--schedules",
         nargs="+",
         default=SCHEDULES,
-        choices=get_args(SimulatedSchedule),
+        type=schedule,
         metavar="NAME",
         help=f"those to look at, of {', '.join(get_args(SimulatedSchedule))} (default: nine of them)",
     )
@@ -97,7 +95,7 @@ def _layouts(options: argparse.Namespace) -> int:
         schedules=list(dict.fromkeys(options.schedules)),
         num_microbatches=options.num_microbatches,
         optimizer_bytes_per_byte=options.optimizer_bytes,
-        data_parallel=options.data_parallel,
+        shard_optimizer_state=options.shard_optimizer_state,
         batch_dim=work.batch_dim,
     )
     print(found)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_fxpipe.cli.configs import CONFIG_HELP, Work, add_config_options, read_work
+from lightning_fxpipe.cli.configs import CONFIG_HELP, Work, add_config_options, read_work, schedule
 from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
 from lightning_fxpipe.cli.saving import Wanted, save
 from lightning_fxpipe.errors import UnsupportedError
@@ -16,9 +16,9 @@ from lightning_fxpipe.pictures.page import Page, page_of_simulated_plan, title_o
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import simulate_plan
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.planner.step_plan import make_plan
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule
+from lightning_fxpipe.simulation.devices import Device
 
 _EXAMPLE = """\
 example:
@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
     devices.add_argument(
         "--schedule",
         default="gpipe",
-        choices=get_args(SimulatedSchedule),
+        type=schedule,
         metavar="NAME",
         help=f"which decides how many microbatches a stage keeps: one of {', '.join(get_args(SimulatedSchedule))} "
         "(default: gpipe)",

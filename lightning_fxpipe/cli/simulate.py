@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, read_work
+from lightning_fxpipe.cli.configs import CONFIG_HELP, add_config_options, read_work, schedule
 from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
 from lightning_fxpipe.cli.saving import Wanted, save
 from lightning_fxpipe.pictures.chrome_trace import write_trace
@@ -15,6 +15,7 @@ from lightning_fxpipe.pictures.figure import save_figure
 from lightning_fxpipe.pictures.html_page import write_page
 from lightning_fxpipe.pictures.page import page_of_simulated_plan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, SimulatedPlan, simulate_plan
+from lightning_fxpipe.simulation.actions import is_table_file
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule
 from lightning_fxpipe.simulation.timeline import Timeline
 
@@ -49,7 +50,7 @@ def add_command(commands: Any) -> None:
         "--schedules",
         nargs="+",
         default=SCHEDULES,
-        type=_schedule,
+        type=_schedule_or_table,
         metavar="NAME",
         help=f"those to compare, of {', '.join(get_args(SimulatedSchedule))}, or CSV files with tables of actions (default: "
         "nine of them)",
@@ -67,13 +68,8 @@ def add_command(commands: Any) -> None:
     simulate.set_defaults(run=_simulate)
 
 
-def _schedule(text: str) -> str:
-    """A name, or the path of a table."""
-    if text in get_args(SimulatedSchedule) or Path(text).suffix.lower() == ".csv" or Path(text).is_file():
-        return text
-    raise argparse.ArgumentTypeError(
-        f"invalid choice: {text!r} (choose from {', '.join(get_args(SimulatedSchedule))}, or give the path of a CSV file)"
-    )
+def _schedule_or_table(text: str) -> str:
+    return text if is_table_file(text) else schedule(text)
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -73,12 +74,14 @@ def current_watch() -> FailureWatch | None:
     return _watch_of(dist.group.WORLD) if dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
-def begin_run(start: Callable[[], None], address: str) -> None:
+def begin_run(start: Callable[[], None], address: str, heartbeat_timeout: timedelta | None) -> None:
     """Starts the process group, where there is none yet, and watches over a new run. Called by every rank.
 
     Args:
         start: Starts the default process group.
         address: Of rank 0's machine.
+        heartbeat_timeout: How long a rank may be silent before the others give it up; None for any time. The process's first
+            run decides, since all ranks must change it at the same moment.
     """
     connections = Connections()
     with connections.noting():
@@ -86,7 +89,7 @@ def begin_run(start: Callable[[], None], address: str) -> None:
     watch = current_watch()
     if watch is not None:
         watch.connections.add(connections)
-        watch.begin_run(address)
+        watch.begin_run(address, math.inf if heartbeat_timeout is None else heartbeat_timeout.total_seconds())
 
 
 def end_run() -> None:
@@ -179,8 +182,8 @@ class FailureWatch:
         """Whether this rank is on its way out of a run that failed: the others do not answer any more."""
         return self._in_run and self._ended.is_set()
 
-    def begin_run(self, address: str) -> None:
-        """A new run begins; the argument is that of the function. Called by every rank."""
+    def begin_run(self, address: str, silence_seconds: float) -> None:
+        """Begins a new run; the arguments are those of the function. Called by every rank."""
         if self.connections.are_shut:
             raise FxPipeError(
                 "The ranks of the pipeline have lost each other in a run that failed.",
@@ -194,7 +197,7 @@ class FailureWatch:
         if not self._is_connected:
             self._is_connected = True
             gather = partial(gather_values, dist.group.WORLD)
-            self._lifeline = connect(self._rank, dist.get_world_size(), address, gather, self._hear)
+            self._lifeline = connect(self._rank, dist.get_world_size(), address, gather, self._hear, silence_seconds)
             self._take_over_process()
 
     def end_run(self) -> None:

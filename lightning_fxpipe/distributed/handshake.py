@@ -68,7 +68,7 @@ def connect_with_first(rank: int, world_size: int, address: str, gather: Gather)
     warn(
         f"The ranks could not be connected with rank 0, {where}, to tell each other of failures; ranks {missing} have no "
         "connection. One that fails, dies or is stopped is now noticed only by others that wait for it in a collective, which "
-        "may last until timeout_seconds."
+        "may last until `timeout`."
     )
     return None
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
-# A rank's lifeline thread beats whatever its main thread does, unless that holds Python's lock: an extension may do so for a
-# minute, which is no reason to end a run. Who stops a rank in a native debugger for longer sets another limit, on every rank.
-SILENCE_SECONDS = 120.0
 # In the limit: the more, the more exact it is.
 _NUM_BEATS = 12
 
@@ -20,7 +18,7 @@ class Heartbeat:
 
     Args:
         ranks: The others.
-        seconds: For how long one may be silent.
+        seconds: How long a rank may be silent; infinity for any time, without beats.
         clock: Seconds from any moment on, never backwards.
     """
 
@@ -30,9 +28,9 @@ class Heartbeat:
         self._silent_beats = dict.fromkeys(ranks, 0)
         self._next = clock() + seconds / _NUM_BEATS
 
-    def seconds_left(self) -> float:
-        """Until this rank's next beat."""
-        return max(0.0, self._next - self._clock())
+    def seconds_left(self) -> float | None:
+        """Seconds until this rank's next beat; None if it never beats."""
+        return None if math.isinf(self.seconds) else max(0.0, self._next - self._clock())
 
     def hear(self, rank: int) -> None:
         """A rank has said something."""

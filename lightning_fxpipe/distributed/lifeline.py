@@ -22,8 +22,8 @@ import weakref
 from collections.abc import Callable
 from typing import cast
 
-from lightning_fxpipe.distributed import heartbeat
 from lightning_fxpipe.distributed.handshake import Gather, connect_with_first
+from lightning_fxpipe.distributed.heartbeat import Heartbeat
 from lightning_fxpipe.distributed.news import Decision, Done, Failure, Left, Lines, News, death, decode, encode, silence
 
 _logger = logging.getLogger("lightning_fxpipe")
@@ -38,13 +38,17 @@ class Lifeline:
         rank: This rank.
         sockets: On rank 0 a socket to each other rank, by rank; elsewhere one to rank 0.
         on_failure: Called in the lifeline's thread with each failure of any rank, this one included, in the order of all ranks.
+        silence_seconds: How long another rank may be silent, the same on every rank; infinity for any time. A rank's thread
+            answers whatever its main thread does, unless that holds Python's lock, as an extension may do for a minute.
     """
 
-    def __init__(self, rank: int, sockets: dict[int, socket.socket], on_failure: Callable[[Failure], None]) -> None:
+    def __init__(
+        self, rank: int, sockets: dict[int, socket.socket], on_failure: Callable[[Failure], None], silence_seconds: float
+    ) -> None:
         self._rank = rank
         self._sockets = sockets
         self._on_failure = on_failure
-        self._heartbeat = heartbeat.Heartbeat(sockets, heartbeat.SILENCE_SECONDS)
+        self._heartbeat = Heartbeat(sockets, silence_seconds)
         self._lock = threading.RLock()
         self._changed = threading.Condition()
         self.done: set[int] = set()  # ranks that have told the user why they stop
@@ -110,7 +114,7 @@ class Lifeline:
                     if not self._hear(key.data, cast(socket.socket, key.fileobj), lines[key.data]):
                         selector.unregister(key.fileobj)
                         self._note_end(key.data)
-                if not self._heartbeat.seconds_left():
+                if self._heartbeat.seconds_left() == 0:
                     self._beat()
 
     def _hear(self, rank: int, connection: socket.socket, lines: Lines) -> bool:
@@ -180,7 +184,14 @@ def _send(connection: socket.socket, line: bytes) -> None:
         _logger.debug("A rank has gone: %s", error)
 
 
-def connect(rank: int, world_size: int, address: str, gather: Gather, on_failure: Callable[[Failure], None]) -> Lifeline | None:
+def connect(
+    rank: int,
+    world_size: int,
+    address: str,
+    gather: Gather,
+    on_failure: Callable[[Failure], None],
+    silence_seconds: float,
+) -> Lifeline | None:
     """Connects all ranks. Called by every rank.
 
     Args:
@@ -188,10 +199,10 @@ def connect(rank: int, world_size: int, address: str, gather: Gather, on_failure
         world_size: Number of ranks.
         address: Of rank 0's machine.
         gather: Gives every rank the values of all ranks, by rank.
-        on_failure: See :class:`Lifeline`.
+        on_failure, silence_seconds: See :class:`Lifeline`.
 
     Returns:
         The lifeline; None on every rank, and the user warned, where a rank cannot reach rank 0.
     """
     sockets = connect_with_first(rank, world_size, address, gather)
-    return None if sockets is None else Lifeline(rank, sockets, on_failure)
+    return None if sockets is None else Lifeline(rank, sockets, on_failure, silence_seconds)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,9 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fxpipe.distributed.groups import closed_with
 from lightning_fxpipe.errors import UnsupportedError
-
-# What replicas do with an optimizer: each has all of its states, or its share.
-DataParallelName = Literal["replicate", "shard"]
 
 # The axes of the mesh that user code gets: as of Lightning's ModelParallelStrategy, with stages in place of parts of tensors.
 MESH_AXES = ("data_parallel", "pipeline")

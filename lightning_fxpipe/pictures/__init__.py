@@ -10,3 +10,21 @@
 
 What is drawn is a ``simulation.timeline.Timeline``, whether it was simulated or measured.
 """
+
+from lightning_fxpipe.pictures.chrome_trace import write_trace as write_trace
+from lightning_fxpipe.pictures.figure import save_figure as save_figure
+from lightning_fxpipe.pictures.html_page import write_page as write_page
+from lightning_fxpipe.pictures.page import Page as Page
+from lightning_fxpipe.pictures.page import page_of_layouts as page_of_layouts
+from lightning_fxpipe.pictures.page import page_of_simulated_plan as page_of_simulated_plan
+from lightning_fxpipe.pictures.page import page_of_timelines as page_of_timelines
+
+__all__ = [
+    "Page",
+    "page_of_layouts",
+    "page_of_simulated_plan",
+    "page_of_timelines",
+    "save_figure",
+    "write_page",
+    "write_trace",
+]

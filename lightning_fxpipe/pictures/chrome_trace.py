@@ -34,15 +34,16 @@ def trace_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield _named("process", process, 0, timeline.label)
+    numbers = timeline.rank_numbers
     for rank, spans in enumerate(timeline.ranks):
-        yield _named("thread", process, rank, f"rank {rank}")
+        yield _named("thread", process, rank, f"rank {numbers[rank]}")
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": rank, "args": {"sort_index": rank}}
         yield from (_complete(process, rank, span) for span in spans)
     for rank, kept in enumerate(timeline.kept_bytes):
         for seconds, num_bytes in kept:
             yield {
                 "ph": "C",
-                "name": f"kept bytes of rank {rank}",
+                "name": f"kept bytes of rank {numbers[rank]}",
                 "pid": process,
                 "ts": seconds * _MICROSECONDS,
                 "args": {"bytes": round(num_bytes)},

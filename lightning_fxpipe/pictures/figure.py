@@ -91,13 +91,13 @@ def _row_inches(timeline: Timeline) -> float:
 
 
 def _prepare(axes: Axes, timeline: Timeline) -> None:
-    """Title, names of ranks, the first on top, and a grid of times."""
+    """Title, names of ranks, that of stage 0 on top, and a grid of times."""
     num_ranks = len(timeline.ranks)
     idle = f"{100 * timeline.bubble_fraction:.1f} % idle"
     axes.set_title(f"{timeline.label}: {human_seconds(timeline.seconds)}, {idle}", loc="left", fontsize=10, color=INK)
     axes.set_ylim(num_ranks - 0.5, -0.5)
     every = -(-num_ranks // 16)
-    axes.set_yticks(range(0, num_ranks, every), [f"rank {rank}" for rank in range(0, num_ranks, every)])
+    axes.set_yticks(range(0, num_ranks, every), [f"rank {number}" for number in timeline.rank_numbers[::every]])
     axes.tick_params(length=0, labelsize=8, labelcolor=_MUTED)
     axes.grid(axis="x", color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)

@@ -84,14 +84,20 @@ def _timeline(timeline: Timeline) -> Mapping[str, Any]:
         "label": timeline.label,
         "seconds": _rounded(timeline.seconds),
         "idle": timeline.bubble_fraction,
-        "ranks": [_rank(spans, pairs, critical) for spans, pairs in zip(timeline.ranks, kept, strict=True)],
+        "ranks": [
+            _rank(number, spans, pairs, critical)
+            for number, spans, pairs in zip(timeline.rank_numbers, timeline.ranks, kept, strict=True)
+        ],
     }
 
 
-def _rank(spans: Sequence[Span], kept: Sequence[tuple[float, float]], critical: frozenset[Action]) -> Mapping[str, Any]:
+def _rank(
+    number: int, spans: Sequence[Span], kept: Sequence[tuple[float, float]], critical: frozenset[Action]
+) -> Mapping[str, Any]:
     """What a rank does, and what it keeps from when on: of that only where it changes."""
     changes = [pair for index, pair in enumerate(kept) if index == 0 or pair[1] != kept[index - 1][1]]
     return {
+        "number": number,
         "work": [str(span.work) for span in spans],
         "starts": [_rounded(span.start_seconds) for span in spans],
         "ends": [_rounded(span.end_seconds) for span in spans],

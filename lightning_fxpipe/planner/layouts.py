@@ -12,7 +12,6 @@ from typing import cast
 
 from torch import nn
 
-from lightning_fxpipe.distributed.topology import DataParallelName
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.microbatch.split import count_samples
 from lightning_fxpipe.planner.alternatives import Alternative
@@ -20,12 +19,12 @@ from lightning_fxpipe.planner.choice import possible_counts
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule
 from lightning_fxpipe.reporting.messages import telling
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, stages_of_ranks
 from lightning_fxpipe.simulation.costs import Link
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
 # The second where nothing fits with the first.
@@ -114,10 +113,10 @@ def compare_layouts(
     num_devices: int,
     device: Device,
     replica_link: Link | None = None,
-    schedules: Sequence[SimulatedSchedule] = SCHEDULES,
+    schedules: Sequence[SimulatedSchedule | str] = SCHEDULES,
     num_microbatches: int | None = None,
     optimizer_bytes_per_byte: float = 2.0,
-    data_parallel: DataParallelName = "replicate",
+    shard_optimizer_state: bool = False,
     batch_dim: int = 0,
 ) -> LayoutComparison:
     """Simulates a step for each number of stages and replicas that devices can be shared out among.
@@ -128,13 +127,14 @@ def compare_layouts(
         device: What each rank runs on, with the link between those of a pipeline.
         replica_link: Between the ranks with the same stages; by default as within a pipeline, but they may lie on other
             machines.
-        schedules: Those to look at.
+        schedules: Schedules to compare, by name.
         num_microbatches: Of a replica's batch; by default several numbers are looked at, but for modules with BatchNorm.
         optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
-        data_parallel: As of ``FxPipeStrategy``; with ``"shard"`` each replica keeps its share of that.
+        shard_optimizer_state: As for ``FxPipeStrategy``: each replica keeps its share of the optimizer state.
 
     Raises:
         PartitionError: The model cannot be cut into any such number of stages.
+        ScheduleError: There is no such schedule.
         UnsupportedError, TraceError: As :func:`~lightning_fxpipe.planner.simulated_plan.simulate_plan`.
     """
     comparing = _Comparing(
@@ -143,10 +143,10 @@ def compare_layouts(
         num_devices,
         device,
         device.link if replica_link is None else replica_link,
-        tuple(schedules),
+        tuple(dict.fromkeys(map(schedule_named, schedules))),
         num_microbatches,
         optimizer_bytes_per_byte,
-        data_parallel == "shard",
+        shard_optimizer_state,
         batch_dim,
     )
     layouts: list[Layout] = []

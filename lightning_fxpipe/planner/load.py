@@ -51,7 +51,7 @@ class Load:
                 raise PartitionError(
                     f"{name} is not about the devices that there are.",
                     observed=f"{len(described)} of {self.num_ranks}",
-                    expected="a number for each device, from rank 0 on",
+                    expected="a number for each device by rank; rank 0 holds the last stage",
                     todo=f"Correct {name}, or leave it out where all devices are equal.",
                 )
 

@@ -123,7 +123,7 @@ class PartitionPlan:
         outside_reason: Why parameters are outside, if not because the step uses them after the region or not at all.
         joint_reason: Why every rank runs the whole training step, with each of the planned calls a pipeline of its own; empty
             where they are one.
-        recomputed_modules: Modules whose activations are not kept for the backward pass, but computed again.
+        checkpointed_modules: Modules whose activations are recomputed in the backward pass instead of being stored.
         alternatives: Where the plan was chosen, schedules and numbers of microbatches, with what each would cost; the chosen
             one first.
         stage_work: What the stages take beside each other, where the order of a schedule is made from it; else empty.
@@ -143,7 +143,7 @@ class PartitionPlan:
     without_batch: tuple[str, ...] = ()
     outside_reason: str = ""
     joint_reason: str = ""
-    recomputed_modules: tuple[str, ...] = ()
+    checkpointed_modules: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     stage_work: tuple[StageWork, ...] = ()
     schema_version: int = SCHEMA_VERSION
@@ -232,7 +232,7 @@ class PartitionPlan:
                 without_batch=tuple(data["without_batch"]),
                 outside_reason=data.get("outside_reason", ""),
                 joint_reason=data.get("joint_reason", ""),
-                recomputed_modules=tuple(data.get("recomputed_modules", ())),
+                checkpointed_modules=tuple(data.get("checkpointed_modules", ())),
                 alternatives=tuple(Alternative(**of) for of in data.get("alternatives", ())),
                 stage_work=tuple(StageWork(**of) for of in data.get("stage_work", ())),
             )
@@ -386,8 +386,8 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
     ]
     if copies:
         yield f"In several stages, counted in each: {_shorten(copies)}"
-    if plan.recomputed_modules:
-        yield f"Computed again in the backward pass: {_shorten(plan.recomputed_modules)}"
+    if plan.checkpointed_modules:
+        yield f"Activation checkpointing: {_shorten(plan.checkpointed_modules)}"
     if plan.opened:
         yield f"Cut inside of: {_shorten([path or '(root)' for path in plan.opened], shown=12)}"
     if plan.kept_whole:

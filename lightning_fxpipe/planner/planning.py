@@ -92,7 +92,7 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
         assignment, choice = _best_assignment(chain, call, rule)
     alternatives = choice.alternatives
     recomputed = rule.recomputed(chain, assignment.cuts, alternatives[0] if alternatives else None)
-    plan = replace(describe_plan(assignment, call), alternatives=alternatives, recomputed_modules=recomputed)
+    plan = replace(describe_plan(assignment, call), alternatives=alternatives, checkpointed_modules=recomputed)
     plan = replace(plan, stage_work=rule.work(chain, choice, recomputed))
     return Planned(plan=plan, region=call, traced=chain.traced, assignment=assignment)
 

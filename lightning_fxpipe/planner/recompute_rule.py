@@ -6,7 +6,7 @@ else a module that the graph calls as a whole. A block keeps what it gets, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -26,35 +26,50 @@ from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.tracing.repeat import Repeat
 from lightning_fxpipe.user_code.undo import undo_after
 
-RecomputeName = Literal["none", "all", "auto"]
+# A module class, or a pattern of module paths.
+ModuleChoice = type[nn.Module] | str
+ActivationCheckpointing = bool | Literal["auto"] | ModuleChoice | Sequence[ModuleChoice] | Set[ModuleChoice]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeRule:
-    """What the user wants recomputed.
+    """Modules that the user wants checkpointed.
 
     Attributes:
-        name: Nothing, all blocks, or as few as the memory needs.
-        patterns: Paths of modules, with ``*`` and ``?``, instead of that.
+        blocks: No blocks, all blocks, or as few as the memory requires.
+        patterns: Module paths to checkpoint instead of blocks, with ``*`` and ``?``.
+        classes: Module classes to checkpoint instead of blocks.
     """
 
-    name: RecomputeName = "none"
+    blocks: Literal["none", "all", "auto"] = "none"
     patterns: tuple[str, ...] = ()
+    classes: tuple[type[nn.Module], ...] = ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be, as far as is known without looking."""
-        return not self.patterns and self.name in ("none", "auto")
+        """True if no module has to be checkpointed, whatever the memory."""
+        return not self.names_modules and self.blocks in ("none", "auto")
 
     @property
     def is_none(self) -> bool:
-        """Whether nothing is."""
-        return not self.patterns and self.name == "none"
+        """True if no module is checkpointed."""
+        return not self.names_modules and self.blocks == "none"
+
+    @property
+    def names_modules(self) -> bool:
+        """True if the user names modules rather than blocks."""
+        return bool(self.patterns or self.classes)
 
     @classmethod
-    def of(cls, value: RecomputeName | Sequence[str]) -> RecomputeRule:
-        """From an option's value."""
-        return cls(name=value) if isinstance(value, str) else cls(patterns=tuple(value))  # type: ignore[arg-type]
+    def of(cls, value: ActivationCheckpointing) -> RecomputeRule:
+        """Reads the option ``activation_checkpointing``."""
+        if isinstance(value, bool):
+            return cls(blocks="all" if value else "none")
+        if value == "auto":
+            return cls(blocks="auto")
+        chosen = (value,) if isinstance(value, (str, type)) else tuple(value)
+        patterns = tuple(one for one in chosen if isinstance(one, str))
+        return cls(patterns=patterns, classes=tuple(one for one in chosen if not isinstance(one, str)))
 
     def modules(self, chain: Chain, cuts: Sequence[int], load: Load | None) -> tuple[str, ...]:
         """Paths of the modules whose activations are computed again.
@@ -67,12 +82,12 @@ class RecomputeRule:
         Raises:
             PartitionError: There is no such module, or it changes what it would need once more.
         """
-        if self.patterns:
-            return _matching(chain, self.patterns)
-        if self.name == "none" or (self.name == "auto" and (load is None or not load.memory_bytes)):
+        if self.names_modules:
+            return _matching(chain, self)
+        if self.blocks == "none" or (self.blocks == "auto" and (load is None or not load.memory_bytes)):
             return ()
         blocks = [block for block in blocks_of(chain) if block.change is None and _trains(chain, block)]
-        if self.name == "all" or load is None:
+        if self.blocks == "all" or load is None:
             return tuple(block.path for block in blocks)
         return _needed(chain, cuts, blocks, load)
 
@@ -162,31 +177,37 @@ def _trains(chain: Chain, block: Block) -> bool:
     return any(isinstance(value := node.meta.get("val"), Tensor) and value.requires_grad for node in nodes)
 
 
-def _matching(chain: Chain, patterns: Sequence[str]) -> tuple[str, ...]:
-    names = [path for path, _ in chain.traced.root.named_modules() if path]
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        matching = [path for path in names if fnmatchcase(path, pattern)]
+def _matching(chain: Chain, rule: RecomputeRule) -> tuple[str, ...]:
+    modules = {path: module for path, module in chain.traced.root.named_modules() if path}
+    found: set[str] = set()
+    choices: list[ModuleChoice] = [*rule.patterns, *rule.classes]
+    for choice in choices:
+        matching = {path for path, module in modules.items() if _is_chosen(path, module, choice)}
         if not matching:
             raise PartitionError(
-                "Nothing can be recomputed: no module has a path like this.",
-                observed=pattern,
-                expected="paths as model.named_modules() gives them, with * and ? if you like",
-                todo='Correct the pattern, or set recompute="all".',
+                "activation_checkpointing matches no module of the model.",
+                observed=choice if isinstance(choice, str) else f"{choice.__module__}.{choice.__qualname__}",
+                expected="paths as model.named_modules() yields them, with * and ? as wildcards, or classes of these modules",
+                todo="Correct the pattern or the class, or set activation_checkpointing=True for all blocks.",
             )
-        found |= dict.fromkeys(matching)
-    outermost = [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+        found |= matching
+    chosen = [path for path in modules if path in found]
+    outermost = [path for path in chosen if not any(path.startswith(f"{other}.") for other in chosen)]
     for path in outermost:
         change = _change(chain, path)
         if change is not None:
             raise PartitionError(
-                "A module cannot be recomputed: it would change something a second time.",
+                "Activations of a module cannot be checkpointed: running it again would change something a second time.",
                 where=path,
                 observed=f"what it gets, gives or has not made itself is changed in place, at {change}",
                 expected="a module that gives the same when it runs again",
-                todo="Leave it out of recompute, as one must with BatchNorm.",
+                todo="Exclude it from activation_checkpointing, as modules with BatchNorm must be.",
             )
     return tuple(outermost)
+
+
+def _is_chosen(path: str, module: nn.Module, choice: ModuleChoice) -> bool:
+    return fnmatchcase(path, choice) if isinstance(choice, str) else isinstance(module, choice)
 
 
 # ---------------------------------------------------------------------- as few as the memory needs

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import cast
 
 from torch import nn
 
@@ -15,13 +15,14 @@ from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.fastest_cut import on_device
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
-from lightning_fxpipe.planner.stage_costs import Device, stage_costs
+from lightning_fxpipe.planner.stage_costs import stage_costs
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run_jointly
 from lightning_fxpipe.planner.unit_costs import unit_costs
 from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.actions import ActionTable
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
+from lightning_fxpipe.simulation.actions import ActionTable, is_table_file, running_ranks
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, simulate, stages_of_ranks
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
 _NO_STAGES: Mapping[str, int] = MappingProxyType({})
@@ -60,7 +61,7 @@ class SimulatedPlan:
     def __str__(self) -> str:
         rows = [(name, *_cells(found, self.device)) for name, found in self.simulations.items()]
         rows += [(name, "-", "-", "-", reason) for name, reason in self.refused.items()]
-        headers = ("Schedule", "Step", "Idle", "Most memory", "Of rank")
+        headers = ("Schedule", "Step", "Idle", "Most memory", "On rank")
         table = render_table(
             f"A step with {self.num_microbatches} microbatches would take",
             headers,
@@ -100,12 +101,12 @@ def simulate_plan(
 
     Raises:
         UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
-        ScheduleError: A file cannot be read, or is no table.
+        ScheduleError: There is no such schedule or file, or the file is no table.
         FxPipeError: What ``make_plan`` raises.
     """
     if reason := must_run_jointly(module):
         raise _not_simulated(reason)
-    tables = {str(one): ActionTable.load(one) for one in schedules if one not in get_args(SimulatedSchedule)}
+    tables = _named_tables(schedules)
     rule = make_rule(
         num_stages=num_stages,
         balance=balance,
@@ -125,8 +126,7 @@ def simulate_plan(
     states = state_weights(assignment.chain, planned.region, optimizer_bytes_per_byte)
     simulations: dict[str, Simulation] = {}
     refused: dict[str, str] = {}
-    for schedule in map(str, schedules):
-        table = tables.get(schedule)
+    for schedule, table in tables.items():
         try:
             held = _held(schedule, table, num_stages)
             assert rule.load is not None
@@ -155,6 +155,17 @@ def simulate_plan(
         simulations=simulations,
         refused=refused,
     )
+
+
+def _named_tables(schedules: Sequence[str | Path]) -> dict[str, ActionTable | None]:
+    """Schedules by their names, with their tables if they are files."""
+    found: dict[str, ActionTable | None] = {}
+    for one in schedules:
+        if isinstance(one, Path) or is_table_file(one):
+            found[str(one)] = ActionTable.load(one)
+        else:
+            found[schedule_named(one)] = None
+    return found
 
 
 def _not_simulated(reason: str) -> UnsupportedError:
@@ -192,6 +203,7 @@ def _cuts(planned: Planned, rule: CutRule) -> tuple[int, ...]:
 
 def _cells(found: Simulation, device: Device) -> tuple[str, str, str, str]:
     peak = max(found.peak_bytes)
-    rank = str(found.peak_bytes.index(peak))
+    table = found.table
+    rank = str(running_ranks(table.num_ranks, table.rank_of_stage[-1])[found.peak_bytes.index(peak)])
     fits = "" if peak <= device.memory_bytes else ": more than there is"
     return human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %", human_bytes(round(peak)), rank + fits

@@ -1,70 +1,22 @@
-"""What stages take on a device that is described by a few numbers, from what their units compute.
-
-An operator takes as long as its arithmetic, its memory traffic or its start, whichever is longest (the roofline model, Williams
-et al., 2009).
-"""
+"""What stages take on a device that is described by a few numbers, from what their units compute."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.stage_work import StageWork
-from lightning_fxpipe.planner.unit_costs import Operator, UnitCosts
+from lightning_fxpipe.planner.unit_costs import UnitCosts
 from lightning_fxpipe.pytree.sizes import tensor_bytes
-from lightning_fxpipe.simulation.costs import Link, StageCosts
+from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.simulation.devices import Device
 
 # Of what a forward keeps, what is kept until the gradients of weights: about half (arXiv 2401.10241, table 1).
 KEPT_FOR_WEIGHTS = 0.5
 _DIGITS = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """What one rank computes with.
-
-    Attributes:
-        flops_per_second: Of products of matrices.
-        bytes_per_second: Between it and its memory.
-        operator_seconds: What passes at least from the start of an operator to that of the next.
-        memory_bytes: Of its memory.
-        link: To the next rank.
-    """
-
-    flops_per_second: float
-    bytes_per_second: float
-    operator_seconds: float = 0.0
-    memory_bytes: float = float("inf")
-    link: Link = Link()
-
-    def seconds(self, operators: Sequence[Operator]) -> float:
-        """How long operators take, one after the other."""
-        return sum(
-            max(each.flops / self.flops_per_second, each.num_bytes / self.bytes_per_second, self.operator_seconds)
-            for each in operators
-        )
-
-
-def _gpu(tera_flops: float, tera_bytes: float, gib: float, link_giga_bytes: float) -> Device:
-    return Device(
-        flops_per_second=tera_flops * 1e12,
-        bytes_per_second=tera_bytes * 1e12,
-        operator_seconds=5e-6,
-        memory_bytes=gib * 2**30,
-        link=Link(latency_seconds=1e-5, bytes_per_second=link_giga_bytes * 1e9),
-    )
-
-
-# The makers' data sheets: dense products in 16 bits, memory, NVLink in one direction. What is reached is less.
-DEVICES = {
-    "v100": _gpu(125, 0.9, 32, 150),
-    "a100": _gpu(312, 2.039, 80, 300),
-    "h100": _gpu(989, 3.35, 80, 450),
-    "h200": _gpu(989, 4.8, 141, 450),
-}
 
 
 def stage_costs(

@@ -21,13 +21,13 @@ from lightning_fxpipe.planner.partition import Demands, lightest_maximum
 from lightning_fxpipe.planner.pinned import pinned_modules
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
-from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
+from lightning_fxpipe.planner.recompute_rule import ActivationCheckpointing, RecomputeRule
 from lightning_fxpipe.planner.split_points import check_split_points
 from lightning_fxpipe.planner.units import UnitNotRecorded, find_units, plan_units
 from lightning_fxpipe.planner.weighing import parameter_weights
 from lightning_fxpipe.reporting.messages import logger
 from lightning_fxpipe.reporting.table import human_count
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages, schedule_named
 from lightning_fxpipe.tracing.discovery import regions
 from lightning_fxpipe.tracing.region import NoModelCall, StepCall
 
@@ -46,8 +46,8 @@ def make_plan(
     balance: BalanceName = "parameters",
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
-    recompute: RecomputeName | Sequence[str] = "none",
-    schedule: SimulatedSchedule = "gpipe",
+    activation_checkpointing: ActivationCheckpointing = False,
+    schedule: SimulatedSchedule | str = "gpipe",
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
     device_memory_gib: float | Sequence[float] = (),
@@ -68,14 +68,15 @@ def make_plan(
         split_points: Paths of the modules that the stages after the first begin with, instead of a balance.
         stage_of: Patterns of modules' paths, as ``model.embed*``, and the stage that each of them has to be in; -1 is the last
             one. What lies between them goes by the balance.
-        recompute: Modules whose activations are not kept for the backward pass, but computed again: ``"none"``; ``"all"``
-            blocks, such as the layers of a transformer; or patterns of paths, as ``["model.layers.*"]``.
+        activation_checkpointing: Modules whose activations are recomputed in the backward pass instead of being stored:
+            ``True`` for all blocks, such as the layers of a transformer; module classes; or patterns of module paths, as
+            ``"model.layers.*"``.
         schedule: Order of forward and backward passes, which decides how many microbatches' activations a stage keeps.
         num_devices: Devices that share the stages; by default each has one.
-        device_speeds: How fast each device is, in proportion to the others, by the rank; rank 0 has the last stage. By default
-            all are equal.
-        device_memory_gib: What each device has for its stages, in GiB, or one number for all: with the plan each fits, with
-            parameters, gradients, Adam's states and activations. By default nothing goes by it.
+        device_speeds: Relative speed of each device, in the order of the ranks. Rank 0 holds the last stage. By default all are
+            equal.
+        device_memory_gib: Memory budget of each device in GiB for parameters, gradients, Adam's states and activations, in the
+            order of the ranks, or one number for all. By default there is no limit.
 
     Returns:
         The plan; ``print(plan)`` shows it as a table, ``plan.save(path)`` keeps it for ``FxPipeStrategy(plan=path)``.
@@ -85,6 +86,7 @@ def make_plan(
         BatchError: The batch cannot be split into several microbatches.
         PartitionError: The graph has fewer legal cuts than ``num_stages`` needs, or none where one is wanted, or none with
             which the stages fit.
+        ScheduleError: There is no such schedule.
         UnsupportedError: A step that every rank runs is to be cut by another rule than parameters.
     """
     rule = make_rule(
@@ -93,7 +95,7 @@ def make_plan(
         num_microbatches=num_microbatches,
         split_points=split_points,
         stage_of=stage_of,
-        recompute=recompute,
+        activation_checkpointing=activation_checkpointing,
         schedule=schedule,
         num_devices=num_devices,
         device_speeds=device_speeds,
@@ -109,8 +111,8 @@ def make_rule(
     num_microbatches: int,
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
-    recompute: RecomputeName | Sequence[str] = "none",
-    schedule: SimulatedSchedule = "gpipe",
+    activation_checkpointing: ActivationCheckpointing = False,
+    schedule: SimulatedSchedule | str = "gpipe",
     num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
     device_memory_gib: float | Sequence[float] = (),
@@ -120,6 +122,7 @@ def make_rule(
 
     Raises:
         TypeError: Nothing says how many stages there are.
+        ScheduleError: There is no such schedule.
         PartitionError: The devices do not have as many stages each, or cuts are wanted twice.
     """
     points = tuple(split_points)
@@ -143,7 +146,7 @@ def make_rule(
     num_ranks = num_devices or num_stages
     stages_per_rank = num_stages // num_ranks if num_ranks else 1
     load = Load(
-        schedule=on_stages(schedule, stages_per_rank),
+        schedule=on_stages(schedule_named(schedule), stages_per_rank),
         num_ranks=num_ranks,
         stages_per_rank=stages_per_rank,
         num_microbatches=num_microbatches,
@@ -154,7 +157,7 @@ def make_rule(
     return CutRule(
         num_stages=num_stages,
         balance=balance,
-        recompute=RecomputeRule.of(recompute),
+        recompute=RecomputeRule.of(activation_checkpointing),
         num_microbatches=num_microbatches,
         split_points=points,
         stage_of=tuple(stage_of.items()),
@@ -235,10 +238,10 @@ def region_or_joint_plan(
 
 def _only_by_parameters(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "A step that every rank runs is cut by parameters only, and nothing of it is recomputed.",
+        "A step that every rank runs is cut by parameters only, without activation checkpointing.",
         observed=reason,
-        expected="a step whose calls of the model are one region, for split points, another balance or recomputation",
-        todo='Leave split_points and recompute out, and set balance="parameters"; the model may call '
+        expected="for these options, a step whose calls of the model are one region",
+        todo='Leave split_points and activation_checkpointing out, and set balance="parameters"; the model may call '
         "torch.utils.checkpoint itself.",
     )
 

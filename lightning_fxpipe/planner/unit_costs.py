@@ -28,15 +28,8 @@ from lightning_fxpipe.planner.recompute import tensors_in
 from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.reporting.wording import error_words, node_words
 from lightning_fxpipe.rng import isolated_rng
+from lightning_fxpipe.simulation.devices import Operator
 from lightning_fxpipe.tracing.repeat import Repeat, modes_of
-
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One operator that runs: its flops, and the bytes that it reads and writes."""
-
-    flops: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

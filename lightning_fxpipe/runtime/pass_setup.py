@@ -266,7 +266,7 @@ class PassSetups:
         check_same_cuts(assignment, topology, may_run_whole=kind is not StepKind.TRAIN and not self._everywhere)
         return _Stages(
             stages={
-                stage: build_stage(assignment, stage, self._plan.recomputed_modules, compiles=self._compiles)
+                stage: build_stage(assignment, stage, self._plan.checkpointed_modules, compiles=self._compiles)
                 for stage in topology.stages
             },
             results=assignment.boundary(topology.last_stage),

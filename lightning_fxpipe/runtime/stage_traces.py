@@ -335,7 +335,7 @@ class StageTraces:
             kind=kind,
             span=region.span if isinstance(region, StepRegion) else None,
             traced=assignment.chain.traced,
-            stages=tuple(build_stage(assignment, stage, self._plan.recomputed_modules) for stage in self._topology.stages),
+            stages=tuple(build_stage(assignment, stage, self._plan.checkpointed_modules) for stage in self._topology.stages),
             stages_with_inputs=stages_with_inputs(assignment),
         )
         self._note_looks(kind, made.traced)

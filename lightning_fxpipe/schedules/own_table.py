@@ -7,12 +7,11 @@ from pathlib import Path
 
 from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.reporting.names import canonical_name, suggestion
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule
-from lightning_fxpipe.simulation.actions import ActionTable
+from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.simulator import run_table
-
-_SUFFIX = ".csv"
 
 
 def schedule_of(value: object) -> Schedule | None:
@@ -21,13 +20,20 @@ def schedule_of(value: object) -> Schedule | None:
     Raises:
         ScheduleError: The file cannot be read, or the table cannot be run.
     """
-    if isinstance(value, str) and value in SCHEDULES:
-        return SCHEDULES[value]
+    name = canonical_name(value, SCHEDULES) if isinstance(value, str) else None
+    if name is not None:
+        return SCHEDULES[name]
     if isinstance(value, ActionTable):
         return schedule_of_table(value, "ActionTable")
-    if isinstance(value, (str, Path)) and (Path(value).suffix.lower() == _SUFFIX or Path(value).is_file()):
+    if isinstance(value, (str, Path)) and is_table_file(value):
         return schedule_of_table(ActionTable.load(value), str(value))
     return None
+
+
+def expected_schedule(value: object) -> str:
+    """Returns what is expected in place of a wrong value."""
+    nearest = suggestion(value, SCHEDULES) if isinstance(value, str) else ""
+    return f"expected one of {', '.join(map(repr, SCHEDULES))}, or the path of a table (CSV){nearest}"
 
 
 def wanted_schedule(value: object, num_microbatches: object) -> Schedule:
@@ -43,8 +49,7 @@ def wanted_schedule(value: object, num_microbatches: object) -> Schedule:
     """
     schedule = schedule_of(value)
     if schedule is None:
-        names = ", ".join(map(repr, SCHEDULES))
-        raise ValueError(f"FxPipeStrategy(schedule={value!r}): expected one of {names}, or the path of a table (CSV)")
+        raise ValueError(f"FxPipeStrategy(schedule={value!r}): {expected_schedule(value)}")
     if num_microbatches not in ("auto", schedule.num_microbatches or num_microbatches):
         raise ScheduleError(
             "The schedule's table does not have so many microbatches.",

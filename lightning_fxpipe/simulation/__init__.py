@@ -8,8 +8,33 @@
 - ``torch_tables``: those of torch's own schedules for which there is no table here.
 - ``by_name``: all of these by name, and the entry: what a schedule takes.
 - ``costs``: seconds and bytes of a stage's actions, and what a transfer between ranks takes.
+- ``devices``: what a rank computes with, and the time that operators take on it.
 - ``simulator``: runs a table: when each action begins and ends, what is idle, what decides, what is in memory.
 - ``timeline``: what each rank does when, simulated or measured, for pictures.
 
 A table is the very one that the runtime executes. But for ``torch_tables`` nothing here knows torch.
 """
+
+from lightning_fxpipe.simulation.actions import ActionTable as ActionTable
+from lightning_fxpipe.simulation.by_name import simulate as simulate
+from lightning_fxpipe.simulation.costs import Link as Link
+from lightning_fxpipe.simulation.costs import Overhead as Overhead
+from lightning_fxpipe.simulation.costs import StageCosts as StageCosts
+from lightning_fxpipe.simulation.devices import DEVICES as DEVICES
+from lightning_fxpipe.simulation.devices import Device as Device
+from lightning_fxpipe.simulation.simulator import Simulation as Simulation
+from lightning_fxpipe.simulation.timeline import Span as Span
+from lightning_fxpipe.simulation.timeline import Timeline as Timeline
+
+__all__ = [
+    "DEVICES",
+    "ActionTable",
+    "Device",
+    "Link",
+    "Overhead",
+    "Simulation",
+    "Span",
+    "StageCosts",
+    "Timeline",
+    "simulate",
+]

@@ -181,7 +181,7 @@ def _check(table: ActionTable) -> None:
         raise _wrong(f"stages {sorted(owners)}", "stages from 0 on, each of which has actions")
     shared = [stage for stage, ranks in owners.items() if len(ranks) > 1]
     if shared:
-        raise _wrong(f"stage {shared[0]} on ranks {sorted(owners[shared[0]])}", "each stage on one rank")
+        raise _wrong(f"stage {shared[0]} on lines {[rank + 1 for rank in sorted(owners[shared[0]])]}", "each stage on one line")
     for stage in owners:
         for microbatch in range(table.num_microbatches):
             _check_microbatch(position, stage, microbatch)
@@ -206,3 +206,19 @@ def _wrong(observed: str, expected: str) -> ScheduleError:
         expected=expected,
         todo="Change the table, or begin from one that simulate(...) gives by a name.",
     )
+
+
+def running_ranks(num_ranks: int, place_of_last_stage: int) -> tuple[int, ...]:
+    """Returns the number that the rank at each place of a pipeline has in a running one, in which rank 0 holds the last stage.
+
+    Args:
+        num_ranks: Number of places; stage 0 is at the first.
+        place_of_last_stage: The last place, or the first if the stages come back in a V.
+    """
+    numbers = range(num_ranks)
+    return tuple(numbers if place_of_last_stage == 0 else reversed(numbers))
+
+
+def is_table_file(path: str | Path) -> bool:
+    """True if a path is that of a table (CSV), which may be missing, rather than the name of a schedule."""
+    return Path(path).suffix.lower() == ".csv" or Path(path).is_file()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from lightning_fxpipe.errors import ScheduleError
+from lightning_fxpipe.reporting.names import canonical_name, suggestion
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 from lightning_fxpipe.simulation.fitted import fitted
@@ -46,11 +47,29 @@ _TORCHS = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 _NO_LINK, _NO_OVERHEAD = Link(), Overhead()
 
 
+def schedule_named(text: str) -> SimulatedSchedule:
+    """Returns the schedule that a text names, such as ``"1f1b"``, or as torch spells it: ``"1F1B"``, ``"ZBVZeroBubble"``.
+
+    Raises:
+        ScheduleError: There is no such schedule.
+    """
+    names = get_args(SimulatedSchedule)
+    name = canonical_name(text, names)
+    if name is None:
+        raise ScheduleError(
+            "There is no such schedule.",
+            observed=repr(text),
+            expected=f"one of {', '.join(names)}{suggestion(text, names)}",
+            todo="Use one of these names, or a table: ActionTable.from_csv(text).",
+        )
+    return cast(SimulatedSchedule, name)
+
+
 def simulate(
     costs: Sequence[StageCosts],
     *,
     num_microbatches: int,
-    schedule: SimulatedSchedule | ActionTable = "1f1b",
+    schedule: SimulatedSchedule | str | ActionTable = "1f1b",
     stages_per_rank: int = 1,
     memory_bytes: Sequence[float] | None = None,
     link: Link = _NO_LINK,
@@ -61,11 +80,11 @@ def simulate(
     Args:
         costs: Of each stage, for one microbatch.
         num_microbatches: How many a batch is cut into.
-        schedule: A name, or a table of one's own (``ActionTable.from_csv``). "zero_bubble" and "zero_bubble_v" are made to fit
-            the costs and the memory. For "zbv_zero_bubble", "dualpipev", "zero_bubble_v", "v_half" and "v_min" a rank has two
-            stages, the first and the last of those that are left.
-        stages_per_rank: For "looped_bfs", "interleaved_1f1b" and "interleaved_zero_bubble": of P ranks, r has the stages r,
-            r + P, r + 2 P and so on.
+        schedule: A name (:func:`schedule_named`), or a table of one's own (``ActionTable.from_csv``). "zero_bubble" and
+            "zero_bubble_v" are made to fit the costs and the memory. For "zbv_zero_bubble", "dualpipev", "zero_bubble_v",
+            "v_half" and "v_min" a rank has two stages, the first and the last of those that are left.
+        stages_per_rank: For "looped_bfs", "interleaved_1f1b" and "interleaved_zero_bubble": of P ranks, the one at place r has
+            the stages r, r + P, r + 2 P and so on.
         memory_bytes: For each rank, what its activations may take, for schedules that are made to fit.
         link: What it takes to send something to another rank.
         overhead: What is not computed, and takes time all the same.
@@ -76,7 +95,7 @@ def simulate(
     if isinstance(schedule, ActionTable):
         table = schedule
     else:
-        table = table_of(schedule, costs, num_microbatches, stages_per_rank, memory_bytes, link)
+        table = table_of(schedule_named(schedule), costs, num_microbatches, stages_per_rank, memory_bytes, link)
     if table.num_microbatches != num_microbatches:
         raise ScheduleError(
             "A table is made for another number of microbatches.",
@@ -114,13 +133,6 @@ def table_of(
     link: Link = _NO_LINK,
 ) -> ActionTable:
     """The table of a schedule. Arguments and errors as :func:`simulate`."""
-    if schedule not in get_args(SimulatedSchedule):
-        raise ScheduleError(
-            "There is no such schedule.",
-            observed=repr(schedule),
-            expected=f"one of {', '.join(get_args(SimulatedSchedule))}",
-            todo="Use one of these names, or a table: ActionTable.from_csv(text).",
-        )
     if num_microbatches < 1:
         raise ScheduleError(
             "A step cannot be simulated without microbatches.",

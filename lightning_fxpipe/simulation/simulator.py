@@ -219,9 +219,9 @@ class _Run:
             waits = sorted((rank, str(action)) for action, ranks in self.waiting.items() for rank in ranks)
             raise ScheduleError(
                 "The ranks of a schedule wait for each other for ever.",
-                observed=", ".join(f"rank {rank} for {action}" for rank, action in waits),
+                observed=", ".join(f"line {rank + 1} for {action}" for rank, action in waits),
                 expected="an order in which one of them can go on",
-                todo="Put what they wait for earlier into the orders of the other ranks.",
+                todo="Move the actions that they wait for to earlier places on their lines.",
             )
 
     def _needed_by(self, action: Action) -> list[tuple[Action, float]]:

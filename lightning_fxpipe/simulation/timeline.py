@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_fxpipe.reporting.table import human_bytes
-from lightning_fxpipe.simulation.actions import Action
+from lightning_fxpipe.simulation.actions import Action, running_ranks
 from lightning_fxpipe.simulation.costs import Link
 from lightning_fxpipe.simulation.simulator import Simulation
 
@@ -38,7 +38,7 @@ class Timeline:
 
     Attributes:
         label: What it is of, such as "1f1b, simulated".
-        ranks: For each rank what it does, one after the other.
+        ranks: Spans of each rank, one after the other; the rank of stage 0 is the first.
         kept_bytes: For each rank how much is in memory from when on, as pairs of seconds and bytes; empty where nobody knows.
         critical_path: The actions that decide how long it takes; empty where nobody knows.
     """
@@ -71,6 +71,12 @@ class Timeline:
             averages = [Span(f"average of {human_bytes(round(num_bytes))}", start, middle), Span(OTHERS_STEP, middle, end)]
             ranks.append((*of_rank, *(span for span in averages if span.seconds > 0)))
         return replace(alone, ranks=tuple(ranks))
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        """Number of each rank in a running pipeline, in which rank 0 holds the last stage."""
+        place_of = {s.work.stage: place for place, spans in enumerate(self.ranks) for s in spans if isinstance(s.work, Action)}
+        return running_ranks(len(self.ranks), place_of[max(place_of)] if place_of else 0)
 
     @property
     def seconds(self) -> float:

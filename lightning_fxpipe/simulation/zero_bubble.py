@@ -48,7 +48,7 @@ def zero_bubble(
         if cost.activation_bytes > limit:
             raise ScheduleError(
                 "A rank has not enough memory for one microbatch.",
-                where=f"rank {rank}",
+                where=f"stage {rank}",
                 observed=f"{limit:.0f} bytes for activations",
                 expected=f"at least {cost.activation_bytes:.0f}",
                 todo="Use more microbatches, so that each is smaller, more ranks, or recomputation.",

@@ -1,6 +1,6 @@
 """What Lightning sees: the strategy, which hands each hook over to the rooms above.
 
-- ``strategy``: ``FxPipeStrategy``; with ``replica_strategy`` (processes).
+- ``strategy``: ``FxPipeStrategy``; with ``replica_strategy`` (processes) and ``configured_strategy`` (options).
 - ``options``: types of its options on a command line.
 - ``support``: what cannot be honoured is refused here.
 - ``run_plan``: the plan of a run; ``search_space``: what it is chosen from, where the user wants that.

@@ -7,20 +7,26 @@ else runs. To Python code they are plain numbers and strings.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from datetime import timedelta
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, ParamSpec, cast, get_args
 
-from lightning_fxpipe.distributed.topology import DataParallelName
+from torch import nn
+
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.microbatch.loss_weights import LossOptions, imported_weight
 from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.recompute_rule import RecomputeName
+from lightning_fxpipe.reporting.names import suggestion
 from lightning_fxpipe.schedules.by_name import SCHEDULES
-from lightning_fxpipe.schedules.own_table import schedule_of
+from lightning_fxpipe.schedules.own_table import expected_schedule, schedule_of
 from lightning_fxpipe.simulation.actions import ActionTable
 from lightning_fxpipe.strategy.run_plan import PlanOptions
+
+P = ParamSpec("P")
 
 if TYPE_CHECKING:
     PositiveInt = int
@@ -44,24 +50,35 @@ else:
 
         def _check_table(kind: type, value: Any) -> None:
             try:
-                found = schedule_of(Path(value))
+                found = schedule_of(value)
             except ScheduleError as error:
                 raise ValueError(str(error)) from error
             if found is None:
-                raise ValueError(f"no schedule's name, and no table of actions (CSV): {value}")
+                raise ValueError(expected_schedule(value))
 
         def _check_function(kind: type, value: Any) -> None:
             imported_weight(value)
 
         PlanFile = extend_base_type("PlanFile", str, _check_plan, docstring="Path of a saved plan.")
         # Not ActionTable, too: of a class jsonargparse takes a file for a config, and reads it.
-        OwnTable = extend_base_type("OwnTable", str, _check_table, docstring="Path of a table of actions (CSV).")
+        OwnTable = extend_base_type("OwnTable", str, _check_table, docstring="Name of a schedule, or path of a table (CSV).")
         FunctionPath = extend_base_type("FunctionPath", str, _check_function, docstring="Import path of a function.")
 
 
-def check_options(
-    options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any, data_parallel: Any
-) -> None:
+def refuses_unknown_names(constructor: Callable[P, None]) -> Callable[P, None]:
+    """Wraps the strategy's constructor: a wrong option name is a TypeError that suggests the nearest one."""
+    names = [*signature(constructor).parameters]
+
+    @wraps(constructor)
+    def construct(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in (name for name in kwargs if name not in names):
+            raise TypeError(f"FxPipeStrategy() got an unexpected keyword argument {name!r}{suggestion(name, names)}")
+        constructor(*args, **kwargs)
+
+    return construct
+
+
+def check_options(options: PlanOptions, loss: LossOptions, num_microbatches: Any, start_method: Any) -> None:
     """Raises ValueError for values that no parser has checked; warns of what the user says about the loss where nobody asks."""
     counts = {
         "num_stages": options.num_stages,
@@ -77,13 +94,14 @@ def check_options(
     balances = (*get_args(BalanceName), "auto")
     if balance not in balances:
         raise ValueError(f"FxPipeStrategy(balance={balance!r}): expected one of {', '.join(map(repr, balances))}")
-    points, recompute, schedule = options.split_points, options.recompute, options.schedule
+    points, checkpointed, schedule = options.split_points, options.activation_checkpointing, options.schedule
     if isinstance(points, str) or not all(isinstance(point, str) for point in points):
         raise ValueError(f"FxPipeStrategy(split_points={points!r}): expected a list of paths of modules")
-    is_name = isinstance(recompute, str) and recompute in get_args(RecomputeName)
-    if not is_name and (not isinstance(recompute, list) or not all(isinstance(path, str) for path in recompute)):
+    chosen = checkpointed if isinstance(checkpointed, (list, tuple, Set)) else [checkpointed]
+    if not isinstance(checkpointed, bool) and not all(map(_is_module_choice, chosen)):
         raise ValueError(
-            f"FxPipeStrategy(recompute={recompute!r}): expected 'none', 'all', 'auto' or a list of paths of modules"
+            f"FxPipeStrategy(activation_checkpointing={checkpointed!r}): expected False, True, 'auto', a module class, a "
+            "pattern of module paths, or a list of classes and patterns"
         )
     if options.compile and schedule.splits:
         raise ValueError(
@@ -92,10 +110,10 @@ def check_options(
         )
     _check_devices(options)
     about_cuts = points or balance != "parameters" or options.stage_of or options.device_speeds
-    if options.given is not None and (about_cuts or recompute != "none" or options.device_memory_gib is not None):
+    if options.given is not None and (about_cuts or checkpointed is not False or options.device_memory_gib is not None):
         raise ValueError(
-            "FxPipeStrategy: the plan says where the cuts are, and what is recomputed; leave split_points, stage_of, balance, "
-            "device_speeds, device_memory_gib and recompute out"
+            "FxPipeStrategy: the plan says where the cuts are, and which modules are checkpointed; leave split_points, "
+            "stage_of, balance, device_speeds, device_memory_gib and activation_checkpointing out"
         )
     if points and balance == "auto":
         raise ValueError(
@@ -107,14 +125,23 @@ def check_options(
         )
     if start_method not in ("auto", "popen", "fork", "spawn"):
         raise ValueError(f"FxPipeStrategy(start_method={start_method!r}): expected 'auto', 'popen', 'fork' or 'spawn'")
-    if data_parallel not in get_args(DataParallelName):
-        raise ValueError(f"FxPipeStrategy(data_parallel={data_parallel!r}): expected 'replicate' or 'shard'")
+    if not isinstance(options.shard_optimizer_state, bool):
+        raise ValueError(f"FxPipeStrategy(shard_optimizer_state={options.shard_optimizer_state!r}): expected True or False")
     if loss != LossOptions() and schedule.name == "gpipe":
         warnings.warn(
             'loss_reduction and loss_weight are for schedule="1f1b", and do nothing here: the loss is that of the whole batch, '
             "whatever it is.",
             stacklevel=3,
         )
+
+
+def duration_of(name: str, value: float | timedelta) -> timedelta:
+    """Reads an option in seconds, or a ``timedelta``; raises ValueError unless it is positive."""
+    if _is_positive(value):
+        return timedelta(seconds=cast(float, value))
+    if isinstance(value, timedelta) and value > timedelta():
+        return value
+    raise ValueError(f"FxPipeStrategy({name}={value!r}): expected a positive number of seconds or a positive timedelta")
 
 
 def _check_devices(options: PlanOptions) -> None:
@@ -128,6 +155,10 @@ def _check_devices(options: PlanOptions) -> None:
         raise ValueError(
             f"FxPipeStrategy(device_memory_gib={memory!r}): expected 'auto', a positive number or one for each device"
         )
+
+
+def _is_module_choice(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, type) and issubclass(value, nn.Module))
 
 
 def _is_positive(value: Any) -> bool:

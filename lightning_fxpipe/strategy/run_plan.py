@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_fxpipe._compat.lightning import has_validation, num_optimizers, own_replaced, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.distributed.topology import DataParallelName, Placement
+from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import (
     count_samples,
@@ -28,7 +28,7 @@ from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
 from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE, Load, memory_of_each
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned, plan_regions
-from lightning_fxpipe.planner.recompute_rule import RecomputeName, RecomputeRule
+from lightning_fxpipe.planner.recompute_rule import ActivationCheckpointing, RecomputeRule
 from lightning_fxpipe.planner.step_plan import check_rule, must_run_jointly, plan_jointly, region_or_joint_plan
 from lightning_fxpipe.reporting.messages import inform, logger, telling
 from lightning_fxpipe.reporting.own_faults import is_own_fault, own_fault_words
@@ -76,9 +76,9 @@ class PlanOptions:
         device_speeds: How fast each device is, by its rank; empty where all are equal.
         device_memory_gib: What each device has for its stages; None: nothing goes by it.
         schedule: For training.
-        recompute: Which modules' activations are computed again.
+        activation_checkpointing: Modules whose activations are recomputed in the backward pass.
         compile: Whether modules inside of stages are compiled.
-        data_parallel: What replicas do with the optimizer's states.
+        shard_optimizer_state: True if each replica keeps its share of the optimizer's states.
     """
 
     given: PartitionPlan | None
@@ -92,23 +92,20 @@ class PlanOptions:
     device_speeds: Sequence[float] = ()
     device_memory_gib: float | Sequence[float] | Literal["auto"] | None = None
     schedule: Schedule = SCHEDULES["auto"]
-    recompute: RecomputeName | Sequence[str] = "none"
+    activation_checkpointing: ActivationCheckpointing = False
     compile: bool = False
-    data_parallel: DataParallelName = "replicate"
-
-    @property
-    def shares_out(self) -> bool:
-        """Whether each replica keeps its share of the optimizer's states."""
-        return self.data_parallel == "shard"
+    shard_optimizer_state: bool = False
 
     def optimizer_bytes_per_byte(self, num_replicas: int) -> float:
         """What the optimizer, if it is Adam, keeps on a device for each byte of its stages' parameters that train."""
-        return ADAM_BYTES_PER_BYTE / (num_replicas if self.shares_out else 1)
+        return ADAM_BYTES_PER_BYTE / (num_replicas if self.shard_optimizer_state else 1)
 
     @property
     def needs_memory(self) -> bool:
         """Whether the plan goes by what memory the devices have left."""
-        return self.given is None and (self.balance == "auto" or self.recompute == "auto" or self.device_memory_gib == "auto")
+        return self.given is None and (
+            self.balance == "auto" or self.activation_checkpointing == "auto" or self.device_memory_gib == "auto"
+        )
 
     def memory_of(self, left: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
         """Bytes that each device has for its stages: what the user says, or what is left.
@@ -314,7 +311,7 @@ class _Trial:
                 num_stages=search.most_stages,
                 search=search,
                 stage_of=tuple(options.stage_of.items()),
-                recompute=RecomputeRule.of(options.recompute),
+                recompute=RecomputeRule.of(options.activation_checkpointing),
                 tells_work=options.schedule.is_fitted,
             )
         try:
@@ -348,7 +345,7 @@ class _Trial:
             num_microbatches=options.num_microbatches or default_num_microbatches(num_samples, placement.num_ranks),
             split_points=tuple(options.split_points),
             stage_of=tuple(options.stage_of.items()),
-            recompute=RecomputeRule.of(options.recompute),
+            recompute=RecomputeRule.of(options.activation_checkpointing),
             load=self._load(num_samples, batch),
             must_fit=options.device_memory_gib is not None,
             tells_work=options.schedule.is_fitted and self.trainer.state.fn == TrainerFn.FITTING,

@@ -6,10 +6,9 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -26,31 +25,21 @@ from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
 from lightning_fxpipe.distributed.failure import begin_run, end_run, has_failed, noted_connections, num_failed_runs
 from lightning_fxpipe.distributed.replica import Replica
-from lightning_fxpipe.distributed.topology import DataParallelName, shared_topology
+from lightning_fxpipe.distributed.topology import shared_topology
 from lightning_fxpipe.errors import no_end_of_epoch
 from lightning_fxpipe.hooks.hook_code import early_hooks
-from lightning_fxpipe.launch.launching import StartMethod, make_launcher, resolve
+from lightning_fxpipe.launch.launching import make_launcher, resolve
 from lightning_fxpipe.metrics.metric_states import among_replicas
-from lightning_fxpipe.microbatch.loss_weights import LossOptions, LossReductionName
 from lightning_fxpipe.optim.precision import PipelinePrecision, step_context
-from lightning_fxpipe.planner.cut_rule import BalanceName
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.planning import Planned
-from lightning_fxpipe.planner.recompute_rule import RecomputeName
-from lightning_fxpipe.recording.options import Recording
 from lightning_fxpipe.reporting.messages import inform
 from lightning_fxpipe.rng import rng_state, set_rng_state
-from lightning_fxpipe.schedules.by_name import ScheduleName
-from lightning_fxpipe.schedules.own_table import wanted_schedule
 from lightning_fxpipe.strategy.batch_votes import votes_before_batches
-from lightning_fxpipe.strategy.checkpoint_hooks import CheckpointHooks
+from lightning_fxpipe.strategy.configured_strategy import ConfiguredStrategy
 from lightning_fxpipe.strategy.first_batch import FirstBatches
 from lightning_fxpipe.strategy.first_values import init_context, materials_of
-from lightning_fxpipe.strategy.options import FunctionPath, OwnTable, PlanFile, PositiveFloat, PositiveInt, check_options
-from lightning_fxpipe.strategy.replica_strategy import ReplicaStrategy
-from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
-from lightning_fxpipe.strategy.run_plan import PlanOptions, RunPlans, check_compile, step_of_run
-from lightning_fxpipe.strategy.run_recording import RunRecording
+from lightning_fxpipe.strategy.run_plan import RunPlans, check_compile, step_of_run
 from lightning_fxpipe.strategy.search_space import memory_left
 from lightning_fxpipe.strategy.session import Session
 from lightning_fxpipe.strategy.step_call import step_of_call
@@ -66,132 +55,8 @@ from lightning_fxpipe.strategy.support import (
 from lightning_fxpipe.user_code.step import Step, StepKind
 
 
-class PipelineStrategy(ReplicaStrategy):
-    """Pipeline parallelism for an unmodified LightningModule.
-
-    The call of the model inside the step is traced and cut into stages, which live on devices and in processes of their own.
-    Every batch is split into microbatches that flow through the stages.
-
-    Args:
-        num_stages: Number of stages, the same on each of the Trainer's devices. ``"auto"``: as ``stages_per_rank`` says. With
-            fewer stages than devices there are several replicas of the pipeline, which train on different batches as under DDP:
-            ``devices=8`` and ``num_stages=2`` are four.
-        stages_per_rank: Stages on each device, or on a single one. ``"auto"``: two where the schedule wants several, else one.
-        num_microbatches: Microbatches that a batch is split into, along the first dimension of its tensors. ``"auto"``: four
-            for each of several devices where the batch allows it, one for a single device, or as many as a table has.
-        schedule: Order of forward and backward passes in training. ``"gpipe"`` runs all microbatches forward, the rest of the
-            step once on the whole batch, and then all backward: any loss is exact; ``"looped_bfs"`` does so with two stages
-            on each device. ``"1f1b"`` keeps at most ``num_stages`` microbatches alive on a stage; the rest of the step runs
-            for each microbatch, too, and the loss must be a sum over these, which is checked. ``"auto"`` takes it where the
-            loss allows it and activations would take more than half of the memory that is left, and else ``"gpipe"``. All
-            others idle less: ``"interleaved_1f1b"`` with several stages on each device; ``"zb_h1"``, ``"zb_h2"``,
-            ``"zero_bubble"`` and ``"interleaved_zero_bubble"`` compute gradients of weights later; ``"zbv_zero_bubble"``,
-            ``"zero_bubble_v"``, ``"dualpipev"``, ``"v_half"`` and ``"v_min"`` place two stages on each device in a V. Or a
-            table of your own: a CSV file or an ``ActionTable``, with a line of actions for each device.
-        balance: What is equal on all stages, as far as it can be: ``"parameters"``; ``"flops"``, forward and backward; or
-            ``"memory"``: parameters, gradients, Adam's states, and the activations that a stage keeps; or ``"seconds"`` on
-            this device, for which layers are timed. ``"auto"`` chooses what is fastest and fits the memory, with it
-            whatever of ``schedule``, ``stages_per_rank`` and ``num_microbatches`` is left at ``"auto"``.
-        split_points: Paths of the modules that the stages after the first begin with, as ``model.layers.12``, instead of a
-            balance. The number of stages follows from them.
-        stage_of: Patterns of modules' paths, as ``model.embed*``, and the stage that each has to be in; -1 is the last one.
-        device_speeds: How fast each device is, in proportion to the others, from rank 0 on, which has the last stage.
-        device_memory_gib: What each device has for its stages: one number, or one for each from rank 0 on, or ``"auto"``, nine
-            tenths of what is left. The stages fit, with gradients, Adam's states and activations, or there is an error.
-        recompute: Modules whose activations are computed again in the backward pass: ``"none"``; ``"all"`` blocks, such as a
-            transformer's layers; ``"auto"``, as few as the memory needs; or patterns of paths, as ``["model.layers.*"]``.
-        compile: Whether the modules that a stage calls as a whole, such as layers, are compiled by ``torch.compile`` when they
-            first run. Not with schedules that split backward passes.
-        plan: Path of a plan saved as JSON (``python -m lightning_fxpipe plan``, ``PartitionPlan.save``), or a plan object; it
-            then decides which stage holds what.
-        data_parallel: What replicas do with an optimizer: with ``"replicate"`` each keeps all of its states, with ``"shard"``
-            those of its share of the parameters, which it steps for the others.
-        loss_reduction: For ``"1f1b"``: what the loss is over samples, ``"mean"``, ``"sum"``, or ``"auto"`` to find out.
-        loss_weight: For ``"1f1b"``: a function, or its import path, that gives the weight of a batch in a mean over something
-            else than samples, such as its number of tokens that are not padding.
-        batch_dim: Dimension of the batch's tensors that is the batch; tensors with fewer dimensions have it first.
-        process_group_backend: Backend of ``torch.distributed``. Default: nccl for CUDA devices, gloo for CPUs.
-        timeout_seconds: Seconds after which a rank that waits for another gives up.
-        start_method: How the other processes start where no ``torchrun`` or cluster has started them. ``"popen"`` runs the
-            script once more for each, ``"fork"`` copies the running process (for notebooks; on GPUs only before CUDA is used),
-            ``"spawn"`` starts new ones. ``"auto"``: ``"fork"`` in an interactive session, else ``"popen"``.
-        gather_after_run: Whether every process has the whole module after a run, on the CPU, as after one on one device; else
-            it keeps its stage's parameters only. ``"auto"``: where the machine's memory has room for the copies.
-        save_distributed_checkpoint: Whether a checkpoint is a folder, into which each rank writes its part, or one file as of
-            one device, which ``torch.load`` reads: rank 0 gets the others' parts, so its machine needs the memory for all of
-            it. ``"auto"``: a file if there is that memory when a run saves first, else folders, and a warning.
-        async_save: Whether training goes on while a checkpoint is written, from a copy in the CPU's memory. (For one file, rank
-            0 gets the others' parts before.) What follows waits for it, and raises what it failed with.
-        record: Folder for what each rank does when in steps 3 to 7, or a ``Recording`` that chooses them; loggers get it, too.
-    """
-
-    strategy_name = "fxpipe"
-
-    def __init__(
-        self,
-        num_stages: PositiveInt | Literal["auto"] = "auto",
-        stages_per_rank: PositiveInt | Literal["auto"] = "auto",
-        num_microbatches: PositiveInt | Literal["auto"] = "auto",
-        schedule: ScheduleName | OwnTable = "auto",
-        balance: BalanceName | Literal["auto"] = "parameters",
-        split_points: list[str] | None = None,
-        stage_of: dict[str, int] | None = None,
-        device_speeds: list[PositiveFloat] | None = None,
-        device_memory_gib: PositiveFloat | list[PositiveFloat] | Literal["auto"] | None = None,
-        recompute: RecomputeName | list[str] = "none",
-        compile: bool = False,
-        plan: PlanFile | PartitionPlan | None = None,
-        data_parallel: DataParallelName = "replicate",
-        loss_reduction: LossReductionName = "auto",
-        loss_weight: FunctionPath | Callable[[Any], Any] | None = None,
-        batch_dim: int = 0,
-        process_group_backend: str | None = None,
-        timeout_seconds: PositiveFloat = 1800.0,
-        start_method: StartMethod = "auto",
-        gather_after_run: bool | Literal["auto"] = "auto",
-        save_distributed_checkpoint: bool | Literal["auto"] = "auto",
-        async_save: bool = False,
-        record: str | Path | Recording | None = None,
-    ) -> None:
-        super().__init__()
-        self._schedule = wanted_schedule(schedule, num_microbatches)
-        self._num_microbatches = self._schedule.num_microbatches if num_microbatches == "auto" else num_microbatches
-        options = PlanOptions(
-            given=PartitionPlan.load(plan) if isinstance(plan, (str, Path)) else plan,
-            num_stages=num_stages,
-            stages_per_rank=stages_per_rank,
-            num_microbatches=self._num_microbatches,
-            batch_dim=batch_dim,
-            balance=balance,
-            split_points=split_points or (),
-            stage_of=stage_of or {},
-            device_speeds=device_speeds or (),
-            device_memory_gib=device_memory_gib,
-            schedule=self._schedule,
-            recompute=recompute,
-            compile=compile,
-            data_parallel=data_parallel,
-        )
-        self._loss = LossOptions.of(loss_reduction, loss_weight)
-        check_options(options, self._loss, num_microbatches, start_method, data_parallel)
-        self._plans = RunPlans(options)
-        self._backend = process_group_backend
-        self._timeout = timedelta(seconds=timeout_seconds)
-        self._start_method: StartMethod = start_method
-        self._gather_after_run: bool | Literal["auto"] = gather_after_run
-        self._session: Session | None = None
-        self._run_optimizers = RunOptimizers(shards=options.shares_out)
-        self._checkpoints = CheckpointHooks(
-            self._timeout,
-            options={"schedule": self._schedule.name, "num_microbatches": self._num_microbatches},
-            as_folder=save_distributed_checkpoint,
-            in_background=async_save,
-        )
-        self._vote: Callable[[int, bool], None] | None = None
-        self._precision: PipelinePrecision | None = None
-        self._patches = ExitStack()
-        self._constructions = Constructions()
-        self._recording = RunRecording(record)
+class PipelineStrategy(ConfiguredStrategy):
+    __doc__ = ConfiguredStrategy.__doc__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineStrategy:
         """One with the same options that has not run; it belongs to the same process groups, which cannot be copied."""
@@ -245,7 +110,7 @@ class PipelineStrategy(ReplicaStrategy):
         assert self.cluster_environment is not None
         self.set_world_ranks()
         start = partial(init_process_group, self.cluster_environment, self._backend, self.root_device, self._timeout)
-        begin_run(start, self.cluster_environment.main_address)
+        begin_run(start, self.cluster_environment.main_address, self._heartbeat)
         self._checkpoints.forget_run()
         self._run_optimizers.begin_run()
         self._take_place()

@@ -284,9 +284,7 @@ def stage_optimizers(
     if shards:
         whole = {id(one) for one in optimizers if id(one) in coupled or (topology.num_ranks == 1 and _is_coupled(one))}
         for name in dict.fromkeys(type(one).__name__ for one in optimizers if id(one) in whole):
-            warn(
-                f'data_parallel="shard" does nothing for {name}, which needs all parameters together: replicas have all states.'
-            )
+            warn(f"shard_optimizer_state=True has no effect on {name}, which needs all parameters: replicas keep all states.")
     found = [
         StageOptimizer(
             module,
@@ -385,7 +383,7 @@ def _module_faults(module: LightningModule) -> Iterator[Fault]:
         yield (
             f"parameters that are spread over devices already ({', '.join(spread[:4])})",
             "leave fully_shard and parallelize_module out: stages have parts of the model, and with "
-            'data_parallel="shard" replicas share out the optimizer',
+            "shard_optimizer_state=True replicas share out the optimizer",
         )
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if lazy := [name for name, tensor in tensors if is_lazy(tensor)]:

@@ -17,7 +17,7 @@ import yaml
 from lightning_fxpipe import PartitionPlan, make_plan
 from lightning_fxpipe.__main__ import main
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
-from lightning_fxpipe.planner.stage_costs import DEVICES
+from lightning_fxpipe.simulation.devices import DEVICES
 
 # A module beside the config, as a user has it; its name is no other's.
 SOURCE = """
@@ -436,8 +436,15 @@ def test_a_picture_that_cannot_be_written_is_named(project: Path, capsys: pytest
 
 def test_an_unknown_schedule_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["simulate", "--config", write(config_of(), project), "--schedules", "2f2b"])
-    assert "invalid choice: '2f2b'" in capsys.readouterr().err
+        main(["simulate", "--config", write(config_of(), project), "--schedules", "2f1b"])
+    assert "'2f1b' is not a schedule: expected one of gpipe, 1f1b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["simulate", "layouts", "plan"])
+def test_schedules_may_be_spelled_as_torch_does(project: Path, run: Run, command: str) -> None:
+    options = {"simulate": ("--schedules",), "layouts": ("--num-devices", "2", "--schedules"), "plan": ("--schedule",)}[command]
+    arguments = (command, "--config", write(config_of(), project), "--num-microbatches", "2", *options)
+    assert run(*arguments, "1F1B") == run(*arguments, "1f1b")
 
 
 def test_a_table_of_ones_own_is_simulated_beside_names(project: Path, run: Run, fail: Run) -> None:

@@ -18,7 +18,7 @@ WORLD = 3
 
 
 def _connect(rank: int, gather: Gather) -> Lifeline:
-    found = connect(rank, WORLD, "127.0.0.1", gather, lambda failure: None)
+    found = connect(rank, WORLD, "127.0.0.1", gather, lambda failure: None, 120.0)
     assert found is not None
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -31,7 +32,7 @@ def silent_after(heartbeat: Heartbeat, clock: Clock, seconds: float, at_beat: Ca
     found: list[int] = []
     end = clock.now + seconds
     while clock.now < end:
-        clock.now += heartbeat.seconds_left()
+        clock.now += heartbeat.seconds_left() or 0.0
         at_beat()
         found += heartbeat.beat()
     return found
@@ -63,3 +64,7 @@ def test_nobody_waits_for_a_rank_that_is_forgotten(clock: Clock) -> None:
     heartbeat.forget(1)
     heartbeat.hear(1)
     assert silent_after(heartbeat, clock, LIMIT_SECONDS * 3) == []
+
+
+def test_without_a_limit_a_rank_never_beats(clock: Clock) -> None:
+    assert Heartbeat([1], math.inf, clock).seconds_left() is None

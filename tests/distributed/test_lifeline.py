@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import signal
@@ -15,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from lightning_fxpipe.distributed import heartbeat, lifeline
+from lightning_fxpipe.distributed import lifeline
 from lightning_fxpipe.distributed.gloo_sockets import Connections
 from lightning_fxpipe.distributed.handshake import Gather
 from lightning_fxpipe.distributed.lifeline import Lifeline, connect
@@ -33,7 +34,7 @@ class Told:
         self.lifelines: list[Lifeline | None] = ThreadRanks(WORLD).run([partial(self._connect, rank) for rank in range(WORLD)])
 
     def _connect(self, rank: int, gather: Gather) -> Lifeline | None:
-        return connect(rank, WORLD, "127.0.0.1", gather, self.heard[rank].put)
+        return connect(rank, WORLD, "127.0.0.1", gather, self.heard[rank].put, 120.0)
 
     def lifeline(self, rank: int) -> Lifeline:
         found = self.lifelines[rank]
@@ -56,15 +57,16 @@ class OneEnd:
     Args:
         rank: The rank with a lifeline.
         others: The ranks that it is connected with.
+        silence_seconds: How long each of these may be silent.
     """
 
-    def __init__(self, rank: int, others: list[int]) -> None:
+    def __init__(self, rank: int, others: list[int], silence_seconds: float = 120.0) -> None:
         pairs = {other: socket.socketpair() for other in others}
         self.heard = queue.Queue[Failure]()
         self.others = {other: pair[1] for other, pair in pairs.items()}
         for connection in self.others.values():
             connection.settimeout(30)
-        self.lifeline = Lifeline(rank, {other: pair[0] for other, pair in pairs.items()}, self.heard.put)
+        self.lifeline = Lifeline(rank, {other: pair[0] for other, pair in pairs.items()}, self.heard.put, silence_seconds)
 
     def close(self) -> None:
         """Closes all."""
@@ -124,15 +126,8 @@ def test_what_is_no_news_ends_neither_the_thread_nor_the_run(told: Told, caplog:
 # --------------------------------------------------------------------------- ranks that are stopped
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are given up after a short time."""
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 0.6)
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_rank_that_is_silent_is_given_up_and_hears_so_when_it_goes_on() -> None:
-    end = OneEnd(0, [1, 2])
+    end = OneEnd(0, [1, 2], silence_seconds=0.6)
     talker = threading.Thread(target=_talk_until, args=(end.others[2], silence(1, 0.6)))
     talker.start()
     assert end.heard.get(timeout=30) == silence(1, 0.6)
@@ -156,9 +151,8 @@ def _next_news(connection: socket.socket) -> object:
     return next(decode(line) for line in connection.makefile("rb") if line != b"\n")
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_silent_rank_0_is_given_up_by_each_and_hears_so_when_it_goes_on() -> None:
-    end = OneEnd(2, [0])
+    end = OneEnd(2, [0], silence_seconds=0.6)
     assert end.heard.get(timeout=30) == silence(0, 0.6)
     assert _next_news(end.others[0]) == silence(0, 0.6)
     end.close()
@@ -171,14 +165,21 @@ def test_rank_0_hears_that_it_was_stopped() -> None:
     end.close()
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
     """The end of an interpreter may take long, in which no thread runs."""
-    end = OneEnd(0, [1, 2])
+    end = OneEnd(0, [1, 2], silence_seconds=0.6)
     end.others[1].sendall(encode(Left(1)))
     assert end.heard.get(timeout=30).rank == 2
     end.close()
     assert end.heard.empty()
+
+
+def test_without_a_limit_news_arrive_and_no_rank_beats() -> None:
+    end = OneEnd(0, [1, 2], silence_seconds=math.inf)
+    end.others[1].sendall(encode(failure(1)))
+    assert end.heard.get(timeout=30) == failure(1)
+    assert decode(next(iter(end.others[2].makefile("rb")))) == failure(1)
+    end.close()
 
 
 def test_a_rank_that_takes_nothing_is_lost_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

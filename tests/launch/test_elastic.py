@@ -170,10 +170,10 @@ def test_a_run_that_has_lost_a_host_goes_on_with_fewer_stages(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
-def test_a_run_that_has_lost_a_host_goes_on_with_fewer_replicas(tmp_path: Path, data_parallel: str) -> None:
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_run_that_has_lost_a_host_goes_on_with_fewer_replicas(tmp_path: Path, shards: bool) -> None:
     """Each host has a replica of two stages."""
-    done, text = run_that_loses_a_host(tmp_path, 2, {"num_stages": 2, "data_parallel": data_parallel}, 10)
+    done, text = run_that_loses_a_host(tmp_path, 2, {"num_stages": 2, "shard_optimizer_state": shards}, 10)
     assert done.keys() == {(2, 2), (2, 1)}
     assert re.search(r"\[rank 0\] stopped, because rank [23] failed: the process died", text)
     check_against_undisturbed(tmp_path, done[2, 2], done[2, 1], 2)

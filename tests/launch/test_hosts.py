@@ -26,9 +26,7 @@ import lightning as L, torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from lightning_fxpipe import FxPipeStrategy
-from lightning_fxpipe.distributed import heartbeat
 
-heartbeat.SILENCE_SECONDS = 6.0
 folder, epochs, options, trainer_options, ckpt_path = json.loads(sys.argv[1])
 
 class Lit(L.LightningModule):
@@ -47,7 +45,7 @@ class Lit(L.LightningModule):
 L.seed_everything(1)
 generator = torch.Generator().manual_seed(2)
 data = TensorDataset(torch.randn(32, 8, generator=generator), torch.randint(0, 2, (32,), generator=generator))
-strategy = {"strategy": FxPipeStrategy(**options)} if options is not None else {}
+strategy = {"strategy": FxPipeStrategy(heartbeat_timeout=6.0, **options)} if options is not None else {}
 trainer = L.Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
                     default_root_dir=folder, enable_checkpointing=False, **strategy, **trainer_options)
 module = Lit()
@@ -196,7 +194,7 @@ def test_a_cut_cable_ends_the_run_on_both_hosts(hosts: TwoHosts, tmp_path: Path,
 def test_hosts_that_do_not_agree_on_their_number_do_not_start(hosts: TwoHosts, tmp_path: Path) -> None:
     job = Job(hosts, tmp_path / "two")
     place = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29614}
-    options = {"num_microbatches": 2, "timeout_seconds": 15.0}
+    options = {"num_microbatches": 2, "timeout": 15.0}
     job.start(0, [], 1, options, {"devices": 1, "num_nodes": 2}, None, **place, NODE_RANK=0)
     job.start(1, [], 1, options, {"devices": 1, "num_nodes": 3}, None, **place, NODE_RANK=1)
     assert all(job.ended()), "\n".join(job.texts())

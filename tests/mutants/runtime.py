@@ -400,7 +400,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/pass_setup.py",
-        "build_stage(assignment, stage, self._plan.recomputed_modules, compiles=self._compiles)",
+        "build_stage(assignment, stage, self._plan.checkpointed_modules, compiles=self._compiles)",
         "build_stage(assignment, stage)",
         (
             "ranks/test_recompute.py::test_a_block_that_is_recomputed_runs_again_for_each_microbatch_and_in_training_only",

@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         "strategy/run_plan.py",
-        "ADAM_BYTES_PER_BYTE / (num_replicas if self.shares_out else 1)",
+        "ADAM_BYTES_PER_BYTE / (num_replicas if self.shard_optimizer_state else 1)",
         "ADAM_BYTES_PER_BYTE",
         ("ranks/test_shards.py::test_a_memory_limit_counts_a_replicas_share_of_the_states",),
         "a memory limit counts all states of an optimizer that is shared out",

@@ -6,9 +6,9 @@ import math
 
 from lightning_fxpipe.planner.plan import BoundaryTensor, PartitionPlan, StageSpec
 from lightning_fxpipe.planner.simulated_plan import SimulatedPlan
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate, stages_of_ranks
 from lightning_fxpipe.simulation.costs import StageCosts
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 from lightning_fxpipe.simulation.timeline import Span, Timeline
 

@@ -36,7 +36,7 @@ def test_each_timeline_is_a_process_and_each_rank_a_thread() -> None:
     processes = {event["pid"]: event["args"]["name"] for event in events(trace, "M", name="process_name")}
     assert processes == {0: "1f1b, simulated", 1: "measured"}
     threads = [(event["pid"], event["tid"], event["args"]["name"]) for event in events(trace, "M", name="thread_name")]
-    assert threads == [(pid, rank, f"rank {rank}") for pid in (0, 1) for rank in (0, 1)]
+    assert threads == [(pid, place, f"rank {1 - place}") for pid in (0, 1) for place in (0, 1)]
     (last,) = events(trace, "X", name="optimizer step", tid=0)
     assert (last["pid"], last["cat"], last["args"]) == (1, "other work", {"kind": "other work"})
 
@@ -44,8 +44,8 @@ def test_each_timeline_is_a_process_and_each_rank_a_thread() -> None:
 def test_what_is_kept_is_a_counter_of_each_rank() -> None:
     found = timeline()
     trace = trace_of([found, measured(found)])
-    for rank, kept in enumerate(found.kept_bytes):
-        counters = events(trace, "C", pid=0, name=f"kept bytes of rank {rank}")
+    for number, kept in zip((1, 0), found.kept_bytes, strict=True):  # rank 0 holds the last stage
+        counters = events(trace, "C", pid=0, name=f"kept bytes of rank {number}")
         assert [event["ts"] for event in counters] == pytest.approx([seconds * 1e6 for seconds, _ in kept])
         assert [event["args"]["bytes"] for event in counters] == [num_bytes for _, num_bytes in kept]
     assert events(trace, "C", pid=1) == []

@@ -61,6 +61,7 @@ def test_the_data_has_every_action_of_the_simulation_and_its_time(schedule: Simu
     assert found["label"] == f"{schedule}, simulated"
     assert found["seconds"] == pytest.approx(simulation.seconds, rel=1e-8)
     assert found["idle"] == pytest.approx(simulation.bubble_fraction)
+    assert [rank["number"] for rank in found["ranks"]] == ([0, 1, 2, 3] if schedule == "v_half" else [3, 2, 1, 0])
     for rank, events in zip(found["ranks"], simulation.ranks, strict=True):
         assert rank["work"] == [str(event.action) for event in events]
         assert rank["starts"] == pytest.approx([event.start_seconds for event in events], rel=1e-8)

@@ -110,7 +110,7 @@ def test_the_table_says_of_each_schedule_what_the_simulation_says(shown: Browser
     simulations = simulated_plan(3, 6, "1f1b", "v_half").simulations
     for name, found in simulations.items():
         assert f"{name} {found.seconds * 1e3:.3g} ms {100 * found.bubble_fraction:.1f} %" in cells
-    assert "over the limit" in cells  # 1F1B keeps three microbatches of 2 GB on rank 0
+    assert "over the limit" in cells  # 1F1B keeps three microbatches of 2 GB on the rank of stage 0
     assert "dualpipev There are too few microbatches." in cells
     assert shown.run("document.querySelectorAll('input:disabled').length") == 1
 
@@ -158,7 +158,7 @@ def test_pointing_at_an_action_tells_all_of_it(shown: Browser) -> None:
     shown.point("mouseMoved", x, y)
     told = text(shown, "#tip")
     assert told.startswith("0F0: forward of stage 0, microbatch 0")
-    assert "rank 0, from 0 s, takes 1 ms" in told
+    assert "rank 2, from 0 s, takes 1 ms" in told
     assert "on the critical path" in told
     shown.point("mouseMoved", x, 5)
     assert shown.run("document.getElementById('tip').hidden")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fxpipe import Link, compare_layouts, make_plan
+from lightning_fxpipe import compare_layouts, make_plan
 from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 from lightning_fxpipe.pictures.chrome_trace import trace_of
 from lightning_fxpipe.pictures.figure import save_figure
@@ -19,8 +19,9 @@ from lightning_fxpipe.pictures.page import page_of_layouts, page_of_timelines, p
 from lightning_fxpipe.pictures.page_data import data_of
 from lightning_fxpipe.pictures.replica_grid import ReplicaGrid, gradient_bytes
 from lightning_fxpipe.planner.layouts import LayoutComparison
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.simulation import Link
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.timeline import OTHERS_STEP, Span, Timeline
 from tests.lit import LitModel
 from tests.models import make_samples
@@ -128,9 +129,9 @@ def test_the_page_about_replicas_shows_this_text() -> None:
 # ------------------------------------------------------------------ when they average
 
 
-@pytest.mark.parametrize("kind", ["replicate", "shard"])
-def test_a_step_ends_with_the_average_that_layouts_count(kind: Any) -> None:
-    found = compared(data_parallel=kind)
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_step_ends_with_the_average_that_layouts_count(shards: bool) -> None:
+    found = compared(shard_optimizer_state=shards)
     for layout, shown in zip(found.layouts, timelines_of_layouts(found), strict=True):
         alone = Timeline.of_simulation(shown.label, layout.simulation)
         assert f"{layout.samples_per_second:,.1f} samples/s" in shown.label
@@ -145,7 +146,7 @@ def test_a_step_ends_with_the_average_that_layouts_count(kind: Any) -> None:
             assert spans[: len(own)] == own
             end = own[-1].end_seconds
             expected = [Span(f"average of {human_bytes(num_bytes)}", end, end + seconds)]
-            if kind == "shard":
+            if shards:
                 expected.append(Span(OTHERS_STEP, end + seconds, end + 1.5 * seconds))
             assert [span.work for span in spans[len(own) :]] == [span.work for span in expected]
             for span, other in zip(spans[len(own) :], expected, strict=True):

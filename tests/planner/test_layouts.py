@@ -11,21 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import (
-    FxPipeStrategy,
-    Link,
-    PartitionError,
-    StageCosts,
-    UnsupportedError,
-    compare_layouts,
-    simulate,
-    simulate_plan,
-)
+from lightning_fxpipe import FxPipeStrategy, PartitionError, UnsupportedError, compare_layouts, simulate_plan
 from lightning_fxpipe.microbatch.split import default_num_microbatches
 from lightning_fxpipe.planner.layouts import Layout, _Comparing
 from lightning_fxpipe.planner.plan import PartitionPlan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
-from lightning_fxpipe.planner.stage_costs import Device
+from lightning_fxpipe.simulation import Link, StageCosts, simulate
+from lightning_fxpipe.simulation.devices import Device
 from tests.lit import LitModel, make_loader, make_trainer
 
 WIDTH = 64
@@ -123,15 +115,15 @@ def test_the_fastest_fits_the_memory_even_where_others_are_faster() -> None:
 def test_replicas_that_share_out_the_optimizer_fit_where_others_do_not_and_send_half_as_much_again() -> None:
     link = Link(bytes_per_second=1e6)
     whole, shared = (
-        {layout.num_ranks: layout for layout in compared(2, replica_link=link, data_parallel=kind).layouts}
-        for kind in ("replicate", "shard")
+        {layout.num_ranks: layout for layout in compared(2, replica_link=link, shard_optimizer_state=shards).layouts}
+        for shards in (False, True)
     )
     assert shared[2].chosen == whole[2].chosen
     assert shared[1].reduce_seconds == pytest.approx(1.5 * whole[1].reduce_seconds)
     assert whole[1].chosen.peak_bytes - shared[1].chosen.peak_bytes == 8 * LAYER_BYTES // 4  # half of Adam's
     device = replace(SLOW, memory_bytes=(whole[1].chosen.peak_bytes + shared[1].chosen.peak_bytes) / 2)
-    for kind, fits in (("replicate", False), ("shard", True)):
-        (one,) = (layout for layout in compared(2, device, data_parallel=kind).layouts if layout.num_ranks == 1)
+    for shards, fits in ((False, False), (True, True)):
+        (one,) = (layout for layout in compared(2, device, shard_optimizer_state=shards).layouts if layout.num_ranks == 1)
         assert one.chosen.fits is fits
 
 

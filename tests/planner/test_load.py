@@ -6,8 +6,9 @@ from typing import get_args
 
 import pytest
 
-from lightning_fxpipe import ActionTable, PartitionError, StageCosts, simulate
+from lightning_fxpipe import PartitionError
 from lightning_fxpipe.planner.load import Load, memory_of_each
+from lightning_fxpipe.simulation import ActionTable, StageCosts, simulate
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, stages_of_ranks
 
 

@@ -191,7 +191,7 @@ def test_json_of_another_layout_is_refused_with_both_versions(tmp_path: Path, co
     assert caught.value.expected == f"schema_version {SCHEMA_VERSION}"
 
 
-_OPTIONAL = ("schema_version", "outside_reason", "joint_reason", "alternatives", "recomputed_modules", "stage_work")
+_OPTIONAL = ("schema_version", "outside_reason", "joint_reason", "alternatives", "checkpointed_modules", "stage_work")
 
 
 @pytest.mark.parametrize("key", [field.name for field in dataclasses.fields(PartitionPlan) if field.name not in _OPTIONAL])

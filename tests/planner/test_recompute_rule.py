@@ -65,11 +65,11 @@ def recomputed(net: nn.Module, value: Any, load: Load | None = None) -> tuple[st
 
 
 def test_all_blocks_are_the_entries_of_lists_and_what_the_graph_calls_as_a_whole() -> None:
-    assert recomputed(Net(), "none") == ()
-    assert recomputed(Net(), "all") == ("stem", *(f"blocks.{index}" for index in range(4)), "head")
+    assert recomputed(Net(), False) == ()
+    assert recomputed(Net(), True) == ("stem", *(f"blocks.{index}" for index in range(4)), "head")
     # Also where a cut falls inside of one.
     heavy = Net(Block(), Block(width=64), Block())
-    assert recomputed(heavy, "all") == ("stem", "blocks.0", "blocks.1", "blocks.2", "head")
+    assert recomputed(heavy, True) == ("stem", "blocks.0", "blocks.1", "blocks.2", "head")
     assert [block.path for block in blocks_of(assignment_of(nn.Sequential(nn.Sequential(Block()), Block())).chain)] == [
         "0",
         "1",
@@ -80,9 +80,20 @@ def test_patterns_name_modules_by_their_paths() -> None:
     assert recomputed(Net(), ["blocks.*"]) == tuple(f"blocks.{index}" for index in range(4))
     assert recomputed(Net(), ["blocks.[12]", "head"]) == ("blocks.1", "blocks.2", "head")
     assert recomputed(Net(), ["*.up"]) == tuple(f"blocks.{index}.up" for index in range(4))
-    with pytest.raises(PartitionError, match="Nothing can be recomputed: no module has") as caught:
+    assert recomputed(Net(), "blocks.*") == recomputed(Net(), ("blocks.*",)) == recomputed(Net(), ["blocks.*"])
+    with pytest.raises(PartitionError, match="activation_checkpointing matches no module of the model") as caught:
         recomputed(Net(), ["layers.*"])
     assert caught.value.observed == "layers.*"
+
+
+def test_classes_name_the_outermost_modules_of_them() -> None:
+    blocks = tuple(f"blocks.{index}" for index in range(4))
+    assert recomputed(Net(), Block) == recomputed(Net(), [Block]) == recomputed(Net(), {Block}) == blocks
+    assert recomputed(Net(), [nn.Linear, Block]) == ("stem", *blocks, "head")
+    assert recomputed(Net(), ["head", Block]) == (*blocks, "head")
+    with pytest.raises(PartitionError, match="activation_checkpointing matches no module of the model") as caught:
+        recomputed(Net(), nn.Conv2d)
+    assert caught.value.observed == "torch.nn.modules.conv.Conv2d"
 
 
 def test_what_changes_something_is_not_run_twice() -> None:
@@ -99,8 +110,8 @@ def test_what_changes_something_is_not_run_twice() -> None:
             return super().forward(torch.relu_(self.down(self.up(x))))
 
     net = Net(Block(), Normed(), InPlace())
-    assert recomputed(net, "all") == ("stem", "blocks.0", "blocks.2", "head")
-    with pytest.raises(PartitionError, match="would change something a second time") as caught:
+    assert recomputed(net, True) == ("stem", "blocks.0", "blocks.2", "head")
+    with pytest.raises(PartitionError, match="running it again would change something a second time") as caught:
         recomputed(net, ["blocks.*"])
     assert caught.value.where == "blocks.1"
 
@@ -116,7 +127,7 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
     assert recomputed(wide, "auto", load(10**9)) == ()
     assert recomputed(wide, "auto", None) == ()  # nobody knows what there is
     everything = recomputed(wide, "auto", load(1))
-    assert set(everything) == set(recomputed(wide, "all"))
+    assert set(everything) == set(recomputed(wide, True))
     costs = unit_costs(assignment.chain)
     kept = [
         sum(unit.saved_bytes for unit in part) for part in (costs[: assignment.cuts[0] + 1], costs[assignment.cuts[0] + 1 :])
@@ -144,7 +155,7 @@ def test_as_few_are_taken_as_the_memory_needs() -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize("value", ["all", ["blocks.*"], ["*.up"], ["blocks.1"]])
+@pytest.mark.parametrize("value", [True, Block, ["blocks.*"], ["*.up"], ["blocks.1"]])
 def test_a_stage_that_recomputes_gives_the_same_and_keeps_less(value: Any) -> None:
     net = Net()
     assignment = assignment_of(net)
@@ -187,9 +198,9 @@ def test_calls_of_one_module_are_recomputed_each_by_itself() -> None:
 
 
 def test_the_plan_tells_what_is_recomputed_and_keeps_it(tmp_path: Any) -> None:
-    plan = make_plan(Net(), BATCH, num_stages=2, recompute=["blocks.*"])
-    assert plan.recomputed_modules == tuple(f"blocks.{index}" for index in range(4))
-    assert "Computed again in the backward pass: blocks.0, blocks.1, blocks.2, blocks.3" in str(plan)
+    plan = make_plan(Net(), BATCH, num_stages=2, activation_checkpointing="blocks.*")
+    assert plan.checkpointed_modules == tuple(f"blocks.{index}" for index in range(4))
+    assert "Activation checkpointing: blocks.0, blocks.1, blocks.2, blocks.3" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert PartitionPlan.load(tmp_path / "plan.json") == plan
 
@@ -206,5 +217,5 @@ def test_a_step_that_every_rank_runs_recomputes_nothing() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             self.manual_backward(self.net(batch).sum())
 
-    with pytest.raises(UnsupportedError, match="and nothing of it is recomputed"):
-        make_plan(ByHand(), BATCH, num_stages=2, recompute="all")
+    with pytest.raises(UnsupportedError, match="by parameters only, without activation checkpointing"):
+        make_plan(ByHand(), BATCH, num_stages=2, activation_checkpointing=True)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_fxpipe import ScheduleError, StageCosts, UnsupportedError, make_plan, simulate
+from lightning_fxpipe import ScheduleError, UnsupportedError, make_plan
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
-from lightning_fxpipe.planner.stage_costs import DEVICES, Device
+from lightning_fxpipe.simulation import StageCosts, simulate
 from lightning_fxpipe.simulation.by_name import stages_of_ranks, table_of
+from lightning_fxpipe.simulation.devices import DEVICES, Device
 
 WIDTH = 64
 SLOW = Device(flops_per_second=1e9, bytes_per_second=1e9)
@@ -95,7 +96,15 @@ def test_a_table_in_a_file_is_simulated_beside_the_names(tmp_path: Path) -> None
     other = simulate_plan(layers(), torch.randn(16, WIDTH), num_microbatches=2, **options)
     assert other.refused[str(files[0])] == "A table is made for another number of microbatches. (4)"
     with pytest.raises(ScheduleError, match="Cannot read a table of actions"):
-        simulate_plan(layers(), torch.randn(16, WIDTH), num_stages=2, device=SLOW, schedules=["absent"])
+        simulate_plan(layers(), torch.randn(16, WIDTH), num_stages=2, device=SLOW, schedules=["absent.csv"])
+
+
+def test_schedules_may_be_spelled_as_torch_does() -> None:
+    options: Any = {"num_stages": 2, "device": SLOW, "num_microbatches": 2}
+    found = simulate_plan(layers(), torch.randn(16, WIDTH), schedules=["1F1B", "GPipe"], **options)
+    assert [*found.simulations] == ["1f1b", "gpipe"]
+    with pytest.raises(ScheduleError, match="There is no such schedule"):
+        simulate_plan(layers(), torch.randn(16, WIDTH), schedules=["2f1b"], **options)
 
 
 def test_a_lightning_module_is_simulated_by_its_step() -> None:

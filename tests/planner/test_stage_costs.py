@@ -9,16 +9,10 @@ from torch import nn
 from lightning_fxpipe.planner.cost import build_chain
 from lightning_fxpipe.planner.fastest_cut import fastest_cut
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
-from lightning_fxpipe.planner.stage_costs import (
-    DEVICES,
-    Device,
-    costs_of_work,
-    stage_costs,
-    stage_work,
-    units_as_stages,
-)
+from lightning_fxpipe.planner.stage_costs import costs_of_work, stage_costs, stage_work, units_as_stages
 from lightning_fxpipe.planner.stage_work import StageWork
-from lightning_fxpipe.planner.unit_costs import Operator, unit_costs
+from lightning_fxpipe.planner.unit_costs import unit_costs
+from lightning_fxpipe.simulation.devices import DEVICES, Device, Operator
 from lightning_fxpipe.simulation.orders import one_forward_one_backward
 from tests.models import make_model, make_samples
 from tests.traces import trace

@@ -52,7 +52,7 @@ class Case:
         at: At which call.
         num_ranks: Ranks of all pipelines.
         num_stages: Of each pipeline; None: there is one.
-        data_parallel: What replicas do with the optimizer.
+        shards: Whether replicas share out the optimizer.
         num_hosts: Network namespaces, among which the ranks are shared out in their order; 1: that of this process.
     """
 
@@ -62,7 +62,7 @@ class Case:
     at: int = 1
     num_ranks: int = 2
     num_stages: int | None = None
-    data_parallel: str = "replicate"
+    shards: bool = False
     num_hosts: int = 1
 
 
@@ -228,8 +228,8 @@ def random_cases(seed: int, count: int, *, replicas: bool = False) -> list[Case]
             else choose.choice([1, 1, 2])
         )
         stages = 2 if replicas else None
-        how = ("replicate", "shard")[replicas and len(cases) % 2]
-        case = Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks, num_stages=stages, data_parallel=how)
+        shards = bool(replicas and len(cases) % 2)
+        case = Case(place=place, kind=kind, rank=rank, at=at, num_ranks=num_ranks, num_stages=stages, shards=shards)
         cases.append(case)
     return cases
 
@@ -254,7 +254,7 @@ def cases_of_replicas(num_hosts: Sequence[int]) -> list[Case]:
                     at=at,
                     num_ranks=4,
                     num_stages=2,
-                    data_parallel=("replicate", "shard")[number % 2],
+                    shards=number % 2 == 1,
                     num_hosts=hosts,
                 )
             )

@@ -24,7 +24,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lightning_fxpipe.distributed import heartbeat
 from tests.launch.hosts import ADDRESSES, TwoHosts
 from tests.ports import free_port
 from tests.ranks.fault_cases import (
@@ -322,14 +321,15 @@ def _train(case: Case, fault: _Fault, folder: Path) -> None:
         _install_users_hook(calls_other=False)
     L.seed_everything(1, verbose=False)
     keep = ModelCheckpoint(dirpath=folder / "checkpoints", save_last=True)
-    options: Any = {} if case.num_stages is None else {"num_stages": case.num_stages, "data_parallel": case.data_parallel}
-    options |= {"timeout_seconds": TIMEOUT_SECONDS} if case.kind == "hang" else {}
+    options: Any = {"heartbeat_timeout": _SILENCE_SECONDS}
+    options |= {} if case.num_stages is None else {"num_stages": case.num_stages, "shard_optimizer_state": case.shards}
+    options |= {"timeout": TIMEOUT_SECONDS} if case.kind == "hang" else {}
     options |= {"save_distributed_checkpoint": True} if case.place == "write_checkpoint" else {}
     trainer = L.Trainer(
         accelerator="cpu",
         devices=case.num_ranks // case.num_hosts,
         num_nodes=case.num_hosts,
-        strategy=FxPipeStrategy(**options) if options else "fxpipe",
+        strategy=FxPipeStrategy(**options),
         max_epochs=2,
         logger=MyLogger(),
         log_every_n_steps=1,
@@ -349,7 +349,6 @@ def _run_rank(case: Case, rank: int, port: int, folder: Path) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    heartbeat.SILENCE_SECONDS = _SILENCE_SECONDS
     host, local_rank = divmod(rank, case.num_ranks // case.num_hosts)
     ranks = {"RANK": rank, "LOCAL_RANK": local_rank, "NODE_RANK": host, "WORLD_SIZE": case.num_ranks, "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"})

@@ -68,10 +68,10 @@ def test_the_memory_that_is_left_is_asked_for_on_every_rank(ranks: Callable[[int
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_recomputation_knows_what_several_stages_on_a_device_keep(schedule: str) -> None:
     """These are schedules of other names where they are simulated."""
-    options = {"schedule": schedule, "stages_per_rank": 2, "recompute": "auto", "device_memory_gib": 1e-4}
+    options = {"schedule": schedule, "stages_per_rank": 2, "activation_checkpointing": "auto", "device_memory_gib": 1e-4}
     strategy = FxPipeStrategy(**options)  # type: ignore[arg-type]
     result = fit_and_record("gpt", strategy=strategy, devices=1)
-    assert strategy.plan.recomputed_modules
+    assert strategy.plan.checkpointed_modules
     check([{**result, "stages": strategy.plan.stages}], "gpt")
 
 

@@ -90,7 +90,7 @@ REPLICAS: list[Case] = [
     Case(place="forward", kind="error", rank=1, at=3, num_ranks=4, num_stages=2),
     # While a known step's first call is looked for, and while the optimizer is tried, with an error that cannot be asked.
     Case(place="prelude", kind="stop", rank=3, at=3, num_ranks=4, num_stages=2),
-    Case(place="optimizer", kind="hostile", rank=2, num_ranks=4, num_stages=2, data_parallel="shard"),
+    Case(place="optimizer", kind="hostile", rank=2, num_ranks=4, num_stages=2, shards=True),
 ]
 
 
@@ -234,9 +234,7 @@ def test_a_signal_to_stop_one_rank_stops_all_at_the_same_batch(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_started_process_that_is_stopped_ends_with_the_others(tmp_path: Path) -> None:
     text = SCRIPT.replace("self.global_rank == 0:", "self.global_rank == 1:")
-    text = text.replace(
-        "torch.manual_seed(0)\n", "lightning_fxpipe.distributed.heartbeat.SILENCE_SECONDS = 2\ntorch.manual_seed(0)\n"
-    )
+    text = text.replace('strategy="fxpipe"', "strategy=lightning_fxpipe.FxPipeStrategy(heartbeat_timeout=2)")
     status, output = run_script(tmp_path, str(int(signal.SIGSTOP)), text)
     assert status == 1
     assert "[rank 0] stopped, because rank 1 has not answered for 2 s: it is stopped" in output

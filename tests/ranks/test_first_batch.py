@@ -293,7 +293,7 @@ def run(name: str, folder: str, devices: int) -> list[Any]:
     for part in ("first", "second") if case.resumes else ("",):
         L.seed_everything(7, verbose=False)
         count = 1 if part == "first" else devices  # a checkpoint of one device says nothing of random generators
-        strategy = FxPipeStrategy(num_microbatches=2, timeout_seconds=30) if count > 1 else "auto"
+        strategy = FxPipeStrategy(num_microbatches=2, timeout=30) if count > 1 else "auto"
         if part == "second":
             options |= {"max_epochs": options["max_epochs"] + 1}
         module, trainer = case.module(), make_trainer(devices=count, strategy=strategy, **options)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_fxpipe import ActionTable, FxPipeStrategy, PartitionPlan, Recording, read_recording, simulate
+from lightning_fxpipe import FxPipeStrategy, PartitionPlan, Recording, read_recording
 from lightning_fxpipe.planner.stage_costs import costs_of_work
 from lightning_fxpipe.recording.expected import table_of
-from lightning_fxpipe.simulation import by_name
+from lightning_fxpipe.simulation import ActionTable, by_name, simulate
 from lightning_fxpipe.simulation.costs import StageCosts, even
 from lightning_fxpipe.simulation.simulator import run_table
 from tests.lit import LitModel, fit_and_record, make_loader, make_trainer

@@ -72,7 +72,7 @@ def groups_after_fits() -> list[bool]:
     """Whether each run had the process groups of the one before; of these the third fails."""
     groups: list[Any] = []
     for number in range(6):
-        strategy = FxPipeStrategy(timeout_seconds=1800 if number < 5 else 600)
+        strategy = FxPipeStrategy(timeout=1800 if number < 5 else 600)
         trainer = make_trainer(
             strategy=strategy, devices=2, max_epochs=1, limit_train_batches=1, callbacks=[Fails()] if number == 2 else []
         )

@@ -12,17 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fxpipe import (
-    ActionTable,
-    FxPipeError,
-    FxPipeStrategy,
-    PeerError,
-    Recording,
-    UnsupportedError,
-    make_plan,
-    read_recording,
-)
+from lightning_fxpipe import FxPipeError, FxPipeStrategy, PeerError, Recording, UnsupportedError, make_plan, read_recording
 from lightning_fxpipe.recording.expected import table_of
+from lightning_fxpipe.simulation import ActionTable
 from tests.lit import LitModel, fit_and_record, make_loader, make_trainer
 from tests.models import make_samples
 from tests.owntables import ODD, ONE_F_ONE_B, ONE_RANK, SPLIT_V
@@ -81,7 +73,7 @@ def test_layers_are_timed_and_recomputed_for_a_table(ranks: Ranks, tmp_path: Pat
     """It leaves nothing to choose but where to cut."""
     path = tmp_path / "mine.csv"
     path.write_text(SPLIT_V)
-    results = ranks(2).run(fit, "gpt", str(path), 2, balance="auto", recompute="all")
+    results = ranks(2).run(fit, "gpt", str(path), 2, balance="auto", activation_checkpointing=True)
     assert_equals_one_device(results, "gpt")
     assert [result["chosen"] for result in results] == [None, None]
 

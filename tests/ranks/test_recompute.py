@@ -27,23 +27,23 @@ def reference(model: str) -> dict[str, Any]:
 
 def recomputing_fit(model: str, recompute: Any, schedule: str, devices: int, each: int) -> dict[str, Any]:
     """Runs on every rank."""
-    strategy = FxPipeStrategy(schedule=schedule, recompute=recompute, stages_per_rank=each)  # type: ignore[arg-type]
+    strategy = FxPipeStrategy(schedule=schedule, activation_checkpointing=recompute, stages_per_rank=each)  # type: ignore[arg-type]
     result = fit_and_record(model, strategy=strategy, devices=devices)
-    assert strategy.plan.recomputed_modules
+    assert strategy.plan.checkpointed_modules
     return result
 
 
 @pytest.mark.parametrize(
     ("model", "recompute", "schedule", "devices", "each"),
     [
-        ("gpt", "all", "gpipe", 2, 1),
-        ("gpt", "all", "1f1b", 2, 1),
+        ("gpt", True, "gpipe", 2, 1),
+        ("gpt", True, "1f1b", 2, 1),
         ("gpt", ["*.blocks.*"], "zbv_zero_bubble", 2, 2),
-        ("unet", "all", "zb_h1", 2, 1),
-        pytest.param("gpt", "all", "interleaved_1f1b", 2, 2, marks=pytest.mark.slow),
-        pytest.param("gpt", "all", "dualpipev", 2, 2, marks=pytest.mark.slow),
-        pytest.param("rotary", "all", "1f1b", 2, 1, marks=pytest.mark.slow),
-        pytest.param("mlp", "all", "gpipe", 3, 1, marks=pytest.mark.slow),
+        ("unet", True, "zb_h1", 2, 1),
+        pytest.param("gpt", True, "interleaved_1f1b", 2, 2, marks=pytest.mark.slow),
+        pytest.param("gpt", True, "dualpipev", 2, 2, marks=pytest.mark.slow),
+        pytest.param("rotary", True, "1f1b", 2, 1, marks=pytest.mark.slow),
+        pytest.param("mlp", True, "gpipe", 3, 1, marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_device_that_keeps_everything(
@@ -105,18 +105,18 @@ class Counting(L.LightningModule):
 def test_a_block_that_is_recomputed_runs_again_for_each_microbatch_and_in_training_only(schedule: Any) -> None:
     loader = DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=4)
     runs: dict[str, tuple[int, int]] = {}
-    for recompute in ("none", "all"):
-        strategy = FxPipeStrategy(schedule=schedule, recompute=recompute, stages_per_rank=2, num_microbatches=2)  # type: ignore[arg-type]
+    for recompute in (False, True):
+        strategy = FxPipeStrategy(schedule=schedule, activation_checkpointing=recompute, stages_per_rank=2, num_microbatches=2)  # type: ignore[arg-type]
         module, trainer = Counting(), make_trainer(max_epochs=1, strategy=strategy)
         trainer.fit(module, loader)
         before = RUNS.qsize()
         trainer.validate(module, loader, verbose=False)
         runs[recompute] = module.last, RUNS.qsize() - before
-    assert runs["none"][0] == 2 * 8  # layers for each microbatch
-    again = runs["all"][0] - runs["none"][0]
+    assert runs[False][0] == 2 * 8  # layers for each microbatch
+    again = runs[True][0] - runs[False][0]
     # Where gradients of weights come later, both halves of a backward need the block's activations.
     assert again == 2 * 8 or (schedule == "interleaved_zero_bubble" and 2 * 8 < again <= 2 * 2 * 8)
-    assert runs["all"][1] == runs["none"][1]
+    assert runs[True][1] == runs[False][1]
 
 
 class Noisy(L.LightningModule):
@@ -154,16 +154,16 @@ def noisy_fit(attention_dropout: float = 0.0, **options: Any) -> tuple[dict[str,
     return state, float(trainer.callback_metrics["loss"])
 
 
-def noisy_in_stages(schedule: str, recompute: str, attention_dropout: float = 0.0) -> tuple[dict[str, Tensor], float]:
+def noisy_in_stages(schedule: str, recompute: bool, attention_dropout: float = 0.0) -> tuple[dict[str, Tensor], float]:
     """Runs on every rank."""
     strategy = FxPipeStrategy(
         schedule=schedule,  # type: ignore[arg-type]
-        recompute=recompute,  # type: ignore[arg-type]
+        activation_checkpointing=recompute,  # type: ignore[arg-type]
         num_microbatches=4,
         gather_after_run=True,
     )
     found = noisy_fit(attention_dropout, strategy=strategy, devices=2)
-    assert bool(strategy.plan.recomputed_modules) == (recompute == "all")
+    assert bool(strategy.plan.checkpointed_modules) is recompute
     return found
 
 
@@ -180,10 +180,10 @@ def test_dropout_is_the_same_when_a_block_runs_again(
     ranks: Callable[[int], RankPool], schedule: str, attention_dropout: float
 ) -> None:
     """With several microbatches each stage draws for itself, so the reference is the same pipeline that keeps everything."""
-    kept = ranks(2).run(noisy_in_stages, schedule, "none", attention_dropout)
-    assert_same(ranks(2).run(noisy_in_stages, schedule, "all", attention_dropout), *kept[0])
+    kept = ranks(2).run(noisy_in_stages, schedule, False, attention_dropout)
+    assert_same(ranks(2).run(noisy_in_stages, schedule, True, attention_dropout), *kept[0])
 
 
 def test_where_there_is_room_nothing_is_recomputed(ranks: Callable[[int], RankPool]) -> None:
-    kept = ranks(2).run(noisy_in_stages, "gpipe", "none")
+    kept = ranks(2).run(noisy_in_stages, "gpipe", False)
     assert_same(ranks(2).run(noisy_in_stages, "gpipe", "auto"), *kept[0])

@@ -44,42 +44,42 @@ def everything(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Tenso
     return found
 
 
-def strategy_of(stages: int | None, as_folder: bool = True, kind: Any = "replicate") -> Any:
-    """``stages`` of each pipeline; 0 is one device, None is DDP. What replicas do with an optimizer is the last."""
+def strategy_of(stages: int | None, as_folder: bool = True, shards: bool = False) -> Any:
+    """``stages`` of each pipeline; 0 is one device, None is DDP. ``shards`` as ``shard_optimizer_state``."""
     if stages is None:
         return "ddp"
-    options: dict[str, Any] = {"num_microbatches": 2, "save_distributed_checkpoint": as_folder, "data_parallel": kind}
+    options: dict[str, Any] = {"num_microbatches": 2, "save_distributed_checkpoint": as_folder, "shard_optimizer_state": shards}
     return FxPipeStrategy(num_stages=stages, **options) if stages else "auto"
 
 
-def save(path: str, devices: int, stages: int | None, as_folder: bool, kind: str = "replicate") -> dict[str, Tensor]:
+def save(path: str, devices: int, stages: int | None, as_folder: bool, shards: bool = False) -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(3, verbose=False)
     look = Look()
-    trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, as_folder, kind), devices=devices)
+    trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, as_folder, shards), devices=devices)
     look.on_train_start = lambda *_: None  # type: ignore[method-assign]
     trainer.fit(LitModel("gpt"), make_loader("gpt"))
     trainer.save_checkpoint(path)
     return look.ended
 
 
-def save_in_background(folder: str, kind: Any = "replicate") -> dict[str, Tensor]:
+def save_in_background(folder: str, shards: bool = False) -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(3, verbose=False)
     look, keep = Look(), ModelCheckpoint(dirpath=folder, save_last=True)
     look.on_train_start = lambda *_: None  # type: ignore[method-assign]
-    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True, data_parallel=kind)
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, async_save=True, shard_optimizer_state=shards)
     options = {"max_epochs": 1, "strategy": strategy, "devices": 4, "enable_checkpointing": True}
     trainer = make_trainer(callbacks=[look, keep], **options)
     trainer.fit(LitModel("gpt"), make_loader("gpt"))
     return look.ended
 
 
-def resume(path: str, devices: int, stages: int | None, kind: str = "replicate") -> dict[str, Tensor]:
+def resume(path: str, devices: int, stages: int | None, shards: bool = False) -> dict[str, Tensor]:
     """Runs on every rank."""
     L.seed_everything(4, verbose=False)
     look = Look()
-    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(stages, kind=kind), devices=devices)
+    trainer = make_trainer(max_epochs=2, callbacks=[look], strategy=strategy_of(stages, shards=shards), devices=devices)
     trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
     assert trainer.global_step > 0
     return look.begun

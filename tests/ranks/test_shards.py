@@ -27,8 +27,8 @@ from lightning_fxpipe.distributed.topology import Placement, Replicas, make_topo
 from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.planner.layouts import Layout
 from lightning_fxpipe.planner.planning import plan_regions
-from lightning_fxpipe.planner.stage_costs import Device
 from lightning_fxpipe.reporting.table import human_bytes
+from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.strategy import search_space
 from tests.lit import LitModel, Recorder, make_loader, make_trainer
 from tests.ranks.pool import RankPool
@@ -164,7 +164,7 @@ BESIDE_WHOLE = {"thaws late": Case(module=Adam, callbacks=lambda: [ThawLate()]),
 
 def with_shards(case: Case) -> Case:
     changed = copy.copy(case)
-    object.__setattr__(changed, "strategy", {**case.strategy, "data_parallel": "shard"})
+    object.__setattr__(changed, "strategy", {**case.strategy, "shard_optimizer_state": True})
     return changed
 
 
@@ -220,7 +220,7 @@ def run_by_fsdp(num_stages: int | None, accumulates: int) -> dict[str, Any]:
     devices, strategy, module = 2, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1), FullySharded()
     if num_stages is not None:
         devices, module = 2 * num_stages, Adam()  # type: ignore[assignment]
-        strategy = FxPipeStrategy(num_stages=num_stages, num_microbatches=2, data_parallel="shard")  # type: ignore[assignment]
+        strategy = FxPipeStrategy(num_stages=num_stages, num_microbatches=2, shard_optimizer_state=True)  # type: ignore[assignment]
     options = {"max_epochs": 5, "accumulate_grad_batches": accumulates, "callbacks": [recorder, whole]}
     trainer = make_trainer(strategy=strategy, devices=devices, **options)
     trainer.fit(module)
@@ -309,7 +309,7 @@ class States(L.Callback):
 def who_has_what() -> Any:
     """Runs on every rank."""
     states = States()
-    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, data_parallel="shard")
+    strategy = FxPipeStrategy(num_stages=2, num_microbatches=2, shard_optimizer_state=True)
     trainer = make_trainer(max_epochs=1, strategy=strategy, devices=4, callbacks=[states])
     trainer.fit(LitModel("gpt"), make_loader("gpt"))
     return states.mine, states.all, states.steps
@@ -356,7 +356,7 @@ class Layers(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-def layout_of(kind: Any) -> Layout:
+def layout_of(shards: bool) -> Layout:
     """What the table of layouts says of two stages on four devices."""
     found = compare_layouts(
         Layers(),
@@ -365,7 +365,7 @@ def layout_of(kind: Any) -> Layout:
         device=Device(flops_per_second=1e9, bytes_per_second=1e9),
         schedules=["gpipe"],
         num_microbatches=2,
-        data_parallel=kind,
+        shard_optimizer_state=shards,
     )
     return next(one for one in found.layouts if one.num_ranks == 2)
 
@@ -395,10 +395,10 @@ def moments_within_each(limits: Sequence[tuple[float, dict[str, Any]]]) -> list[
 
 
 def test_a_memory_limit_counts_a_replicas_share_of_the_states(ranks: Ranks) -> None:
-    whole, shared = layout_of("replicate").chosen.peak_bytes, layout_of("shard").chosen.peak_bytes
+    whole, shared = layout_of(shards=False).chosen.peak_bytes, layout_of(shards=True).chosen.peak_bytes
     # The last stage decides: the first has buffers for what it sends, and does not keep its input.
     of_stage = 4 * 64 * 64 * 4
-    replicate, shard = {"data_parallel": "replicate"}, {"data_parallel": "shard"}
+    replicate, shard = {"shard_optimizer_state": False}, {"shard_optimizer_state": True}
     limits: list[tuple[float, dict[str, Any]]] = [
         (shared, replicate),
         (whole - 1, replicate),
@@ -419,7 +419,7 @@ def test_a_memory_limit_counts_a_replicas_share_of_the_states(ranks: Ranks) -> N
         assert fits - fits_shared == whole - shared
 
 
-def passes_and_rules(free_bytes: int, kind: Any) -> tuple[tuple[int, int], list[float]]:
+def passes_and_rules(free_bytes: int, shards: bool) -> tuple[tuple[int, int], list[float]]:
     """Runs on every rank: how batches go where so much memory is left, and what each of some plans counts for the optimizer."""
     rules: list[float] = []
 
@@ -431,17 +431,17 @@ def passes_and_rules(free_bytes: int, kind: Any) -> tuple[tuple[int, int], list[
         patch.setattr(lightning_fxpipe.runtime.schedule_choice, "memory_for_rank", lambda device, num_ranks: free_bytes)
         patch.setattr(lightning_fxpipe.strategy.run_plan, "plan_regions", noting)
         with Passes() as passes:
-            fit_layers({"data_parallel": kind})
-        for options in ({"balance": "auto"}, {"recompute": "auto", "device_memory_gib": 1}):
-            fit_layers({"data_parallel": kind, **options})
+            fit_layers({"shard_optimizer_state": shards})
+        for options in ({"balance": "auto"}, {"activation_checkpointing": "auto", "device_memory_gib": 1}):
+            fit_layers({"shard_optimizer_state": shards, **options})
     return (passes.by_turns, passes.forward), rules
 
 
 def test_what_is_chosen_by_itself_counts_a_replicas_share_of_the_states(ranks: Ranks) -> None:
     of_stage = 4 * 64 * 64 * 4
     # Gradients and all states leave nothing of it; gradients and half of the states as much as a stage has parameters.
-    for kind, passes, kept in (("replicate", (2, 0), 2.0), ("shard", (0, 2), 1.0)):
-        for found, rules in ranks(4).run(passes_and_rules, 3 * of_stage, kind):
+    for shards, passes, kept in ((False, (2, 0), 2.0), (True, (0, 2), 1.0)):
+        for found, rules in ranks(4).run(passes_and_rules, 3 * of_stage, shards):
             assert found == passes
             assert len(rules) == 3
             assert {*rules} == {kept}
@@ -473,9 +473,9 @@ def test_the_memory_that_is_left_is_the_least_of_all_replicas(ranks: Ranks) -> N
 @pytest.mark.parametrize("as_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_any_number_of_stages_and_replicas_goes_on_from_shards(ranks: Ranks, tmp_path: Path, as_folder: bool) -> None:
     path = str(tmp_path / "shards.ckpt")
-    expected = merged(ranks(4).run(save, path, 4, 2, as_folder, "shard"))
-    for devices, stages, kind in ((4, 2, "replicate"), (4, 1, "shard"), (2, 2, "shard"), (2, 1, "shard")):
-        check_equal(merged(ranks(devices).run(resume, path, devices, stages, kind)), expected)
+    expected = merged(ranks(4).run(save, path, 4, 2, as_folder, True))
+    for devices, stages, shards in ((4, 2, False), (4, 1, True), (2, 2, True), (2, 1, True)):
+        check_equal(merged(ranks(devices).run(resume, path, devices, stages, shards)), expected)
     check_equal(resume(path, 1, 1), expected)
 
 
@@ -484,7 +484,7 @@ def resume_and_count(path: str) -> tuple[set[str], set[str]]:
     states = States()
     states.on_train_start = states.on_train_end  # type: ignore[method-assign]
     states.on_train_end = lambda *_: None  # type: ignore[method-assign]
-    trainer = make_trainer(max_epochs=2, callbacks=[states], strategy=strategy_of(1, kind="shard"), devices=2)
+    trainer = make_trainer(max_epochs=2, callbacks=[states], strategy=strategy_of(1, shards=True), devices=2)
     trainer.fit(LitModel("gpt"), make_loader("gpt"), ckpt_path=path)
     return set(states.all), set(states.mine)
 
@@ -498,27 +498,27 @@ def test_a_replica_reads_the_states_of_its_share(ranks: Ranks, tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "stages", "kind"), [(4, 2, "replicate"), (2, 2, "replicate"), (4, 1, "shard")])
+@pytest.mark.parametrize(("devices", "stages", "shards"), [(4, 2, False), (2, 2, False), (4, 1, True)])
 def test_shards_go_on_from_any_number_of_stages_and_replicas(
-    ranks: Ranks, tmp_path: Path, devices: int, stages: int, kind: str
+    ranks: Ranks, tmp_path: Path, devices: int, stages: int, shards: bool
 ) -> None:
     path = str(tmp_path / "other.ckpt")
-    expected = merged(ranks(devices).run(save, path, devices, stages, True, kind))
-    check_equal(merged(ranks(4).run(resume, path, 4, 2, "shard")), expected)
+    expected = merged(ranks(devices).run(save, path, devices, stages, True, shards))
+    check_equal(merged(ranks(4).run(resume, path, 4, 2, True)), expected)
 
 
 @pytest.mark.slow
 def test_single_files_of_shards_go_to_ddp_and_come_from_there(ranks: Ranks, tmp_path: Path) -> None:
     path, of_ddp = str(tmp_path / "ours.ckpt"), str(tmp_path / "ddp.ckpt")
-    expected = merged(ranks(4).run(save, path, 4, 2, False, "shard"))
+    expected = merged(ranks(4).run(save, path, 4, 2, False, True))
     check_equal(merged(ranks(2).run(resume, path, 2, None)), expected)
     expected = merged(ranks(2).run(save, of_ddp, 2, None, True))
-    check_equal(merged(ranks(4).run(resume, of_ddp, 4, 2, "shard")), expected)
+    check_equal(merged(ranks(4).run(resume, of_ddp, 4, 2, True)), expected)
 
 
 @pytest.mark.slow
 def test_shards_are_saved_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
-    expected = merged(ranks(4).run(save_in_background, str(tmp_path), "shard"))
+    expected = merged(ranks(4).run(save_in_background, str(tmp_path), True))
     check_equal(merged(ranks(2).run(resume, str(tmp_path / "last.ckpt"), 2, 2)), expected)
 
 
@@ -543,7 +543,7 @@ def run_again(path: str) -> tuple[list[dict[str, Tensor]], list[int]]:
     for stages in (2, 1):
         look = Look()
         look.on_train_start = lambda *_: None  # type: ignore[method-assign]
-        trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, kind="shard"), devices=4)
+        trainer = make_trainer(max_epochs=1, callbacks=[look], strategy=strategy_of(stages, shards=True), devices=4)
         trainer.fit(module)
         trainer.validate(module, verbose=False)
         trainer.save_checkpoint(f"{path}/{stages}.ckpt")

@@ -73,7 +73,7 @@ def test_ranks_that_would_wait_for_ever_are_refused() -> None:
     with pytest.raises(ScheduleError, match="wait for each other for ever") as refused:
         schedule_of_table(ActionTable.from_csv("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n"), "stuck.csv")
     assert refused.value.where == "stuck.csv"
-    assert refused.value.observed == "rank 0 for 1B0, rank 1 for 0F1"
+    assert refused.value.observed == "line 1 for 1B0, line 2 for 0F1"
 
 
 def test_an_option_is_a_name_a_file_or_a_table(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_what_a_table_says() -> None:
         ("", "no action"),
         ("0F0,0F0,0B0", "0F0 is there twice"),
         ("0F0,0B0\n2F0,2B0", "stages [0, 2]"),
-        ("0F0\n0B0", "stage 0 on ranks [0, 1]"),
+        ("0F0\n0B0", "stage 0 on lines [1, 2]"),
         ("0F0", "0F0 for microbatch 0 of stage 0"),
         ("0F0,0I0", "0F0, 0I0 for microbatch 0 of stage 0"),
         ("0F0,0B0,0W0", "0F0, 0B0, 0W0 for microbatch 0 of stage 0"),

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_fxpipe.errors import ScheduleError
 from lightning_fxpipe.simulation.actions import ActionTable
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, simulate
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, simulate, table_of
 from lightning_fxpipe.simulation.costs import Link, Overhead, StageCosts
 
 COST = StageCosts(forward_seconds=1, input_backward_seconds=1, weight_backward_seconds=1, activation_bytes=2, weight_bytes=1)
@@ -54,10 +54,19 @@ def test_what_is_given_is_used() -> None:
     assert own.pipeline_seconds == 6
 
 
+def test_a_name_may_be_spelled_as_torch_does() -> None:
+    assert simulate([COST] * 2, num_microbatches=2, schedule="1F1B").table == table_of("1f1b", [COST] * 2, 2)
+    assert [schedule_named(name) for name in ("GPipe", "ZBVZeroBubble", "looped-bfs")] == [
+        "gpipe",
+        "zbv_zero_bubble",
+        "looped_bfs",
+    ]
+
+
 @pytest.mark.parametrize(
     ("num_stages", "options", "message"),
     [
-        (4, {"schedule": "2f2b"}, "There is no such schedule"),
+        (4, {"schedule": "2F1B"}, "There is no such schedule[^*]*did you mean '1f1b'"),
         (4, {"num_microbatches": 0}, "cannot be simulated without microbatches"),
         (4, {"stages_per_rank": 2}, "A schedule cannot be made for so many stages[^*]*1f1b for 4 stages, 2 on each rank"),
         (5, {"schedule": "looped_bfs", "stages_per_rank": 2}, "looped_bfs for 5 stages"),

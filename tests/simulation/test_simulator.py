@@ -191,7 +191,7 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
     table = ActionTable.from_csv("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0")
     with pytest.raises(ScheduleError, match="ranks of a schedule wait for each other for ever") as refused:
         run_table(table, PLAIN)
-    assert refused.value.observed == "rank 0 for 1B0, rank 1 for 0F1"
+    assert refused.value.observed == "line 1 for 1B0, line 2 for 0F1"
 
 
 def test_costs_of_another_number_of_stages_are_refused() -> None:

@@ -93,7 +93,7 @@ def assert_as_on_one_device(**options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "recompute": "all"}]
+    "options", [{"schedule": "gpipe"}, {"schedule": "1f1b"}, {"schedule": "interleaved_1f1b", "activation_checkpointing": True}]
 )
 def test_blocks_that_are_alike_are_compiled_once_and_run_in_every_step(backend: Counting, options: dict[str, Any]) -> None:
     assert_as_on_one_device(num_microbatches=2, compile=True, **options)

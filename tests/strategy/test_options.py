@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
 
-from lightning_fxpipe import ActionTable, FxPipeStrategy, make_plan
+from docs.generate import option_groups
+from lightning_fxpipe import FxPipeStrategy, make_plan
 from lightning_fxpipe.schedules.own_table import schedule_of_table
+from lightning_fxpipe.simulation import ActionTable
 from tests.models import make_model, make_samples
 from tests.owntables import ODD
 
@@ -50,7 +54,7 @@ def test_options_of_a_config_are_overridden(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"trainer": {"strategy": {"class_path": "FxPipeStrategy", "init_args": options}}}))
     for written in ("--trainer.strategy.num_microbatches=2", "--trainer.strategy.init_args.num_microbatches=2"):
-        strategy, printed = run("--config", str(config), written, "--trainer.strategy.timeout_seconds=5")
+        strategy, printed = run("--config", str(config), written, "--trainer.strategy.timeout=5")
         assert isinstance(strategy, FxPipeStrategy), printed
         assert (strategy._num_microbatches, strategy._plans.options.given, strategy._loss.weight) == (2, plan, count)
         assert strategy._timeout.total_seconds() == 5
@@ -74,6 +78,25 @@ def test_a_recording_is_a_folder_or_says_more(options: list[str], steps: range) 
     assert (str(recording.folder), recording.steps) == ("folder", steps)
 
 
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        *(("true", True), ("false", False), ("auto", "auto"), ("model.layers.*", "model.layers.*")),
+        *(("torch.nn.Linear", nn.Linear), ("[torch.nn.Linear,'head.*']", [nn.Linear, "head.*"])),
+    ],
+)
+def test_activation_checkpointing_names_classes_by_their_import_paths(value: str, read: object) -> None:
+    strategy, printed = run(CLASS, f"--trainer.strategy.activation_checkpointing={value}")
+    assert isinstance(strategy, FxPipeStrategy), printed
+    assert strategy._plans.options.activation_checkpointing == read
+
+
+def test_times_are_seconds_or_hours_minutes_and_seconds() -> None:
+    strategy, printed = run(CLASS, "--trainer.strategy.timeout=0:30:00", "--trainer.strategy.heartbeat_timeout=null")
+    assert isinstance(strategy, FxPipeStrategy), printed
+    assert (strategy._timeout.total_seconds(), strategy._heartbeat) == (1800, None)
+
+
 WRONG = [
     ("device_speeds", "[1,0]", "v>0"),
     ("device_memory_gib", "[1,-1]", "v>0"),
@@ -83,16 +106,24 @@ WRONG = [
     ("num_microbatches", "0", "v>0"),
     ("schedule", "foo", "'gpipe', '1f1b'"),
     ("schedule", "absent.csv", "No such file"),
-    ("schedule", "tests", "no schedule's name, and no table of actions"),
+    ("schedule", "tests", "or the path of a table (CSV)"),
+    ("schedule", "2F1B", "did you mean '1f1b'?"),
     ("plan", "absent.json", "No such file"),
     ("loss_reduction", "median", "'sum'"),
     ("loss_weight", f"{__name__}.absent", "has no absent"),
-    ("timeout_seconds", "-3", "v>0"),
+    ("timeout", "-3", "v>0"),
+    ("heartbeat_timeout", "0", "v>0"),
     ("start_method", "thread", "'spawn'"),
-    ("data_parallel", "fsdp", "'shard'"),
+    ("shard_optimizer_state", "fsdp", "fsdp"),
     ("gather_after_run", "perhaps", "perhaps"),
     ("number_of_stages", "2", "not accepted"),
 ]
+
+
+def test_a_schedule_may_be_spelled_as_torch_does() -> None:
+    strategy, printed = run(CLASS, "--trainer.strategy.schedule=ZBVZeroBubble")
+    assert isinstance(strategy, FxPipeStrategy), printed
+    assert strategy._schedule.name == "zbv_zero_bubble"
 
 
 @pytest.mark.parametrize(("option", "value", "told"), WRONG)
@@ -138,10 +169,19 @@ def test_the_help_explains_every_option() -> None:
         assert f"--trainer.strategy.{option} " in text
     assert "help for ActionTable" not in text
     for words in (
-        "Seconds after which",
-        "four for each of several devices",
-        "the same on each",
+        "How long a rank waits",
+        "four for each device of a pipeline",
+        "Every device holds the same number",
         "default: 1800.0",
-        "table of your own",
+        "A custom schedule is",
     ):
         assert words in text
+
+
+def test_each_option_is_in_one_group_in_the_order_of_the_signature() -> None:
+    groups = option_groups()
+    options = [option for group in groups.values() for option in group]
+    parameters = inspect.signature(FxPipeStrategy).parameters
+    assert [(name, default) for name, _, default in options] == [(one.name, one.default) for one in parameters.values()]
+    assert all(meaning[0].isupper() and meaning.endswith(".") for _, meaning, _ in options)
+    assert [*groups][:2] == ["Stages and cuts", "Schedule and microbatches"]

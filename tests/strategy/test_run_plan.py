@@ -75,10 +75,10 @@ def test_memory_is_shared_by_all_processes_of_the_machine(monkeypatch: pytest.Mo
     assert [search_space.memory_left(alone, count) for count in (1, 4)] == [(900,), (225,)]
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("replicate", 2.0), ("shard", 0.5)])
-def test_what_a_replica_keeps_of_the_optimizer_counts(kind: Any, kept: float) -> None:
+@pytest.mark.parametrize(("shards", "kept"), [(False, 2.0), (True, 0.5)])
+def test_what_a_replica_keeps_of_the_optimizer_counts(shards: bool, kept: float) -> None:
     options = PlanOptions(
-        given=None, num_stages=2, stages_per_rank="auto", num_microbatches=None, batch_dim=0, data_parallel=kind
+        given=None, num_stages=2, stages_per_rank="auto", num_microbatches=None, batch_dim=0, shard_optimizer_state=shards
     )
     assert options.optimizer_bytes_per_byte(4) == kept
     assert options.optimizer_bytes_per_byte(1) == 2.0

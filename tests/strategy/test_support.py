@@ -24,11 +24,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy
 
-from lightning_fxpipe import ActionTable, FxPipeStrategy, make_plan
+from lightning_fxpipe import FxPipeStrategy, make_plan
 from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.schedules.own_table import schedule_of_table
+from lightning_fxpipe.simulation import ActionTable
 from lightning_fxpipe.strategy.support import (
     check_batch_dim,
     check_converted,

@@ -26,7 +26,7 @@ function prepared(timeline) {
     });
     rank.critical.forEach((index) => { blocks[index].isCritical = true; });
     own.forEach((stage) => stages.add(stage));
-    return { blocks, stages: [...own].sort((one, other) => one - other), keptSeconds: rank.keptSeconds, keptBytes: rank.keptBytes };
+    return { number: rank.number, blocks, stages: [...own].sort((one, other) => one - other), keptSeconds: rank.keptSeconds, keptBytes: rank.keptBytes };
   });
   const end = Math.max(0, ...ranks.map((rank) => rank.blocks.at(-1)?.end ?? 0));
   return { ...timeline, ranks, numMicrobatches, numStages: stages.size, end, peak: peakOf(timeline) };

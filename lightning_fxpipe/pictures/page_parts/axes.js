@@ -19,13 +19,13 @@ function drawTimeAxis(pen, area, theme) {
   }
 }
 
-function drawRankNames(pen, area, numRanks, theme) {
+function drawRankNames(pen, area, ranks, theme) {
   pen.fillStyle = theme.muted;
   pen.textAlign = "right";
   const every = area.rowHeight < 11 ? 4 : 1;
-  for (let rank = 0; rank < numRanks; rank += every) {
-    const text = area.rowHeight >= 16 ? `rank ${rank}` : String(rank);
-    pen.fillText(text, area.left - 8, area.top + (rank + 0.5) * area.rowHeight + 0.5);
+  for (let place = 0; place < ranks.length; place += every) {
+    const text = area.rowHeight >= 16 ? `rank ${ranks[place].number}` : String(ranks[place].number);
+    pen.fillText(text, area.left - 8, area.top + (place + 0.5) * area.rowHeight + 0.5);
   }
   if (area.rowHeight < 16) {
     pen.textAlign = "left";

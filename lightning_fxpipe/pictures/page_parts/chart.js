@@ -15,15 +15,15 @@ class Chart {
     const facts = `${humanSeconds(timeline.seconds)}, ${percent(timeline.idle)} idle`;
     this.element = element("div", { className: "chart" },
       element("h3", {}, timeline.label, " ", element("span", { className: "small" }, facts)),
-      this.actions, ...(this.kept ? [this.#keptBar(numRanks), this.kept] : []));
+      this.actions, ...(this.kept ? [this.#keptBar(), this.kept] : []));
   }
 
   #canvas(height, label) {
     return element("canvas", { tabIndex: 0, role: "application", "aria-label": label, style: { height: `${height}px` } });
   }
 
-  #keptBar(numRanks) {
-    const names = ["all ranks", ...Array.from({ length: numRanks }, (_, rank) => `rank ${rank}`)];
+  #keptBar() {
+    const names = ["all ranks", ...this.timeline.ranks.map((rank) => `rank ${rank.number}`)];
     this.keptChoice = element("select", {}, ...names.map((name, index) => element("option", { value: String(index - 1) }, name)));
     this.keptChoice.addEventListener("change", () => this.singleOut(Number(this.keptChoice.value)));
     this.keptKey = element("span", { className: "key small" });
@@ -70,7 +70,7 @@ class Chart {
     const area = this.areaOf(this.actions, TOP);
     drawBands(pen, this.timeline.ranks.length, area, theme);
     drawTimeAxis(pen, area, theme);
-    drawRankNames(pen, area, this.timeline.ranks.length, theme);
+    drawRankNames(pen, area, this.timeline.ranks, theme);
     pen.save();
     pen.beginPath();
     pen.rect(area.left, area.top, area.width, area.height);
@@ -79,7 +79,7 @@ class Chart {
     this.#markChosen(pen, area, theme);
     pen.restore();
     drawEnd(pen, area, this.timeline.end, theme);
-    this.keptKey?.replaceChildren(...keptKey(this.timeline.ranks.length));
+    this.keptKey?.replaceChildren(...keptKey(this.timeline.ranks));
     if (this.kept) drawKept(penOf(this.kept), this, this.areaOf(this.kept, 8), theme);
   }
 

@@ -88,7 +88,7 @@ function step(chart, byRank, byIndex) {
 }
 
 function factsOf(chart, rank, block) {
-  const facts = [wordsOf(block), `rank ${rank}, from ${humanSeconds(block.start, 5)}, takes ${humanSeconds(block.end - block.start, 4)}`];
+  const facts = [wordsOf(block), `rank ${chart.timeline.ranks[rank].number}, from ${humanSeconds(block.start, 5)}, takes ${humanSeconds(block.end - block.start, 4)}`];
   const kept = keptAt(chart.timeline.ranks[rank], block.end);
   if (kept !== null) facts.push(`then ${humanBytes(kept)} in memory`);
   if (block.isCritical) facts.push("on the critical path");
@@ -120,7 +120,7 @@ function keptLines(event, chart) {
   const candidates = chart.keptRank === null ? known : known.filter((each) => each.index === chart.keptRank);
   if (!candidates.length) return null;
   const nearest = candidates.reduce((one, other) => (Math.abs(other.bytes - pointed) < Math.abs(one.bytes - pointed) ? other : one));
-  return [`rank ${nearest.index}: ${humanBytes(nearest.bytes)} at ${humanSeconds(seconds, 4)}`];
+  return [`rank ${chart.timeline.ranks[nearest.index].number}: ${humanBytes(nearest.bytes)} at ${humanSeconds(seconds, 4)}`];
 }
 
 function hideTip() {

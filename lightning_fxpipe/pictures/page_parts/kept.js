@@ -83,11 +83,11 @@ function drawLimit(pen, area, top, y, theme) {
 }
 
 // Which line is whose: each by itself, or the first and the last of many.
-function keptKey(numRanks) {
+function keptKey(ranks) {
   const line = (background) => element("i", { style: { background } });
-  if (numRanks <= 8) return Array.from({ length: numRanks }, (_, rank) => element("span", {}, line(lineColour(rank, numRanks)), `rank ${rank}`));
+  if (ranks.length <= 8) return ranks.map((rank, place) => element("span", {}, line(lineColour(place, ranks.length)), `rank ${rank.number}`));
   const colours = Array.from({ length: 9 }, (_, index) => lineColour(index, 9));
-  return [element("span", {}, "rank 0", line(`linear-gradient(90deg, ${colours})`), `rank ${numRanks - 1}`)];
+  return [element("span", {}, `rank ${ranks[0].number}`, line(`linear-gradient(90deg, ${colours})`), `rank ${ranks.at(-1).number}`)];
 }
 
 // What a rank has in memory at a time; null before the first that is known.

@@ -16,7 +16,7 @@ function showReplicas(grid) {
     element("th", { scope: "row", colSpan: hasMachines ? 2 : 1 }, "Averaged"), ...grid.gradientBytes.map((bytes) => cell(humanBytes(bytes), "number")),
   ))] : [];
   byId("replica-table").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows), ...foot);
-  const hints = ["The numbers are global ranks; rows of timelines are places in a pipeline, from that of stage 0 on.", "Replicas train on different batches. The ranks of a column average their gradients once for each step of the optimizer, when their stages' backward passes are done."];
+  const hints = ["The numbers are global ranks. Timelines show the ranks of replica 0.", "Replicas train on different batches. The ranks of a column average their gradients once for each step of the optimizer, when their stages' backward passes are done."];
   if (grid.gradientBytes.length) hints.push("Averaged: bytes of the gradients of each rank.");
   byId("replica-hint").textContent = hints.join(" ");
 }

@@ -3,7 +3,7 @@
 function peakOf(timeline) {
   const peaks = timeline.ranks.map((rank) => rank.keptBytes.reduce((most, bytes) => Math.max(most, bytes), 0));
   const bytes = Math.max(0, ...peaks);
-  return { bytes, rank: peaks.indexOf(bytes), isKnown: timeline.ranks.some((rank) => rank.keptBytes.length) };
+  return { bytes, rank: timeline.ranks[peaks.indexOf(bytes)]?.number, isKnown: timeline.ranks.some((rank) => rank.keptBytes.length) };
 }
 
 function showSchedules(choose) {
