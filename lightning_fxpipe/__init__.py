@@ -7,10 +7,10 @@ draws them.
 """
 
 import importlib
-import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lightning_fxpipe._compat.roots import when_imported
 from lightning_fxpipe.errors import BatchError as BatchError
@@ -20,23 +20,41 @@ from lightning_fxpipe.errors import PeerError as PeerError
 from lightning_fxpipe.errors import ScheduleError as ScheduleError
 from lightning_fxpipe.errors import TraceError as TraceError
 from lightning_fxpipe.errors import UnsupportedError as UnsupportedError
-from lightning_fxpipe.planner.layouts import Layout as Layout
-from lightning_fxpipe.planner.layouts import LayoutComparison as LayoutComparison
-from lightning_fxpipe.planner.layouts import compare_layouts as compare_layouts
-from lightning_fxpipe.planner.plan import BoundaryTensor as BoundaryTensor
-from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
-from lightning_fxpipe.planner.plan import StageSpec as StageSpec
-from lightning_fxpipe.planner.simulated_plan import SimulatedPlan as SimulatedPlan
-from lightning_fxpipe.planner.simulated_plan import simulate_plan as simulate_plan
-from lightning_fxpipe.planner.step_plan import make_plan as make_plan
-from lightning_fxpipe.recording.files import read_recording as read_recording
-from lightning_fxpipe.recording.options import Recording as Recording
-from lightning_fxpipe.strategy.strategy import FxPipeStrategy as FxPipeStrategy
+
+if TYPE_CHECKING:
+    from lightning_fxpipe.planner.layouts import Layout as Layout
+    from lightning_fxpipe.planner.layouts import LayoutComparison as LayoutComparison
+    from lightning_fxpipe.planner.layouts import compare_layouts as compare_layouts
+    from lightning_fxpipe.planner.plan import BoundaryTensor as BoundaryTensor
+    from lightning_fxpipe.planner.plan import PartitionPlan as PartitionPlan
+    from lightning_fxpipe.planner.plan import StageSpec as StageSpec
+    from lightning_fxpipe.planner.simulated_plan import SimulatedPlan as SimulatedPlan
+    from lightning_fxpipe.planner.simulated_plan import simulate_plan as simulate_plan
+    from lightning_fxpipe.planner.step_plan import make_plan as make_plan
+    from lightning_fxpipe.recording.files import read_recording as read_recording
+    from lightning_fxpipe.recording.options import Recording as Recording
+    from lightning_fxpipe.strategy.strategy import FxPipeStrategy as FxPipeStrategy
 
 try:
     __version__ = version("lightning-fxpipe")
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0.0.0"
+
+# Modules of the names that are imported at their first use (PEP 562): `fxpipe --help` needs neither torch nor Lightning.
+_MODULES = {
+    "BoundaryTensor": "planner.plan",
+    "FxPipeStrategy": "strategy.strategy",
+    "Layout": "planner.layouts",
+    "LayoutComparison": "planner.layouts",
+    "PartitionPlan": "planner.plan",
+    "Recording": "recording.options",
+    "SimulatedPlan": "planner.simulated_plan",
+    "StageSpec": "planner.plan",
+    "compare_layouts": "planner.layouts",
+    "make_plan": "planner.step_plan",
+    "read_recording": "recording.files",
+    "simulate_plan": "planner.simulated_plan",
+}
 
 __all__ = [
     "BatchError",
@@ -60,6 +78,18 @@ __all__ = [
     "simulate_plan",
 ]
 
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 # Trainer(strategy="fxpipe") finds the strategy by name once this package is imported. A class name without options reaches the
 # Trainer as a name, in lower case, from LightningCLI's command line. Imported twice under test runners.
 _NAMES = ("fxpipe", "fxpipestrategy", "lightning_fxpipe.fxpipestrategy", "lightning_fxpipe.pl.fxpipestrategy")
@@ -72,9 +102,15 @@ def _register(strategies: ModuleType, make: Callable[[], object]) -> None:
             strategies.StrategyRegistry.register(name, make, description=what)
 
 
+def _of_lightning() -> object:
+    return __getattr__("FxPipeStrategy")()
+
+
 def _of_pytorch_lightning() -> object:
     return importlib.import_module("lightning_fxpipe.pl").FxPipeStrategy()
 
 
-_register(sys.modules["lightning.pytorch.strategies"], FxPipeStrategy)
+when_imported("lightning.pytorch.strategies", lambda strategies: _register(strategies, _of_lightning))
 when_imported("pytorch_lightning.strategies", lambda strategies: _register(strategies, _of_pytorch_lightning))
+# LightningCLI finds the class by its bare name among those that are imported.
+when_imported("lightning.pytorch.cli", lambda _: __getattr__("FxPipeStrategy"))

@@ -39,7 +39,7 @@ KNOW_LIGHTNING = {
         "hooks.user_hooks",
         "optim.precision",
     ),
-    *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.plan"),
+    *("checkpoint.stage_state", "launch.launching", "pl", "__init__", "cli.configs"),
 }
 # Rooms from which users import; the others do so from the package itself.
 EXPORT_NAMES = {"simulation", "pictures"}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -90,6 +93,31 @@ def test_the_public_names_of_rooms_are_these() -> None:
     ]
     for room in (simulation, pictures):
         assert [name for name in room.__all__ if not hasattr(room, name)] == []
+
+
+def test_names_are_imported_at_their_first_use_from_where_type_checkers_find_them() -> None:
+    tree = ast.parse(Path(lightning_fxpipe.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    assert {node.names[0].name: str(node.module).partition(".")[2] for node in imports} == lightning_fxpipe._MODULES
+    assert {*dir(lightning_fxpipe)} >= {*lightning_fxpipe.__all__}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lightning_fxpipe.nothing
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["lightning_fxpipe, lightning.pytorch", "lightning.pytorch, lightning_fxpipe", "lightning_fxpipe, pytorch_lightning"],
+)
+def test_a_trainer_finds_the_strategy_in_any_order_of_imports(imports: str) -> None:
+    root = "pytorch_lightning" if "pytorch_lightning" in imports else "lightning.pytorch"
+    program = (
+        f"import sys, {imports}\n"
+        f"trainer = sys.modules[{root!r}].Trainer(strategy='fxpipe', accelerator='cpu', devices=2, logger=False)\n"
+        "print(type(trainer.strategy).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "FxPipeStrategy", done.stderr
 
 
 def test_the_version_is_that_of_the_installed_package() -> None:

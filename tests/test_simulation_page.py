@@ -33,7 +33,7 @@ def test_the_file_of_a_device_can_be_read(
     monkeypatch.chdir(ROOT)
     arguments = block("bash").split()[3:-1]
     assert command_line.main([*arguments, str(tmp_path / "device.yaml")]) == 0
-    assert "A step with 8 microbatches would take" in capsys.readouterr().out
+    assert "Simulated step with 8 microbatches on 3 x device" in capsys.readouterr().out
 
 
 def test_the_python_runs(capsys: pytest.CaptureFixture[str]) -> None:

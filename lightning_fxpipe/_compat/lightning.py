@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -357,3 +358,14 @@ def checkpoint_folders(trainer: Trainer) -> list[str]:
     folders = {str(callback.dirpath or default) for callback in _callbacks(trainer, ModelCheckpoint)}
     folders.add(str(trainer.default_root_dir))
     return sorted(folder for folder in folders if "://" not in folder)
+
+
+def silence_lightning(*, logs_alike: bool = False) -> None:
+    """Ignores warnings about Lightning's own code; and the advice to log with ``sync_dist`` if all ranks log the same.
+
+    Lightning 2.6 asks torch 2.13 for the kind of a leaf in a deprecated way, once in each process and run.
+    """
+    module = r"(lightning\.pytorch|pytorch_lightning)\.utilities\._pytree"
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", module=module)
+    if logs_alike:
+        warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")

@@ -68,6 +68,18 @@ class Conversion:
     shared: Mapping[str, str]
     has_numbers: bool
 
+    def report(self, path: Path) -> str:
+        """What a user reads after a conversion to ``path``."""
+        lines = [f"Converted a {self.source.value} to {path} ({self.target.value})"]
+        if self.left_out:
+            lines.append(f"Left out, as only weights have a place there: {', '.join(self.left_out)}")
+        if self.shared:
+            pairs = ", ".join(f"{name} = {kept}" for name, kept in self.shared.items())
+            lines.append(f"Stored once, under one of its names: {pairs}")
+        if self.target is Target.FOLDER and self.has_numbers:
+            lines.append("The optimizer numbers its parameters without names: its states stay in one file of the folder")
+        return "\n".join(lines)
+
 
 def convert(
     source: Location, path: Path, target: Target, *, only_weights: bool, pickle_is_trusted: bool, overwrites: bool

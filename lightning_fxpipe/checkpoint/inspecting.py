@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -119,6 +120,33 @@ def describe(contents: Contents, *, with_tensors: bool) -> str:
     return "\n\n".join(parts)
 
 
+def as_dict(contents: Contents) -> dict[str, Any]:
+    """Plain data, as ``fxpipe inspect --json`` prints it."""
+    checkpoint = contents.checkpoint
+    return {
+        "checkpoint": contents.location.text,
+        "format": contents.format.value,
+        "complete": not contents.lacking,
+        "lacking": contents.lacking,
+        "verified": contents.is_verified,
+        "epoch": checkpoint.get("epoch"),
+        "global_step": checkpoint.get("global_step"),
+        "facts": dict(_facts(contents)),
+        "tensors": {
+            name: {
+                fqn: {"shape": list(leaf.shape), "dtype": _dtype_words(leaf.dtype), "bytes": leaf.nbytes}
+                for fqn, value in state.items()
+                for leaf in _tensors(value)
+            }
+            for name, state in contents.states.items()
+        },
+        "optimizers": [
+            [{key: _plain(value) for key, value in group.items() if key != "params"} for group in each.get("param_groups", ())]
+            for each in checkpoint.get("optimizer_states") or []
+        ],
+    }
+
+
 def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     checkpoint = contents.checkpoint
     yield "Checkpoint", contents.location.text
@@ -191,6 +219,14 @@ def _short(value: Any) -> str:
     if isinstance(value, Tensor) and value.is_meta:
         return "tensor"
     return str(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for a value."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    is_plain = value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else _short(value)
 
 
 def _tensors_table(name: str, state: Mapping[str, Any]) -> str:

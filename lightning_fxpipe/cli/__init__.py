@@ -1,10 +1,7 @@
-"""Commands of ``python -m lightning_fxpipe``.
+"""Commands of ``fxpipe``: a function with a command's name takes its arguments and returns the exit status.
 
-- ``plan``: how a config's model is cut into stages.
-- ``simulate``: what a step would take.
-- ``layouts``: how many stages and replicas are fastest.
-- ``devices``: what a simulated step runs on.
-- ``saving``: files that are written besides.
-- ``configs``: a config's model and a batch of its data, which these begin with.
+- ``plan``: ``plan``, ``simulate`` and ``layouts``, for the model and the data of a LightningCLI config.
+- ``configs``: reads such a config, with overrides on the command line.
 - ``checkpoints``: ``inspect`` and ``convert``.
+- ``doctor``: ``doctor``.
 """

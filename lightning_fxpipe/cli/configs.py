@@ -1,167 +1,119 @@
-"""A config's model, a batch of its data, and how many stages and microbatches it gets: what the commands begin with.
-
-It knows Lightning, not the strategy.
-"""
+"""Reads a LightningCLI config: its model, a batch of its data, and the options of a command."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import json
+import pydoc
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jsonargparse import Namespace, get_loader
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_fxpipe._compat.lightning import silence_lightning
 from lightning_fxpipe._compat.loops import first_loader_batch
-from lightning_fxpipe.errors import FxPipeError, ScheduleError
-from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
-from lightning_fxpipe.simulation.by_name import schedule_named
+from lightning_fxpipe.errors import FxPipeError
 
-CONFIG_HELP = """\
-The config is one of LightningCLI's. Where its `model` and `data` sections give no class_path, because the program fixes the
-classes, name them with --model and --data. Classes are imported from the current directory, and from the config's folder and
-the folders above it up to the current directory.
-"""
+# Other sections of a config are about the run: neither a model nor a batch depends on them.
+_SECTIONS = ("model", "data", "trainer")
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a config describes.
+class Work(NamedTuple):
+    """A command's options, the LightningModule that they are about, and the first batch of its training data."""
 
-    Attributes:
-        model: The LightningModule.
-        batch: The first batch of its training data.
-        num_stages, num_microbatches: As asked for, or by default.
-        batch_dim: Dimension of tensors that is the batch.
-    """
-
+    options: Namespace
     model: Any
     batch: Any
-    num_stages: int
-    num_microbatches: int
-    batch_dim: int
 
 
-def add_config_options(parser: argparse.ArgumentParser, *, has_stages: bool = True) -> None:
-    """Adds the options that say which model and batch are meant, and into how many stages the model is cut if that is given."""
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a LightningCLI config (YAML)")
-    parser.add_argument("--model", metavar="CLASS", help="import path of the LightningModule, if the config has none")
-    parser.add_argument("--data", metavar="CLASS", help="import path of the LightningDataModule, if the config has none")
-    several = "up to four for each of several stages, of two samples or more" if has_stages else "several numbers are looked at"
-    if has_stages:
-        parser.add_argument("--num-stages", type=positive, metavar="N", help="number of stages (default: the config's devices)")
-    else:
-        parser.set_defaults(num_stages=1)
-    parser.add_argument("--num-microbatches", type=positive, metavar="M", help=f"microbatches of a batch (default: {several})")
-    parser.add_argument(
-        "--batch-dim", type=int, default=0, metavar="D", help="dimension of tensors that is the batch (default: 0)"
-    )
-
-
-def read_work(options: argparse.Namespace) -> Work:
-    """Makes the model and a batch.
+def read_work(command: str, purpose: str, arguments: Sequence[str], add_options: Callable[[Any], None]) -> Work:
+    """Reads a command's arguments, and makes the model and a batch; ``add_options`` adds the command's own options.
 
     Raises:
-        FxPipeError: The config does not say which.
+        argparse.ArgumentError: An option is unknown or has a wrong value.
+        FxPipeError: The config cannot be read.
     """
-    config = _read_config(options.config)
-    _extend_import_path(options.config)
-    model = _instantiate(config, "model", options.model)
-    data = _instantiate(config, "data", options.data)
-    num_stages = options.num_stages or _devices(config)
-    data.prepare_data()
-    data.setup("fit")
-    batch = first_loader_batch(data.train_dataloader())
-    num_samples = count_samples(batch, options.num_microbatches, options.batch_dim).num_samples
-    count = options.num_microbatches or default_num_microbatches(num_samples, num_stages)
-    return Work(model, batch, num_stages, count, options.batch_dim)
-
-
-def positive(text: str) -> int:
-    """A number of things, of which there is one at least."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
-
-
-def schedule(text: str) -> str:
-    """Reads the name of a schedule."""
-    try:
-        return schedule_named(text)
-    except ScheduleError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a schedule: expected {error.expected}") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    import yaml  # comes with the extra `examples`, as LightningCLI's own parser does
-
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise FxPipeError(
-            "Cannot read the config.", where=str(path), observed=str(error), todo="Give --config a file in YAML."
-        ) from error
-    if not isinstance(config, dict):
-        raise FxPipeError(
-            "The config is not a mapping.",
-            where=str(path),
-            observed=type(config).__name__,
-            todo="Give the config that LightningCLI takes, with sections such as `model` and `data`.",
-        )
-    return dict(config.get("fit") or config)  # a config may hold a section for each subcommand
-
-
-def _extend_import_path(config: Path) -> None:
-    """Adds the current directory and the folders between it and the config."""
-    here, folder = Path.cwd(), config.resolve().parent
-    folders = [folder, *folder.parents]
-    for candidate in (here, *(f for f in folders if f == folder or here in f.parents)):
-        if str(candidate) not in sys.path:
-            sys.path.append(str(candidate))
-
-
-def _instantiate(config: dict[str, Any], section: str, class_name: str | None) -> Any:
-    """The object of a config section, made as LightningCLI makes it."""
-    from jsonargparse import ArgumentParser
-
-    values = config.get(section) or {}
-    if "class_path" in values:
-        class_name, values = values["class_path"], values.get("init_args") or {}
-    if class_name is None:
-        raise FxPipeError(
-            f"The config does not say which class its `{section}` is.",
-            observed=f"no class_path under `{section}`",
-            expected="a class_path, or the class on the command line",
-            todo=f"Add --{section} package.module.Class.",
-        )
-    module_name, _, name = class_name.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise FxPipeError(f"Cannot import {class_name}.", observed=str(error), todo=f"Check --{section}.") from error
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(kind, section)
-    try:
-        parsed = parser.parse_object({section: values})
-    except argparse.ArgumentError as error:
-        raise FxPipeError(
-            f"The config's `{section}` does not fit {class_name}.",
-            observed=str(error),
-            todo=f"Give `{section}.init_args` what the class takes, by name and type.",
-        ) from error
-    return getattr(parser.instantiate(parsed), section)
-
-
-def _devices(config: dict[str, Any]) -> int:
-    devices = (config.get("trainer") or {}).get("devices")
-    if isinstance(devices, list):
-        return len(devices)
-    if isinstance(devices, int) and devices > 0:
-        return devices
-    raise FxPipeError(
-        "The number of stages is not known.",
-        observed=f"trainer.devices: {devices}",
-        expected="a number of devices in the config",
-        todo="Add --num-stages N.",
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", "-c", type=Path, action="append", default=[])
+    first.add_argument("--model-class")
+    first.add_argument("--data-class")
+    known, rest = first.parse_known_args(arguments)
+    here, folders = Path.cwd(), [path.resolve().parent for path in known.config]
+    around = [each for folder in folders for each in (folder, *folder.parents) if each == folder or here in each.parents]
+    sys.path += [str(path) for path in (here, *around) if str(path) not in sys.path]
+    cli = _ConfigCLI(
+        _imported(known.model_class, "--model-class"),
+        _imported(known.data_class, "--data-class"),
+        run=False,
+        save_config_callback=None,
+        auto_configure_optimizers=False,
+        parser_kwargs={"prog": f"fxpipe {command}", "description": purpose, "exit_on_error": False},
+        args=[*(part for path in known.config for part in ("--config", _sections(path))), *rest],
+        add_options=add_options,
     )
+    options = cli.config
+    if options.get("data") is None:
+        raise FxPipeError("There is no data.", todo="Add a section `data` to the config, or --data package.module.Class.")
+    sections = Namespace(model=options.model, data=options.data)  # type: ignore[no-untyped-call]
+    made = cli.parser.instantiate(sections)
+    silence_lightning()
+    made.data.prepare_data()
+    made.data.setup("fit")
+    return Work(options, made.model, first_loader_batch(made.data.train_dataloader()))
+
+
+class _ConfigCLI(LightningCLI):
+    """A LightningCLI that makes nothing: the Trainer of a config may be for other machines."""
+
+    def __init__(self, *args: Any, add_options: Callable[[Any], None], **kwargs: Any) -> None:
+        self._add_options = add_options
+        super().__init__(*args, **kwargs)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the command's options. A seed is accepted and has no effect: shapes do not depend on it."""
+        parser.add_argument("--seed_everything", default=False, help=argparse.SUPPRESS)
+        self._add_options(parser)
+        group = parser.add_argument_group("config of a program with fixed classes, as LightningCLI(MyModel, MyData)")
+        group.add_argument("--model-class", metavar="CLASS", help="import path of its LightningModule")
+        group.add_argument("--data-class", metavar="CLASS", help="import path of its LightningDataModule")
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the model and the data; of the Trainer any option is accepted."""
+        parser.add_argument("--trainer", type=dict, default={}, help="options of the Trainer; only `devices` counts")
+        model, data = self.model_class, self.datamodule_class
+        parser.add_lightning_class_args(model or LightningModule, "model", subclass_mode=model is None)
+        parser.add_lightning_class_args(data or LightningDataModule, "data", subclass_mode=data is None, required=False)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses arguments that are not those of ``sys.argv``, without Lightning's warning about that."""
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Makes nothing."""
+
+
+def _sections(path: Path) -> str:
+    """The sections of a config that count, as JSON."""
+    try:
+        config = get_loader("yaml")(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FxPipeError(f"No such file: {path}", todo="Give --config the path of a LightningCLI config.") from None
+    except Exception as error:  # the parser's errors have no common class
+        todo = "Give --config a file in YAML."
+        raise FxPipeError("Cannot read the config.", where=str(path), observed=str(error), todo=todo) from error
+    if not isinstance(config, dict):
+        todo = "Give --config a LightningCLI config, with sections such as `model` and `data`."
+        raise FxPipeError("The config is not a mapping.", where=str(path), observed=str(type(config)), todo=todo)
+    config = config.get("fit") or config  # a config may have a section for each subcommand
+    return json.dumps({name: config[name] for name in _SECTIONS if config.get(name) is not None})
+
+
+def _imported(class_path: str | None, option: str) -> Any:
+    kind = None if class_path is None else pydoc.locate(class_path)
+    if class_path is not None and kind is None:
+        raise FxPipeError(f"Cannot import {class_path}.", todo=f"Check {option}.")
+    return kind

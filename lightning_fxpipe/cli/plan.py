@@ -1,180 +1,229 @@
-"""The command ``plan``: how a config's model is cut into stages, without training."""
+"""The commands ``plan``, ``simulate`` and ``layouts``: cuts, and the time of a step with them, without training."""
 
 from __future__ import annotations
 
-import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_fxpipe.cli.configs import CONFIG_HELP, Work, add_config_options, read_work, schedule
-from lightning_fxpipe.cli.devices import DEVICE_HELP, add_device_option, read_device
-from lightning_fxpipe.cli.saving import Wanted, save
-from lightning_fxpipe.errors import UnsupportedError
+from jsonargparse.typing import PositiveFloat, PositiveInt, extend_base_type
+
+from lightning_fxpipe.cli.configs import Work, read_work
+from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.errors import FxPipeError, UnsupportedError
+from lightning_fxpipe.microbatch.split import count_samples, default_num_microbatches
+from lightning_fxpipe.pictures.chrome_trace import write_trace
+from lightning_fxpipe.pictures.figure import save_figure
 from lightning_fxpipe.pictures.html_page import write_page
-from lightning_fxpipe.pictures.page import Page, page_of_simulated_plan, title_of_plan
+from lightning_fxpipe.pictures.page import Page, page_of_layouts, page_of_simulated_plan, timelines_of_layouts, title_of_plan
 from lightning_fxpipe.planner.cut_rule import BalanceName
-from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.simulated_plan import simulate_plan
+from lightning_fxpipe.planner.layouts import LayoutBalanceName, compare_layouts
+from lightning_fxpipe.planner.plan import PartitionPlan, run_words
+from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
 from lightning_fxpipe.planner.step_plan import make_plan
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule
-from lightning_fxpipe.simulation.devices import Device
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, is_v_shaped, schedule_named
+from lightning_fxpipe.simulation.costs import Link
+from lightning_fxpipe.simulation.devices import DEVICES, Device
+from lightning_fxpipe.simulation.timeline import Timeline
 
-_EXAMPLE = """\
-example:
-  python -m lightning_fxpipe plan --config examples/configs/lm_fxpipe.yaml --num-stages 4
-
-"""
-
-
-def add_command(commands: Any) -> None:
-    """Adds ``plan`` to the commands of a parser."""
-    plan = commands.add_parser(
-        "plan",
-        help="print how a config's model is cut into stages, without training",
-        description="Prints how a config's model is cut into stages, without training.",
-        epilog=_EXAMPLE + DEVICE_HELP + CONFIG_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_config_options(plan)
-    plan.add_argument(
-        "--balance",
-        default="parameters",
-        choices=get_args(BalanceName),
-        help="what is equal on all stages, as far as it can be (default: parameters)",
-    )
-    plan.add_argument(
-        "--split-points",
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="the modules that the stages after the first begin with, instead of a balance",
-    )
-    plan.add_argument(
-        "--stage-of",
-        nargs="+",
-        default={},
-        action=_StageOf,
-        metavar="PATTERN=STAGE",
-        help="modules and the stage that each has to be in, as 'model.embed*=0'; -1 is the last stage",
-    )
-    plan.add_argument("--output", type=Path, metavar="FILE", help="also save the plan as JSON, for FxPipeStrategy(plan=FILE)")
-    plan.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="also save the plan as a page for a browser, with timelines of a simulated step on --device",
-    )
-    devices = plan.add_argument_group("devices", "by the rank; rank 0 has the last stage")
-    devices.add_argument(
-        "--schedule",
-        default="gpipe",
-        type=schedule,
-        metavar="NAME",
-        help=f"which decides how many microbatches a stage keeps: one of {', '.join(get_args(SimulatedSchedule))} "
-        "(default: gpipe)",
-    )
-    devices.add_argument(
-        "--num-devices", type=int, metavar="P", help="devices that share the stages (default: one for each stage)"
-    )
-    devices.add_argument(
-        "--device-speeds",
-        nargs="+",
-        type=_positive_float,
-        default=[],
-        metavar="X",
-        help="how fast each device is, in proportion to the others (default: all are equal)",
-    )
-    devices.add_argument(
-        "--device-memory-gib",
-        nargs="+",
-        type=_positive_float,
-        default=[],
-        metavar="X",
-        help="what each device has for its stages, or one number for all: the stages of the plan fit",
-    )
-    add_device_option(plan, "what the step of --html runs on: ")
-    plan.set_defaults(run=_plan)
+_Pin = extend_base_type("Pin", str, lambda _, pair: int(pair.rpartition("=")[2]))
+_NAMES = ", ".join(get_args(SimulatedSchedule))
+_FILES = {
+    "output": "save the plan as JSON, for FxPipeStrategy(plan=FILE)",
+    "html": "save stages, timelines and memory as a page for a browser",
+    "plot": "save the timelines as a figure: .png or .svg (needs matplotlib)",
+    "trace": "save the timelines as a trace for ui.perfetto.dev (JSON)",
+}
 
 
-class _StageOf(argparse.Action):
-    """Reads ``PATTERN=STAGE`` pairs into a dict."""
+def plan(arguments: Sequence[str], purpose: str) -> int:
+    """Runs ``fxpipe plan``."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        found = {}
-        for value in values:
-            pattern, _, stage = value.rpartition("=")
-            if not pattern or not stage.removeprefix("-").isdecimal():
-                raise argparse.ArgumentError(self, f"expected PATTERN=STAGE, got {value}")
-            found[pattern] = int(stage)
-        setattr(namespace, self.dest, found)
+    def add_options(parser: Any) -> None:
+        _add_stage_options(parser)
+        help_ = f"decides how many microbatches a stage keeps, for a balance or limit of memory: {_NAMES}"
+        parser.add_argument("--schedule", default="gpipe", metavar="NAME", help=help_)
+        _add_device_and_files(parser, "output", "html")
 
-
-def _positive_float(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return number
-
-
-def _plan(options: argparse.Namespace) -> int:
-    device = read_device(options.device)
-    work = read_work(options)
-    page = _page(options, work, device) if options.html else None
-    plan = page.plan if page is not None and page.plan is not None else _make_plan(options, work)
-    print(plan)
-    output = Wanted("--output", options.output, plan.save)
-    save(output, *(() if page is None else (Wanted("--html", options.html, partial(write_page, page)),)))
+    work = read_work("plan", purpose, arguments, add_options)
+    options = _stage_options(work)
+    schedule = schedule_named(work.options.schedule)
+    made = make_plan(work.model, work.batch, schedule=schedule, **options)
+    num_devices = work.options.num_devices or made.num_stages
+    each = made.num_stages // num_devices
+    placement = Placement(num_ranks=num_devices, stages_per_rank=each, is_v=each > 1 and is_v_shaped(schedule))
+    words = run_words(made, schedule, options["num_microbatches"], placement.by_rank)
+    _print(work, f"{made}\n{words}", lambda: asdict(made))
+    _save(work, output=made.save, html=lambda path: write_page(_page(work, made, options), path))
     return 0
 
 
-def _num_stages(options: argparse.Namespace, work: Work) -> int | None:
-    """As many as asked for; None where split points say it."""
-    number: int | None = options.num_stages if options.split_points else work.num_stages
-    return number
+def simulate(arguments: Sequence[str], purpose: str) -> int:
+    """Runs ``fxpipe simulate``."""
+
+    def add_options(parser: Any) -> None:
+        _add_stage_options(parser)
+        _add_simulation_options(parser, f"schedules to compare: {_NAMES}, or CSV files with tables of actions")
+        _add_device_and_files(parser, "html", "plot", "trace")
+
+    work = read_work("simulate", purpose, arguments, add_options)
+    found = simulate_plan(work.model, work.batch, **_stage_options(work), **_simulation_options(work))
+    _print(work, found, found.as_dict)
+    timelines = [Timeline.of_simulation(f"{name}, simulated", found.simulations[name]) for name in found.by_time()]
+    _save(work, **_pictures(page_of_simulated_plan(found), timelines))
+    return 0
 
 
-def _make_plan(options: argparse.Namespace, work: Work) -> PartitionPlan:
-    return make_plan(
+def layouts(arguments: Sequence[str], purpose: str) -> int:
+    """Runs ``fxpipe layouts``."""
+
+    def add_options(parser: Any) -> None:
+        add = parser.add_argument
+        add("--num-devices", type=PositiveInt, required=True, metavar="N", help="devices of all replicas")
+        _add_cut_options(parser, get_args(LayoutBalanceName), None)
+        _add_simulation_options(parser, f"schedules to compare: {_NAMES}")
+        add("--replica-bytes-per-second", type=float, metavar="X", help="between replicas (default: as between stages)")
+        help_ = "each replica keeps its share of the optimizer state, as with FxPipeStrategy(shard_optimizer_state=True)"
+        add("--shard-optimizer-state", action="store_true", help=help_)
+        _add_device_and_files(parser, "output", "html", "plot", "trace")
+
+    work = read_work("layouts", purpose, arguments, add_options)
+    options, simulation, speed = work.options, _simulation_options(work), work.options.replica_bytes_per_second
+    link = simulation["device"].link
+    found = compare_layouts(
         work.model,
         work.batch,
-        num_stages=_num_stages(options, work),
-        balance=options.balance,
-        split_points=options.split_points,
-        stage_of=options.stage_of,
-        schedule=options.schedule,
         num_devices=options.num_devices,
-        device_speeds=options.device_speeds,
-        device_memory_gib=_memory(options),
-        num_microbatches=work.num_microbatches,
-        batch_dim=work.batch_dim,
+        replica_link=None if speed is None else Link(latency_seconds=link.latency_seconds, bytes_per_second=speed),
+        num_microbatches=options.num_microbatches,
+        shard_optimizer_state=options.shard_optimizer_state,
+        **_cut_options(work),
+        **simulation,
     )
+    _print(work, found, found.as_dict)
+    _save(work, output=found.plan.save, **_pictures(page_of_layouts(found), timelines_of_layouts(found)))
+    return 0
 
 
-def _memory(options: argparse.Namespace) -> float | list[float]:
-    given: list[float] = options.device_memory_gib
-    return given[0] if len(given) == 1 else given
+def _add_stage_options(parser: Any) -> None:
+    add = parser.add_argument
+    add("--num-stages", type=PositiveInt, metavar="N", help="number of stages (default: the Trainer's devices)")
+    add("--num-devices", type=PositiveInt, metavar="P", help="devices that share the stages (default: one for each stage)")
+    _add_cut_options(parser, get_args(BalanceName), "parameters")
 
 
-def _page(options: argparse.Namespace, work: Work, device: Device) -> Page:
-    """The plan with a simulated step, or by itself where none can be simulated, with the reason."""
-    try:
-        return page_of_simulated_plan(
-            simulate_plan(
-                work.model,
-                work.batch,
-                num_stages=_num_stages(options, work) or len(options.split_points) + 1,
-                balance=options.balance,
-                split_points=options.split_points,
-                stage_of=options.stage_of,
-                device_speeds=options.device_speeds,
-                device_memory_gib=_memory(options),
-                num_microbatches=work.num_microbatches,
-                batch_dim=work.batch_dim,
-                device=device,
-            )
+def _add_cut_options(parser: Any, balances: Sequence[str], balance: str | None) -> None:
+    def several(option: str, kind: Any, metavar: str, help_: str) -> None:
+        parser.add_argument(option, nargs="+", type=kind, default=[], metavar=metavar, help=help_)
+
+    add = parser.add_argument
+    add("--num-microbatches", type=PositiveInt, metavar="M", help="microbatches of a batch (default: chosen by its size)")
+    add("--batch-dim", type=int, default=0, metavar="D", help="dimension of tensors that is the batch")
+    add("--balance", choices=balances, default=balance, help="what to balance across stages")
+    several("--split-points", str, "PATH", "modules that the stages after the first begin with, in place of a balance")
+    several("--stage-of", _Pin, "PATTERN=STAGE", "stages of modules, as 'model.embed*=0'; -1 is the last stage")
+    several("--device-speeds", PositiveFloat, "X", "relative speed of each rank's device; rank 0 has the last stage")
+    several("--device-memory-gib", PositiveFloat, "X", "memory of each rank's device in GiB, or one number for all")
+
+
+def _add_simulation_options(parser: Any, schedules_help: str) -> None:
+    add = parser.add_argument
+    add("--plan", metavar="FILE", help="simulate a saved plan, in place of a new one")
+    add("--schedules", nargs="+", default=[*SCHEDULES], metavar="NAME", help=schedules_help)
+    help_ = "bytes that the optimizer keeps for each byte of a parameter; Adam keeps 2"
+    add("--optimizer-bytes", type=float, default=2.0, metavar="X", help=help_)
+
+
+def _add_device_and_files(parser: Any, *files: str) -> None:
+    help_ = f"device of each rank: {', '.join(DEVICES)}, or a YAML file as Device.load reads it"
+    parser.add_argument("--device", default="a100", metavar="NAME|FILE", help=help_)
+    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
+    for name in files:
+        parser.add_argument(f"--{name}", metavar="FILE", help=_FILES[name])
+
+
+def _stage_options(work: Work) -> dict[str, Any]:
+    """The arguments of ``make_plan``; the numbers of stages and microbatches may be those of a saved plan."""
+    options, given = work.options, _given(work)
+    points, devices = options.split_points, options.trainer.get("devices")
+    from_trainer = len(devices) if isinstance(devices, list) else devices
+    num_stages = given.num_stages if given else options.num_stages or (len(points) + 1 if points else from_trainer)
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise FxPipeError(
+            "The number of stages is not known.", observed=f"trainer.devices: {devices}", todo="Add --num-stages N."
         )
+    count = options.num_microbatches or (given.chosen.num_microbatches if given and given.chosen else None)
+    num_samples = count_samples(work.batch, count, options.batch_dim).num_samples
+    return {
+        "num_stages": num_stages,
+        "num_devices": options.num_devices,
+        "num_microbatches": count or default_num_microbatches(num_samples, num_stages),
+        **_cut_options(work),
+    }
+
+
+def _cut_options(work: Work) -> dict[str, Any]:
+    options, memory = work.options, work.options.device_memory_gib
+    return {
+        **{name: options[name] for name in ("batch_dim", "balance", "split_points", "device_speeds")},
+        "stage_of": {pattern: int(stage) for pattern, _, stage in (pair.rpartition("=") for pair in options.stage_of)},
+        "device_memory_gib": memory[0] if len(memory) == 1 else memory,
+    }
+
+
+def _simulation_options(work: Work) -> dict[str, Any]:
+    options = work.options
+    names = [*dict.fromkeys(options.schedules)]
+    return {
+        "device": _device(work),
+        "schedules": names,
+        "optimizer_bytes_per_byte": options.optimizer_bytes,
+        "plan": _given(work),
+    }
+
+
+def _device(work: Work) -> Device:
+    name = work.options.device
+    return DEVICES[name] if name in DEVICES else Device.load(name)
+
+
+def _given(work: Work) -> PartitionPlan | None:
+    path = work.options.get("plan")
+    return None if path is None else PartitionPlan.load(path)
+
+
+def _page(work: Work, made: PartitionPlan, options: dict[str, Any]) -> Page:
+    """The plan with a simulated step, or with the reason why that cannot be simulated."""
+    try:
+        return page_of_simulated_plan(simulate_plan(work.model, work.batch, device=_device(work), **options))
     except UnsupportedError as error:
-        plan = _make_plan(options, work)
         reason = f"{error.what.removesuffix('.')}: {error.observed}." if error.observed else error.what
-        return Page(title=title_of_plan(plan), plan=plan, notes=(reason,))
+        return Page(title=title_of_plan(made), plan=made, notes=(reason,))
+
+
+def _pictures(page: Page, timelines: Sequence[Timeline]) -> dict[str, Callable[[Path], object]]:
+    return {
+        "html": partial(write_page, page),
+        "plot": partial(save_figure, timelines),
+        "trace": partial(write_trace, timelines),
+    }
+
+
+def _print(work: Work, text: object, values: Callable[[], Mapping[str, Any]]) -> None:
+    print(json.dumps(values(), indent=2) if work.options.json else text)
+
+
+def _save(work: Work, **writers: Callable[[Path], object]) -> None:
+    """Writes the files that options of these names ask for, and says so."""
+    for name, write in writers.items():
+        if path := work.options[name]:
+            try:
+                write(Path(path))
+            except OSError as error:
+                todo = f"Give --{name} a path in a folder that exists and is writable."
+                raise FxPipeError("Cannot write a file.", where=path, observed=error.strerror, todo=todo) from error
+            print(f"Saved to {path}", file=sys.stderr)

@@ -63,6 +63,12 @@ class Placement:
         """The stages that a pipeline rank has, in their order."""
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
+    @property
+    def by_rank(self) -> list[tuple[int, ...]]:
+        """The stages of each global rank of the first replica."""
+        places = sorted(range(self.num_ranks), key=self.global_rank)
+        return [self.stages_of(place) for place in places]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_fxpipe.distributed.topology import Placement
 from lightning_fxpipe.pictures.replica_grid import ReplicaGrid
 from lightning_fxpipe.planner.layouts import Layout, LayoutComparison
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.simulated_plan import SimulatedPlan
+from lightning_fxpipe.planner.simulated_plan import SimulatedPlan, placement_of
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.timeline import Timeline
 
@@ -82,7 +81,7 @@ def page_of_simulated_plan(simulated: SimulatedPlan, *, title: str = "") -> Page
         alternatives=(
             *(
                 Alternative(name=name, timelines=(Timeline.of_simulation(f"{name}, simulated", found),))
-                for name, found in simulations.items()
+                for name, found in ((name, simulations[name]) for name in simulated.by_time())
             ),
             *(Alternative(name=name, refused=reason) for name, reason in simulated.refused.items()),
         ),
@@ -124,7 +123,7 @@ def page_of_layouts(found: LayoutComparison) -> Page:
         found: What :func:`~lightning_fxpipe.planner.layouts.compare_layouts` gives; the plan and the replicas are of its best.
     """
     best, limit = found.layouts[0], found.device.memory_bytes
-    placement = placement_of(best)
+    placement = placement_of(best.simulation)
     has_costs = len(best.simulation.costs) == found.plan.num_stages == best.num_ranks
     averages = (_AVERAGES,) if any(layout.num_replicas > 1 for layout in found.layouts) else ()
     return Page(
@@ -153,14 +152,6 @@ def timelines_of_layouts(found: LayoutComparison) -> list[Timeline]:
         Timeline.of_replicas(_label(each), each.simulation, each.num_replicas, link, shares_out=shares_out)
         for each in found.layouts
     ]
-
-
-def placement_of(layout: Layout) -> Placement:
-    """Which rank of one of its pipelines has which stages."""
-    rank_of_stage = layout.simulation.table.rank_of_stage
-    each = layout.chosen.stages_per_rank
-    is_v = each > 1 and layout.num_ranks > 1 and rank_of_stage[-1] == 0
-    return Placement(num_ranks=layout.num_ranks, stages_per_rank=each, is_v=is_v)
 
 
 def _label(layout: Layout) -> str:

@@ -23,6 +23,7 @@
 - ``reorder``: other orders of calls that compute the same.
 - ``planning``: from a module and a batch to a plan.
 - ``units``: the calls of a step that all ranks run, and a plan for them.
+- ``recorded_step``: a step that is traced once, and simulated with any cuts and size of microbatches.
 - ``simulated_plan``: a plan, and what a step would take with it.
 - ``layouts``: how many stages and replicas of them are fastest on a number of devices.
 - ``step_plan``: the entry: a step as one region (``planning``), or jointly (``units``).

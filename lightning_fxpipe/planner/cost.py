@@ -8,8 +8,10 @@ result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from lightning_fxpipe.planner.recompute import Recomputation, find_recomputed
 from lightning_fxpipe.planner.reorder import bring_repeated_calls_together
 from lightning_fxpipe.pytree.sizes import size_symbols, tensor_bytes
 from lightning_fxpipe.reporting.wording import node_words
-from lightning_fxpipe.tracing.repeat import has_known_size
+from lightning_fxpipe.tracing.repeat import Repeat, has_known_size
 from lightning_fxpipe.tracing.trace import TracedRegion
 
 
@@ -64,7 +66,11 @@ class CutSite:
 @dataclass(frozen=True, kw_only=True)
 class Chain:
     """A traced region as units and the sites between them; ``sites[i]`` lies after ``units[i]``, one after the last unit
-    included: what crosses that one are the region's own outputs."""
+    included: what crosses that one are the region's own outputs.
+
+    Attributes:
+        num_samples: Samples of the microbatch that bytes are for; None for the example's.
+    """
 
     traced: TracedRegion
     units: tuple[Unit, ...]
@@ -72,6 +78,28 @@ class Chain:
     recomputation: Recomputation
     output_fqns: frozenset[str]  # of parameters and buffers that the region returns, or that recomputed results follow from
     changed_fqns: frozenset[str]  # of parameters and buffers that opened code changes in place
+    num_samples: int | None = None
+
+    @cached_property
+    def repeat(self) -> Repeat:
+        """Makes its calls again, for a microbatch of :attr:`num_samples`."""
+        return Repeat(self.traced, self.num_samples)
+
+    def of_samples(self, num_samples: int) -> Chain | None:
+        """The same calls for a microbatch of another size, without another trace; None if the graph does not admit it."""
+        sized = replace(self, num_samples=num_samples)
+        if not sized.repeat.is_possible:
+            return None
+        sites = (
+            site if site.obstacle else replace(site, num_bytes=sum(map(sized.num_bytes, site.crossing))) for site in self.sites
+        )
+        return replace(sized, sites=tuple(sites))
+
+    def num_bytes(self, node: fx.Node) -> int:
+        """Bytes of the tensor that a node returns."""
+        if self.num_samples is None:
+            return tensor_bytes(node.meta["val"])
+        return math.prod(self.repeat.shape(node)) * int(node.meta["val"].dtype.itemsize)
 
     def site(self, position: int) -> CutSite:
         """The site after unit ``position``. Nothing crosses at -1: every rank has the region's inputs."""

@@ -51,6 +51,7 @@ class CutRule:
         must_fit: Whether each stage has to fit into the load's memory.
         search: What the number of stages and all else is chosen from, so that a step is fastest; None: it is not chosen.
         tells_work: Whether the plan tells what its stages take, for a schedule whose order is made from it.
+        opened: More modules that have to be open, as a cut of another trace falls into them.
     """
 
     num_stages: int
@@ -63,6 +64,7 @@ class CutRule:
     must_fit: bool = False
     search: Search | None = None
     tells_work: bool = False
+    opened: frozenset[str] = frozenset()
 
     @property
     def needs_clock(self) -> bool:
@@ -83,7 +85,8 @@ class CutRule:
 
     def has_to_be_open(self, root: nn.Module) -> frozenset[str]:
         """The modules that have to be open whatever they weigh, as the user has said something of what is inside."""
-        return modules_around((*self.split_points, *pinned_modules(root, self.stage_of, self.num_stages)))
+        named = (*self.split_points, *pinned_modules(root, self.stage_of, self.num_stages))
+        return modules_around(named) | self.opened
 
     def demands(self, chain: Chain, call: Recordable) -> Demands:
         """What is asked of the stages; by flops where only a clock tells more. Errors as :meth:`cuts`."""
@@ -129,14 +132,18 @@ class CutRule:
         )
         return Choice(cuts=timed.fastest().cuts, alternatives=(), unit_seconds=seconds)
 
-    def cuts(self, chain: Chain, call: Recordable) -> tuple[int, ...]:
+    def cuts(self, chain: Chain, call: Recordable, costs: tuple[UnitCosts, ...] | None = None) -> tuple[int, ...]:
         """Position of the last unit of each stage but the last.
+
+        Args:
+            chain, call: The chain, and what it is of.
+            costs: Of its units, where they are known already.
 
         Raises:
             PartitionError: There are fewer legal cuts than needed, or none where one is wanted, or none with which stages fit
                 into their memory.
         """
-        return cuts_before(chain, self.split_points) if self.split_points else _Asked(self, chain, call).cuts()
+        return cuts_before(chain, self.split_points) if self.split_points else _Asked(self, chain, call, costs).cuts()
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,11 +153,12 @@ class _Asked:
     rule: CutRule
     chain: Chain
     call: Recordable
+    known_costs: tuple[UnitCosts, ...] | None = None
 
     @cached_property
     def costs(self) -> tuple[UnitCosts, ...]:
         """Of its units."""
-        return unit_costs(self.chain)
+        return unit_costs(self.chain) if self.known_costs is None else self.known_costs
 
     @cached_property
     def states(self) -> Weights:

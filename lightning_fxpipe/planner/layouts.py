@@ -6,29 +6,35 @@ those that fit the memory the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 from torch import nn
 
-from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.microbatch.split import count_samples
+from lightning_fxpipe.errors import PartitionError, ScheduleError
 from lightning_fxpipe.planner.alternatives import Alternative
+from lightning_fxpipe.planner.assignment import Assignment
 from lightning_fxpipe.planner.choice import possible_counts
-from lightning_fxpipe.planner.cut_rule import BalanceName
+from lightning_fxpipe.planner.cut_rule import CutRule
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.simulated_plan import SCHEDULES, simulate_plan
-from lightning_fxpipe.planner.step_plan import make_planned, make_rule
-from lightning_fxpipe.reporting.messages import telling
+from lightning_fxpipe.planner.planning import opened_by_a_cut
+from lightning_fxpipe.planner.recorded_step import RecordedStep
+from lightning_fxpipe.planner.simulated_plan import SCHEDULES
+from lightning_fxpipe.planner.step_plan import check_rule, make_planned, make_rule
+from lightning_fxpipe.reporting.messages import inform, telling, went_on
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, stages_of_ranks
 from lightning_fxpipe.simulation.costs import Link
 from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
+# Those that need no clock: the devices are not here.
+LayoutBalanceName = Literal["parameters", "flops", "memory"]
 # The second where nothing fits with the first.
-_BALANCES: tuple[BalanceName, ...] = ("flops", "memory")
+_BALANCES: tuple[LayoutBalanceName, ...] = ("flops", "memory")
+_NO_STAGES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +57,22 @@ class Layout:
     chosen: Alternative
     reduce_seconds: float
     samples_per_second: float
-    balance: BalanceName
+    balance: LayoutBalanceName
     simulation: Simulation = field(repr=False)
 
     @property
     def order(self) -> tuple[bool, float]:
         """The best first: what fits, and of that what trains on the most samples in a second."""
         return not self.chosen.fits, -self.samples_per_second
+
+    @property
+    def words(self) -> str:
+        """One line for a log."""
+        chosen = self.chosen
+        return (
+            f"{self.num_ranks} devices x {self.num_replicas} replicas: {self.samples_per_second:,.1f} samples/s, "
+            f"{human_seconds(chosen.step_seconds)} a step ({chosen.schedule}, {chosen.num_microbatches} microbatches)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,21 +100,40 @@ class LayoutComparison:
     replica_link: Link
     shares_out: bool
 
-    def __str__(self) -> str:
-        rows = [_cells(layout) for layout in self.layouts]
-        rows += [
-            (str(num_ranks), str(self.num_devices // num_ranks), "-", "-", "-", "-", "-", "-", "-", reason)
-            for num_ranks, reason in self.refused
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as ``fxpipe layouts --json`` prints it."""
+        rows = [
+            {
+                "num_ranks": layout.num_ranks,
+                "num_replicas": layout.num_replicas,
+                "samples_per_second": layout.samples_per_second,
+                "reduce_seconds": layout.reduce_seconds,
+                "balance": layout.balance,
+                **asdict(layout.chosen),
+            }
+            for layout in self.layouts
         ]
+        return {
+            "num_devices": self.num_devices,
+            "num_samples": self.num_samples,
+            "device": self.device.as_dict(),
+            "layouts": rows,
+            "refused": [{"num_ranks": num_ranks, "reason": reason} for num_ranks, reason in self.refused],
+            "plan": asdict(self.plan),
+        }
+
+    def __str__(self) -> str:
+        rows = [_cells(layout, is_fastest=layout is self.layouts[0]) for layout in self.layouts]
+        rows += [(str(num_ranks), str(self.num_devices // num_ranks), *"-" * 7, reason) for num_ranks, reason in self.refused]
         headers = (
             *("Devices", "Replicas", "Samples/s", "Step", "Average"),
-            *("Schedule", "Stages", "Microbatches", "Memory", "Fits"),
+            *("Schedule", "Stages", "Microbatches", "Memory", ""),
         )
         table = render_table(
-            f"{self.num_devices} devices: the first of these is the fastest that fits",
+            f"{self.num_devices} x {self.device.name}, simulated",
             headers,
             rows,
-            right_aligned=headers[:-1],
+            right_aligned=("Devices", "Replicas", "Samples/s", "Step", "Average", "Stages", "Microbatches", "Memory"),
             caption="Devices are a pipeline's, stages and memory a device's. A step is the model's calls alone, on "
             f"{self.num_samples} samples for each replica, with the average of the replicas' gradients.",
         )
@@ -118,51 +152,58 @@ def compare_layouts(
     optimizer_bytes_per_byte: float = 2.0,
     shard_optimizer_state: bool = False,
     batch_dim: int = 0,
+    balance: LayoutBalanceName | None = None,
+    split_points: Sequence[str] = (),
+    stage_of: Mapping[str, int] = _NO_STAGES,
+    device_speeds: Sequence[float] = (),
+    device_memory_gib: float | Sequence[float] = (),
+    plan: PartitionPlan | None = None,
 ) -> LayoutComparison:
     """Simulates a step for each number of stages and replicas that devices can be shared out among.
+
+    The module's step is traced once for all of them, and each result is logged as soon as it is there.
 
     Args:
         module, example_batch, batch_dim: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`; the batch is a replica's.
         num_devices: Devices of all replicas.
-        device: What each rank runs on, with the link between those of a pipeline.
+        device: The device of each rank, with the link between those of a pipeline.
         replica_link: Between the ranks with the same stages; by default as within a pipeline, but they may lie on other
             machines.
-        schedules: Schedules to compare, by name.
-        num_microbatches: Of a replica's batch; by default several numbers are looked at, but for modules with BatchNorm.
-        optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
+        schedules: Those to compare.
+        num_microbatches: Of a replica's batch; by default several numbers are compared, but for modules with BatchNorm.
+        optimizer_bytes_per_byte: Bytes that the optimizer keeps for each byte of a parameter that trains; for Adam in its
+            type 2.
         shard_optimizer_state: As for ``FxPipeStrategy``: each replica keeps its share of the optimizer state.
+        balance: As of ``make_plan``; by default flops, and memory where nothing fits otherwise.
+        split_points, stage_of, device_speeds, device_memory_gib: As of ``make_plan``. Split points allow layouts with their
+            number of stages only.
+        plan: A plan whose cuts are used as they are, so that layouts have its number of stages.
 
     Raises:
         PartitionError: The model cannot be cut into any such number of stages.
         ScheduleError: There is no such schedule.
         UnsupportedError, TraceError: As :func:`~lightning_fxpipe.planner.simulated_plan.simulate_plan`.
     """
-    comparing = _Comparing(
-        module,
-        example_batch,
-        num_devices,
-        device,
-        device.link if replica_link is None else replica_link,
-        tuple(dict.fromkeys(map(schedule_named, schedules))),
-        num_microbatches,
-        optimizer_bytes_per_byte,
-        shard_optimizer_state,
-        batch_dim,
+    points = () if plan is not None else tuple(split_points)
+    options = _Options(
+        num_devices=num_devices,
+        device=device,
+        replica_link=device.link if replica_link is None else replica_link,
+        schedules=tuple(dict.fromkeys(map(schedule_named, schedules))),
+        num_microbatches=num_microbatches,
+        optimizer_bytes_per_byte=optimizer_bytes_per_byte,
+        shares_out=shard_optimizer_state,
+        batch_dim=batch_dim,
+        balances=_BALANCES if balance is None else (balance,),
+        split_points=points,
+        stage_of={} if plan is not None else stage_of,
+        device_speeds=device_speeds,
+        device_memory_gib=device_memory_gib,
+        plan=plan,
+        num_stages=plan.num_stages if plan is not None else len(points) + 1 if points else None,
     )
-    layouts: list[Layout] = []
-    refused: list[tuple[int, str]] = []
-    failure: PartitionError | None = None
-    with telling("Simulating all stages and replicas"):
-        for num_ranks in (count for count in range(1, num_devices + 1) if num_devices % count == 0):
-            try:
-                layouts.append(comparing.layout(num_ranks))
-            except PartitionError as error:
-                failure = failure or error
-                refused.append((num_ranks, error.what.removesuffix(".")))
-    if not layouts:
-        assert failure is not None
-        raise failure
-    layouts.sort(key=lambda layout: layout.order)
+    comparing = _Comparing(module, example_batch, options)
+    layouts, refused = comparing.layouts()
     return LayoutComparison(
         num_devices=num_devices,
         num_samples=comparing.num_samples,
@@ -170,17 +211,20 @@ def compare_layouts(
         refused=tuple(refused),
         plan=comparing.plan(layouts[0]),
         device=device,
-        replica_link=comparing.replica_link,
-        shares_out=comparing.shares_out,
+        replica_link=options.replica_link,
+        shares_out=options.shares_out,
     )
 
 
-@dataclass(frozen=True)
-class _Comparing:
-    """What is the same for all layouts; see :func:`compare_layouts`."""
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What is the same for all layouts; see :func:`compare_layouts`.
 
-    module: nn.Module
-    batch: object
+    Attributes:
+        balances: Those to try, one after the other, until something fits.
+        num_stages: Of all layouts; None for any.
+    """
+
     num_devices: int
     device: Device
     replica_link: Link
@@ -189,26 +233,99 @@ class _Comparing:
     optimizer_bytes_per_byte: float
     shares_out: bool
     batch_dim: int
+    balances: tuple[LayoutBalanceName, ...]
+    split_points: tuple[str, ...]
+    stage_of: Mapping[str, int]
+    device_speeds: Sequence[float]
+    device_memory_gib: float | Sequence[float]
+    plan: PartitionPlan | None
+    num_stages: int | None
 
-    @property
-    def num_samples(self) -> int:
-        """Of a replica's batch."""
-        return count_samples(self.batch, self.num_microbatches, self.batch_dim).num_samples
+    def schedules_on(self, num_ranks: int) -> tuple[SimulatedSchedule, ...]:
+        """Those for the number of stages; on one device several stages gain nothing, as only the memory differs."""
+        if self.num_stages is not None:
+            return tuple(name for name in self.schedules if self.stages_on(name, num_ranks) * num_ranks == self.num_stages)
+        one_each = tuple(name for name in self.schedules if self.stages_on(name, num_ranks) == 1)
+        return self.schedules if num_ranks > 1 else one_each or self.schedules
 
-    def layout(self, num_ranks: int) -> Layout:
-        """The fastest with so many devices for a pipeline.
+    def stages_on(self, schedule: SimulatedSchedule, num_ranks: int) -> int:
+        """Stages that each device has with a schedule."""
+        return len(stages_of_ranks(schedule, num_ranks)[0])
 
-        Raises:
-            PartitionError: There are not enough legal cuts for any schedule.
-        """
+    def rule(self, num_ranks: int, schedule: SimulatedSchedule, num_microbatches: int, balance: LayoutBalanceName) -> CutRule:
+        """Where the cuts of a layout fall."""
+        kept = self.optimizer_bytes_per_byte / (self.num_devices // num_ranks if self.shares_out else 1)
+        return make_rule(
+            num_stages=num_ranks * self.stages_on(schedule, num_ranks),
+            num_devices=num_ranks,
+            balance=balance,
+            schedule=schedule,
+            num_microbatches=num_microbatches,
+            optimizer_bytes_per_byte=kept,
+            split_points=self.split_points,
+            stage_of=self.stage_of,
+            device_speeds=self.device_speeds,
+            device_memory_gib=self.device_memory_gib,
+        )
+
+
+class _Comparing:
+    """Simulates the layouts of a module; see :func:`compare_layouts`."""
+
+    def __init__(self, module: nn.Module, batch: object, options: _Options) -> None:
+        self._module, self._batch, self._options = module, batch, options
+        self._ranks = [count for count in range(1, options.num_devices + 1) if options.num_devices % count == 0]
+        rules = [
+            options.rule(num_ranks, schedule, 1, options.balances[0])
+            for num_ranks in self._ranks
+            for schedule in options.schedules_on(num_ranks)
+        ]
+        if not rules:
+            raise PartitionError(
+                "No layout has the stages that are given.",
+                observed=f"{options.num_stages} stages, and {options.num_devices} devices",
+                expected="a number of devices that the stages can be shared out among, and a schedule for it",
+                todo="Change num_devices or the schedules.",
+            )
+        most = max(rules, key=lambda rule: rule.num_stages)
+        self._step = RecordedStep(module, batch, most, batch_dim=options.batch_dim, plan=options.plan)
+        self.num_samples = self._step.num_samples
+        self._cuts: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+    def layouts(self) -> tuple[list[Layout], list[tuple[int, str]]]:
+        """The fastest for each number of devices of a pipeline, the best first; and those that there are not."""
         found: list[Layout] = []
-        for balance in _BALANCES:
+        refused: list[tuple[int, str]] = []
+        failure: PartitionError | None = None
+        num_steps = sum(len(self._counts(ranks)) * len(self._options.schedules_on(ranks)) for ranks in self._ranks)
+        with telling("Simulating all stages and replicas", total=num_steps):
+            for index, num_ranks in enumerate(self._ranks, 1):
+                try:
+                    found.append(self._layout(num_ranks))
+                    inform(f"{index} of {len(self._ranks)}: {found[-1].words}")
+                except PartitionError as error:
+                    failure = failure or error
+                    refused.append((num_ranks, error.what.removesuffix(".")))
+        if not found:
+            assert failure is not None
+            raise failure
+        return sorted(found, key=lambda layout: layout.order), refused
+
+    def _layout(self, num_ranks: int) -> Layout:
+        options, found = self._options, list[Layout]()
+        failure: PartitionError | None = None
+        for balance in options.balances:
             for count in self._counts(num_ranks):
-                found += self._simulated(num_ranks, count, balance)
+                for schedule in options.schedules_on(num_ranks):
+                    try:
+                        found.append(self._simulated(num_ranks, schedule, count, balance))
+                    except (ScheduleError, PartitionError) as error:
+                        failure = error if isinstance(error, PartitionError) and failure is None else failure
+                    went_on()
             if any(layout.chosen.fits for layout in found) or num_ranks == 1:
                 break
         if not found:
-            raise PartitionError(
+            raise failure or PartitionError(
                 "No schedule is made for so many devices and microbatches.",
                 observed=f"{num_ranks} devices, {', '.join(map(str, self._counts(num_ranks)))} microbatches of a batch",
                 todo="Take a larger batch, or other schedules.",
@@ -216,56 +333,16 @@ class _Comparing:
         fitting = [layout for layout in found if layout.chosen.fits]
         return min(fitting, key=lambda one: one.order) if fitting else min(found, key=lambda one: one.chosen.peak_bytes)
 
-    def plan(self, layout: Layout) -> PartitionPlan:
-        """The plan for one of them."""
-        chosen = layout.chosen
-        count = chosen.num_microbatches
-        rule = make_rule(
-            num_stages=layout.num_ranks * chosen.stages_per_rank,
-            num_devices=layout.num_ranks,
-            balance=layout.balance,
-            schedule=cast(SimulatedSchedule, chosen.schedule),
-            num_microbatches=count,
-            optimizer_bytes_per_byte=self._optimizer_bytes(layout.num_ranks),
-        )
-        planned = make_planned(self.module, self.batch, rule=rule, num_microbatches=count, batch_dim=self.batch_dim)
-        return replace(planned.plan, alternatives=(chosen,))
-
-    def _optimizer_bytes(self, num_ranks: int) -> float:
-        """What a replica keeps for each byte of a parameter."""
-        return self.optimizer_bytes_per_byte / (self._num_replicas(num_ranks) if self.shares_out else 1)
-
-    def _num_replicas(self, num_ranks: int) -> int:
-        return self.num_devices // num_ranks
-
-    def _counts(self, num_ranks: int) -> tuple[int, ...]:
-        return possible_counts(self.module, self.num_samples, num_ranks, self.num_microbatches)
-
-    def _schedules(self, num_ranks: int) -> tuple[SimulatedSchedule, ...]:
-        """Where there is one device, nothing but the activations that are kept differs: several stages on it gain nothing."""
-        one_each = tuple(name for name in self.schedules if len(stages_of_ranks(name, num_ranks)[0]) == 1)
-        return self.schedules if num_ranks > 1 else one_each or self.schedules
-
-    def _simulated(self, num_ranks: int, num_microbatches: int, balance: BalanceName) -> Iterator[Layout]:
-        simulated = simulate_plan(
-            self.module,
-            self.batch,
-            num_stages=num_ranks,
-            device=self.device,
-            num_microbatches=num_microbatches,
-            schedules=self._schedules(num_ranks),
-            optimizer_bytes_per_byte=self._optimizer_bytes(num_ranks),
-            batch_dim=self.batch_dim,
-            balance=balance,
-        )
-        for schedule, simulation in simulated.simulations.items():
-            yield self._layout_of(schedule, simulation, num_ranks, num_microbatches, balance)
-
-    def _layout_of(
-        self, schedule: str, simulation: Simulation, num_ranks: int, num_microbatches: int, balance: BalanceName
+    def _simulated(
+        self, num_ranks: int, schedule: SimulatedSchedule, num_microbatches: int, balance: LayoutBalanceName
     ) -> Layout:
-        num_replicas = self._num_replicas(num_ranks)
-        seconds = simulation.seconds_of_replicas(num_replicas, self.replica_link, shares_out=self.shares_out)
+        options, num_replicas = self._options, self._options.num_devices // num_ranks
+        rule = options.rule(num_ranks, schedule, num_microbatches, balance)
+        check_rule(rule, self._module)
+        step = self._step.of_microbatches(num_microbatches)
+        simulation, cuts = step.simulate(rule, options.device, schedule)
+        self._cuts[num_ranks, schedule, num_microbatches, balance] = cuts
+        seconds = simulation.seconds_of_replicas(num_replicas, options.replica_link, shares_out=options.shares_out)
         peak_bytes = max(simulation.peak_bytes)
         return Layout(
             num_ranks=num_ranks,
@@ -277,7 +354,7 @@ class _Comparing:
                 step_seconds=seconds,
                 idle_share=simulation.bubble_fraction,
                 peak_bytes=round(peak_bytes),
-                fits=peak_bytes <= self.device.memory_bytes,
+                fits=peak_bytes <= options.device.memory_bytes,
             ),
             reduce_seconds=seconds - simulation.seconds,
             samples_per_second=num_replicas * self.num_samples / seconds,
@@ -285,8 +362,24 @@ class _Comparing:
             simulation=simulation,
         )
 
+    def plan(self, layout: Layout) -> PartitionPlan:
+        """The plan for a layout."""
+        options, chosen, count = self._options, layout.chosen, layout.chosen.num_microbatches
+        if options.plan is not None:
+            return replace(options.plan, alternatives=(chosen,))
+        schedule = cast(SimulatedSchedule, chosen.schedule)
+        rule = options.rule(layout.num_ranks, schedule, count, layout.balance)
+        cuts = self._cuts[layout.num_ranks, schedule, count, layout.balance]
+        opened = opened_by_a_cut(Assignment(chain=self._step.of_microbatches(count).chain, cuts=cuts))
+        rule = replace(rule, opened=frozenset(opened))
+        planned = make_planned(self._module, self._batch, rule=rule, num_microbatches=count, batch_dim=options.batch_dim)
+        return replace(planned.plan, alternatives=(chosen,))
 
-def _cells(layout: Layout) -> tuple[str, ...]:
+    def _counts(self, num_ranks: int) -> tuple[int, ...]:
+        return possible_counts(self._module, self.num_samples, num_ranks, self._options.num_microbatches)
+
+
+def _cells(layout: Layout, *, is_fastest: bool) -> tuple[str, ...]:
     chosen = layout.chosen
     return (
         str(layout.num_ranks),
@@ -298,5 +391,5 @@ def _cells(layout: Layout) -> tuple[str, ...]:
         str(chosen.stages_per_rank),
         str(chosen.num_microbatches),
         human_bytes(chosen.peak_bytes),
-        "yes" if chosen.fits else "no",
+        "too large" if not chosen.fits else "fastest" if is_fastest else "",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -17,10 +18,13 @@ from typing import Any
 from lightning_fxpipe.errors import PartitionError
 from lightning_fxpipe.planner.alternatives import Alternative, alternatives_table
 from lightning_fxpipe.planner.stage_work import StageWork
-from lightning_fxpipe.reporting.table import human_bytes, human_count, render_table
+from lightning_fxpipe.reporting.table import WIDTH, human_bytes, human_count, render_table
 
-_MAKE_AGAIN = "Give the path of a plan, or make one with `python -m lightning_fxpipe plan`."
+_MAKE_AGAIN = "Give the path of a plan, or make one with `fxpipe plan`."
 SCHEMA_VERSION = 3
+# A stage with so many times the mean of the parameters is heavy.
+_HEAVY = 2
+_UNBROKEN = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +203,8 @@ class PartitionPlan:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise PartitionError(f"No such file: {path}", todo=_MAKE_AGAIN) from None
         except (OSError, ValueError, RecursionError) as error:
             raise PartitionError(
                 "Cannot read the partition plan.", where=str(path), observed=str(error), todo=_MAKE_AGAIN
@@ -255,7 +261,7 @@ class PartitionPlan:
                 "The plan was made for another model.",
                 observed="; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else ""),
                 expected="the same parameters, by name and shape",
-                todo="Make the plan again for this model, with `make_plan` or `python -m lightning_fxpipe plan`.",
+                todo="Make the plan again for this model, with `make_plan` or `fxpipe plan`.",
             )
 
     def __str__(self) -> str:
@@ -378,7 +384,9 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
     whole = f"; whole in each microbatch: {_shorten(plan.without_batch)}" if plan.without_batch else ""
     if plan.joint_reason:
         yield f"Every rank runs the whole step, and each of these calls is a pipeline of its own: {plan.joint_reason}"
-    yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
+    if plan.batch_dim or whole:
+        yield f"The batch is dimension {plan.batch_dim} of its tensors{whole}"
+    yield from _uneven(plan)
     copies = [
         f"{fqn} ({human_count(math.prod(plan.parameter_shapes[fqn]))}) in {' and '.join(map(str, stages))}"
         for fqn in plan.parameter_shapes
@@ -404,6 +412,37 @@ def _caption(plan: PartitionPlan) -> Iterator[str]:
         if fqns:
             parts = _parts(fqns, {*plan.parameter_shapes} - {*fqns} | staged)
             yield f"{where}: {_shorten(parts)} ({_share(plan, fqns)}){more}"
+
+
+def _uneven(plan: PartitionPlan) -> Iterator[str]:
+    """Warnings of stages that hold nothing, or far more than the others."""
+    held = [plan.num_held(stage.index) for stage in plan.stages]
+    mean = sum(held) / len(held)
+    if empty := [str(index) for index, count in enumerate(held) if not count and mean]:
+        yield f"Warning: stages without parameters: {_shorten(empty, shown=12)}. Use fewer stages"
+    for index, count in enumerate(held):
+        if count > _HEAVY * mean:
+            yield f"Warning: stage {index} holds {count / mean:.1f} times the mean, and others may wait for it"
+
+
+def run_words(plan: PartitionPlan, schedule: str, num_microbatches: int | None, by_rank: Sequence[Sequence[int]]) -> str:
+    """The lines below a plan that say how a run goes with it.
+
+    Args:
+        plan: The plan.
+        schedule: Its name.
+        num_microbatches: Of a batch; None if that is not known.
+        by_rank: The stages of each rank of a pipeline.
+    """
+    count = {None: "microbatches", 1: "1 microbatch"}.get(num_microbatches, f"{num_microbatches} microbatches")
+    held = [f"rank {rank}: {_stages(stages)}".replace(" ", _UNBROKEN) for rank, stages in enumerate(by_rank)]
+    how = "" if plan.joint_reason else f"Schedule {schedule}, {count} of {_num(plan.microbatch_size, 'sample')}; "
+    lines = textwrap.wrap(how + _shorten(held, shown=8), WIDTH, subsequent_indent="  ")
+    return "\n".join(lines).replace(_UNBROKEN, " ")
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"stage{'s'[: len(stages) > 1]} {' and '.join(map(str, stages))}"
 
 
 def _skips(plan: PartitionPlan) -> list[str]:

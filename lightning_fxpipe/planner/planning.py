@@ -5,6 +5,7 @@ follows from it (``planner.follow_plan``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -74,14 +75,10 @@ def _plan_region(root: nn.Module, call: Recordable, rule: CutRule, device: torch
 
 def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> Planned:
     must_be_open = rule.has_to_be_open(root)
-    if rule.split_points:
-        chain = build_chain(trace(opened=must_be_open, check=False))
-    else:
-        demands = None if rule.is_by_parameters else rule.demands
-        chain = open_until_balanced(trace, root, call, rule.num_stages, demands, must_be_open)
+    chain = _opened(trace, root, call, rule)
     assignment, choice = _best_assignment(chain, call, rule)
     # What a clock has said holds for the units that there were, so all that is open stays so.
-    needed = chain.traced.opened if rule.needs_clock else {*_opened_by_a_cut(assignment), *must_be_open}
+    needed = chain.traced.opened if rule.needs_clock else {*opened_by_a_cut(assignment), *must_be_open}
     # Once more, now compared with another recording; what could not be opened is asked for again, so that the plan says why.
     unable = chain.traced.kept_whole if set(needed) == set(chain.traced.opened) else ()
     num_units = len(chain.units)
@@ -97,6 +94,43 @@ def _plan_traced(trace: Callable[..., TracedRegion], root: nn.Module, call: Reco
     return Planned(plan=plan, region=call, traced=chain.traced, assignment=assignment)
 
 
+def _opened(trace: Callable[..., TracedRegion], root: nn.Module, call: Recordable, rule: CutRule) -> Chain:
+    """A chain that is open as far as the rule needs."""
+    must_be_open = rule.has_to_be_open(root)
+    if rule.split_points:
+        return build_chain(trace(opened=must_be_open, check=False))
+    demands = None if rule.is_by_parameters else rule.demands
+    return open_until_balanced(trace, root, call, rule.num_stages, demands, must_be_open)
+
+
+def open_regions(root: nn.Module, calls: Iterable[Recordable], *, rule: CutRule) -> tuple[Chain, Recordable]:
+    """Records the first of several regions that can be recorded, open as far as a rule needs, without cutting it.
+
+    Arguments and errors as :func:`plan_regions`.
+    """
+    first: FxPipeError | None = None
+    for call in calls:
+        trace = partial(trace_region, root, call)
+        try:
+            chain = _opened(partial(trace, answers_looks=False), root, call, rule)
+            if chain.traced.kept_whole and not _can_cut(chain, call, rule):
+                with suppress(TraceError):
+                    chain = _opened(partial(trace, answers_looks=True), root, call, rule)
+            return chain, call
+        except TraceError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _can_cut(chain: Chain, call: Recordable, rule: CutRule) -> bool:
+    try:
+        rule.cuts(chain, call)
+    except PartitionError:
+        return False
+    return True
+
+
 def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Assignment, Choice]:
     try:
         if rule.needs_clock:
@@ -108,6 +142,8 @@ def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Ass
     except PartitionError as error:
         if rule.split_points:
             raise
+        if one_layer := _one_layer(chain.traced.root, rule.num_stages):
+            raise CannotCut(one_layer) from None
         obstacles = [site.obstacle for site in chain.sites[:-1] if site.obstacle]
         whole = [f"{path} ({reason})" for path, reason in chain.traced.kept_whole.items()]
         more = [f"{len(obstacles)} more where none may fall, such as: {obstacles[0]}"] if obstacles else []
@@ -119,7 +155,19 @@ def _best_assignment(chain: Chain, call: Recordable, rule: CutRule) -> tuple[Ass
         raise (more_exactly if whole else CannotCut(more_exactly)) from None
 
 
-def _opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
+def _one_layer(root: nn.Module, num_stages: int) -> PartitionError | None:
+    """The error for a model of one layer, which no other code of the user's would change."""
+    modules = [(path, next(module.parameters(recurse=False), None)) for path, module in root.named_modules()]
+    layers = [path or "the module itself" for path, parameter in modules if parameter is not None]
+    if len(layers) != 1 or num_stages < 2:
+        return None
+    return PartitionError(
+        f"The model has one layer with parameters (`{layers[0]}`), so it cannot be split into {num_stages} stages.",
+        todo="Use devices=1, or num_stages=1 for data parallelism.",
+    )
+
+
+def opened_by_a_cut(assignment: Assignment) -> tuple[str, ...]:
     """The opened modules that a cut really falls into; the others may as well stay whole."""
 
     # A value that several stages recompute could no longer be if the module that makes it were whole again.

@@ -1,27 +1,25 @@
-"""A plan, and what a step would take with it under several schedules, on a device that nobody needs to have."""
+"""A plan, and the time of a step with it under several schedules, on a device described by a few numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
-from lightning_fxpipe.errors import PartitionError, ScheduleError, UnsupportedError
+from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.errors import PartitionError, ScheduleError
+from lightning_fxpipe.microbatch.split import count_samples, plan_passes
 from lightning_fxpipe.planner.cut_rule import BalanceName, CutRule
-from lightning_fxpipe.planner.fastest_cut import on_device
 from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.planner.planning import Planned
-from lightning_fxpipe.planner.stage_costs import stage_costs
+from lightning_fxpipe.planner.recorded_step import RecordedStep, SizedStep, not_simulated
 from lightning_fxpipe.planner.step_plan import make_planned, make_rule, must_run_jointly
-from lightning_fxpipe.planner.unit_costs import unit_costs
-from lightning_fxpipe.planner.weighing import state_weights
 from lightning_fxpipe.reporting.table import human_bytes, human_seconds, render_table
-from lightning_fxpipe.simulation.actions import ActionTable, is_table_file, running_ranks
-from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named, simulate, stages_of_ranks
+from lightning_fxpipe.simulation.actions import ActionTable, is_table_file
+from lightning_fxpipe.simulation.by_name import SimulatedSchedule, schedule_named
 from lightning_fxpipe.simulation.devices import Device
 from lightning_fxpipe.simulation.simulator import Simulation
 
@@ -42,14 +40,14 @@ SCHEDULES: tuple[SimulatedSchedule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedPlan:
-    """A plan, and what a step would take with it. ``print`` shows both as tables.
+    """A plan, and what a step would take with it. ``print`` shows both as tables, the fastest schedule first.
 
     Attributes:
-        plan: The plan, with a stage on each device.
+        plan: The plan.
         num_microbatches: Microbatches of a batch.
-        device: What each stage runs on.
+        device: The device of each rank.
         simulations: Of a step, by the schedule; by its file for a table of one's own.
-        refused: Schedules that there are not for so many stages or microbatches or so little memory, with the reason.
+        refused: Schedules that cannot run with this number of stages or microbatches or this memory, with the reason.
     """
 
     plan: PartitionPlan
@@ -58,26 +56,70 @@ class SimulatedPlan:
     simulations: Mapping[str, Simulation]
     refused: Mapping[str, str]
 
+    @property
+    def fastest(self) -> str | None:
+        """The schedule with the shortest step among those that fit the device's memory; None if none does."""
+        return next((name for name in self.by_time() if self.fits(name)), None)
+
+    def by_time(self) -> list[str]:
+        """The schedules, the shortest step first."""
+        return sorted(self.simulations, key=lambda name: self.simulations[name].seconds)
+
+    def fits(self, name: str) -> bool:
+        """True if every rank has the memory for a schedule."""
+        return max(self.simulations[name].peak_bytes) <= self.device.memory_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, as ``fxpipe simulate --json`` prints it."""
+        return {
+            "plan": asdict(self.plan),
+            "num_microbatches": self.num_microbatches,
+            "device": self.device.as_dict(),
+            "fastest": self.fastest,
+            "schedules": [
+                {
+                    "schedule": name,
+                    "num_stages": len((found := self.simulations[name]).costs),
+                    "step_seconds": found.seconds,
+                    "idle_share": found.bubble_fraction,
+                    "peak_bytes": round(max(found.peak_bytes)),
+                    "peak_rank": _fullest_rank(found),
+                    "fits": self.fits(name),
+                }
+                for name in self.by_time()
+            ],
+            "refused": dict(self.refused),
+        }
+
     def __str__(self) -> str:
-        rows = [(name, *_cells(found, self.device)) for name, found in self.simulations.items()]
-        rows += [(name, "-", "-", "-", reason) for name, reason in self.refused.items()]
-        headers = ("Schedule", "Step", "Idle", "Most memory", "On rank")
+        rows = [(name, *self._cells(name)) for name in self.by_time()]
+        rows += [(name, "-", "-", "-", "-", "-", reason) for name, reason in self.refused.items()]
+        headers = ("Schedule", "Stages", "Step", "Idle", "Memory", "Rank", "")
+        num_ranks = next((found.table.num_ranks for found in self.simulations.values()), self.plan.num_stages)
         table = render_table(
-            f"A step with {self.num_microbatches} microbatches would take",
+            f"Simulated step with {self.num_microbatches} microbatches on {num_ranks} x {self.device.name}",
             headers,
             rows,
-            right_aligned=headers[1:4],
-            caption="The model's calls alone: without the rest of the step, the optimizer and what Python takes.",
+            right_aligned=headers[1:6],
+            caption="The model's calls alone: without the rest of the step, the optimizer and what Python takes. "
+            "Memory is that of the rank with the most; rank 0 has the last stage, as in training.",
         )
         return f"{self.plan}\n\n{table}"
+
+    def _cells(self, name: str) -> tuple[str, ...]:
+        found = self.simulations[name]
+        note = "fastest" if name == self.fastest else "" if self.fits(name) else "too large"
+        seconds, idle = human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %"
+        memory = human_bytes(round(max(found.peak_bytes)))
+        return str(len(found.costs)), seconds, idle, memory, str(_fullest_rank(found)), note
 
 
 def simulate_plan(
     module: nn.Module,
     example_batch: object,
     *,
-    num_stages: int,
     device: Device,
+    num_stages: int | None = None,
     num_microbatches: int = 1,
     schedules: Sequence[SimulatedSchedule | str | Path] = SCHEDULES,
     optimizer_bytes_per_byte: float = 2.0,
@@ -85,76 +127,66 @@ def simulate_plan(
     balance: BalanceName = "parameters",
     split_points: Sequence[str] = (),
     stage_of: Mapping[str, int] = _NO_STAGES,
+    num_devices: int | None = None,
     device_speeds: Sequence[float] = (),
     device_memory_gib: float | Sequence[float] = (),
+    plan: PartitionPlan | None = None,
 ) -> SimulatedPlan:
     """Plans the stages of a module, and simulates a step with them.
 
     Args:
-        module, example_batch, num_stages, batch_dim, balance, split_points, stage_of, device_speeds, device_memory_gib: As
-            :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
-        device: What each rank runs on, such as ``DEVICES["a100"]``; where speeds are given, the fastest one.
+        module, example_batch, num_stages, batch_dim, balance, split_points, stage_of, num_devices, device_speeds,
+            device_memory_gib: As :func:`~lightning_fxpipe.planner.step_plan.make_plan`.
+        device: The device of each rank, such as ``DEVICES["a100"]``; where speeds are given, of the fastest one.
         num_microbatches: Microbatches of the batch.
-        schedules: Schedules to compare, by name, or as tables of actions in CSV files. Those with two stages on each of the
-            ``num_stages`` devices have the same graph cut into twice as many, by the balance.
-        optimizer_bytes_per_byte: What the optimizer keeps for each byte of a parameter that trains; for Adam in its type 2.
+        schedules: Schedules to compare, by name, or as tables of actions in CSV files. For a schedule with another number of
+            stages on each device than the plan, the same graph is cut again, by the balance.
+        optimizer_bytes_per_byte: Bytes that the optimizer keeps for each byte of a parameter that trains; for Adam in its
+            type 2.
+        plan: A plan to simulate as it is, in place of a new one. Schedules with another number of stages on each device are
+            refused.
+
+    Returns:
+        The plan, and a simulation under each schedule; ``print`` shows both as tables.
 
     Raises:
-        UnsupportedError: Every rank runs the whole step, with each call a pipeline of its own.
-        ScheduleError: There is no such schedule or file, or the file is no table.
+        UnsupportedError: Every rank would run the step, which is not simulated.
+        TraceError: As ``make_plan``, or a part of the model does not run on tensors without data.
+        ScheduleError: A table of actions cannot be read, or a name is no schedule.
         FxPipeError: What ``make_plan`` raises.
     """
     if reason := must_run_jointly(module):
-        raise _not_simulated(reason)
+        raise not_simulated(reason)
     tables = _named_tables(schedules)
+    is_given = plan is not None
+    if plan is not None:
+        chosen = plan.chosen
+        num_devices = num_devices or plan.num_stages // (chosen.stages_per_rank if chosen else 1)
+        num_stages, split_points, stage_of = plan.num_stages, (), _NO_STAGES
     rule = make_rule(
         num_stages=num_stages,
         balance=balance,
         num_microbatches=num_microbatches,
         split_points=split_points,
         stage_of=stage_of,
+        num_devices=num_devices,
         device_speeds=device_speeds,
         device_memory_gib=device_memory_gib,
         optimizer_bytes_per_byte=optimizer_bytes_per_byte,
     )
-    planned = make_planned(module, example_batch, rule=rule, num_microbatches=num_microbatches, batch_dim=batch_dim)
-    assignment = planned.assignment
-    if assignment is None:
-        raise _not_simulated(planned.plan.joint_reason)
-    assert planned.region is not None
-    of_units = unit_costs(assignment.chain)
-    states = state_weights(assignment.chain, planned.region, optimizer_bytes_per_byte)
+    if plan is None:
+        plan, step = _planned(module, example_batch, rule, batch_dim)
+    else:
+        step = RecordedStep(module, example_batch, rule, batch_dim=batch_dim, plan=plan).of_microbatches(num_microbatches)
     simulations: dict[str, Simulation] = {}
     refused: dict[str, str] = {}
     for schedule, table in tables.items():
         try:
-            held = _held(schedule, table, num_stages)
-            assert rule.load is not None
             named = table or cast(SimulatedSchedule, schedule)
-            load = replace(rule.load, schedule=named, num_ranks=num_stages, stages_per_rank=len(held[0]))
-            finer = replace(rule, num_stages=load.num_stages, split_points=(), load=load)
-            cuts = assignment.cuts if len(held[0]) == 1 else _cuts(planned, finer)
-            costs = stage_costs(assignment.chain, of_units, cuts, device, optimizer_bytes_per_byte=optimizer_bytes_per_byte)
-            costs = [*map(on_device, costs, load.speed_shares or [1.0] * len(costs))]
-            # With what several stages hold in each of them.
-            costs = [replace(cost, state_bytes=bytes_) for cost, bytes_ in zip(costs, states.of_stages(cuts), strict=True)]
-            simulations[schedule] = simulate(
-                costs,
-                num_microbatches=num_microbatches,
-                schedule=table or cast(SimulatedSchedule, schedule),
-                stages_per_rank=len(held[0]),
-                memory_bytes=[device.memory_bytes - sum(costs[stage].state_bytes for stage in stages) for stages in held],
-                link=device.link,
-            )
+            simulations[schedule], _ = step.simulate(rule, device, named, may_cut=not is_given)
         except (ScheduleError, PartitionError) as error:
-            refused[schedule] = error.what if table is None else f"{error.what} ({error.observed})"
-    return SimulatedPlan(
-        plan=planned.plan,
-        num_microbatches=num_microbatches,
-        device=device,
-        simulations=simulations,
-        refused=refused,
-    )
+            refused[schedule] = f"{error.what} ({error.observed})" if table and error.observed else error.what
+    return SimulatedPlan(plan=plan, num_microbatches=num_microbatches, device=device, simulations=simulations, refused=refused)
 
 
 def _named_tables(schedules: Sequence[str | Path]) -> dict[str, ActionTable | None]:
@@ -168,42 +200,27 @@ def _named_tables(schedules: Sequence[str | Path]) -> dict[str, ActionTable | No
     return found
 
 
-def _not_simulated(reason: str) -> UnsupportedError:
-    return UnsupportedError(
-        "A step that every rank runs cannot be simulated.",
-        observed=reason,
-        expected="a step whose calls of the model are one region",
-        todo="Simulate the module that the step calls, with its input: simulate_plan(module.net, its_input, ...).",
-    )
-
-
-def _held(schedule: str, table: ActionTable | None, num_ranks: int) -> Sequence[tuple[int, ...]]:
-    """The stages of each rank."""
-    if table is None:
-        return stages_of_ranks(cast(SimulatedSchedule, schedule), num_ranks)
-    held = [table.stages_of(rank) for rank in range(table.num_ranks)]
-    if len(held) != num_ranks or len({len(stages) for stages in held}) > 1:
-        raise ScheduleError(
-            "A table is made for other ranks.",
-            where=schedule,
-            observed="; ".join(f"{len(stages)} stages" for stages in held),
-            expected=f"as many stages on each of {num_ranks} ranks",
-            todo="Simulate with that number of stages, or with another table.",
-        )
-    return held
-
-
-def _cuts(planned: Planned, rule: CutRule) -> tuple[int, ...]:
-    """The cuts of the same graph by another rule."""
-    assert planned.assignment is not None
+def _planned(module: nn.Module, batch: object, rule: CutRule, batch_dim: int) -> tuple[PartitionPlan, SizedStep]:
+    planned = make_planned(module, batch, rule=rule, num_microbatches=rule.num_microbatches, batch_dim=batch_dim)
+    assignment = planned.assignment
+    if assignment is None:
+        raise not_simulated(planned.plan.joint_reason)
     assert planned.region is not None
-    chain = planned.assignment.chain
-    return rule.cuts(chain, planned.region)
+    num_samples = count_samples(batch, rule.num_microbatches, batch_dim).num_samples
+    size = plan_passes(num_samples, rule.num_microbatches)[0].size
+    sized = assignment.chain.of_samples(size) or assignment.chain
+    return planned.plan, SizedStep(sized, planned.region, assignment.cuts)
 
 
-def _cells(found: Simulation, device: Device) -> tuple[str, str, str, str]:
-    peak = max(found.peak_bytes)
-    table = found.table
-    rank = str(running_ranks(table.num_ranks, table.rank_of_stage[-1])[found.peak_bytes.index(peak)])
-    fits = "" if peak <= device.memory_bytes else ": more than there is"
-    return human_seconds(found.seconds), f"{100 * found.bubble_fraction:.1f} %", human_bytes(round(peak)), rank + fits
+def placement_of(simulation: Simulation) -> Placement:
+    """Which rank has which stages in a simulation."""
+    table = simulation.table
+    each = len(table.stages_of(0))
+    is_v = each > 1 and table.num_ranks > 1 and table.rank_of_stage[-1] == 0
+    return Placement(num_ranks=table.num_ranks, stages_per_rank=each, is_v=is_v)
+
+
+def _fullest_rank(found: Simulation) -> int:
+    """The rank with the most memory, by the number that it has in training."""
+    place = found.peak_bytes.index(max(found.peak_bytes))
+    return placement_of(found).global_rank(place)

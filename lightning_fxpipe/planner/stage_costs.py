@@ -10,7 +10,6 @@ from lightning_fxpipe.planner.cost import Chain
 from lightning_fxpipe.planner.measured_costs import UnitSeconds
 from lightning_fxpipe.planner.stage_work import StageWork
 from lightning_fxpipe.planner.unit_costs import UnitCosts
-from lightning_fxpipe.pytree.sizes import tensor_bytes
 from lightning_fxpipe.simulation.costs import StageCosts
 from lightning_fxpipe.simulation.devices import Device
 
@@ -38,10 +37,10 @@ def stage_costs(
     assignment = Assignment(chain=chain, cuts=tuple(cuts)).with_skips()
     sent = [{skip.destination: 0.0 for skip in assignment.skips if skip.source == stage} for stage in range(len(cuts) + 1)]
     for skip in assignment.skips:
-        sent[skip.source][skip.destination] += tensor_bytes(skip.node.meta["val"])
+        sent[skip.source][skip.destination] += chain.num_bytes(skip.node)
     bounds = [0, *(cut + 1 for cut in cuts), len(costs)]
     stages = _stages_in(costs, bounds, device, optimizer_bytes_per_byte)
-    outputs = [*(sum(tensor_bytes(node.meta["val"]) for node in assignment.boundary(stage)) for stage in range(len(cuts))), 0]
+    outputs = [*(sum(map(chain.num_bytes, assignment.boundary(stage))) for stage in range(len(cuts))), 0]
     return [
         replace(stage, output_bytes=output, skips=tuple(past.items()))
         for stage, output, past in zip(stages, outputs, sent, strict=True)

@@ -76,7 +76,7 @@ class UnitCosts:
 
 
 def unit_costs(chain: Chain) -> tuple[UnitCosts, ...]:
-    """The costs of each unit of a chain, for its example's microbatch and device.
+    """The costs of each unit of a chain, for its microbatch and its example's device.
 
     Raises:
         TraceError: A unit does not run on tensors without data.
@@ -128,7 +128,7 @@ class _Measurement:
     """
 
     def __init__(self, chain: Chain) -> None:
-        self.repeat = Repeat(chain.traced)
+        self.repeat = Repeat(chain.traced, chain.num_samples)
         self._parameters = dict(chain.traced.root.named_parameters())
         self._values: dict[fx.Node, Any] = {}
         self._originals: dict[int, tuple[int, int]] = {}  # by the key of a copy's memory that of the original, and its bytes

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from lightning_fxpipe.user_code.frames import user_frame
@@ -24,7 +24,7 @@ from lightning_fxpipe.user_code.frames import user_frame
 logger = logging.getLogger("lightning_fxpipe")
 
 # A trace that is over before nobody has asked what the program is doing.
-_LONG_SECONDS = 2.0
+_LONG_SECONDS = 10.0
 # Longer than this a line that does not move looks like a program that has stopped.
 _BAR_SECONDS = 5.0
 _REFRESH_SECONDS = 0.2
@@ -39,7 +39,8 @@ class _Terminal(logging.Handler):
         if not logging.root.handlers:
             # Looked up now: a progress bar that is on the screen has put something of its own here.
             stream = getattr(sys.stderr, "not_silenced", sys.stderr)
-            print(self.format(record), file=stream, flush=True)
+            with tqdm.external_write_mode(file=stream):  # a bar makes room
+                print(self.format(record), file=stream, flush=True)
 
 
 if logger.level == logging.NOTSET:
@@ -72,12 +73,13 @@ def warn(message: str) -> None:
 
 
 @contextmanager
-def telling(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None]:
-    """Says on rank 0 what takes long: that it has begun, and how long it took; between, with a bar, that it goes on.
+def telling(what: str, *, after_seconds: float = _LONG_SECONDS, total: int | None = None) -> Iterator[None]:
+    """Says on rank 0 what takes long: that it has begun and, with a bar, that it goes on. The time that it took is DEBUG.
 
     Args:
         what: It, as in ``"Tracing the training step"``.
         after_seconds: Nothing is said of what is over before; 0 says it in any case.
+        total: Number of calls of :func:`went_on` in the block, for the bar; None if nobody knows.
     """
     begin = time.perf_counter()
     timer = threading.Timer(after_seconds, inform, [f"{what} …"])
@@ -87,17 +89,15 @@ def telling(what: str, *, after_seconds: float = _LONG_SECONDS) -> Iterator[None
     else:
         inform(f"{what} …")
     try:
-        with _bar(what):
+        with _bar(what, total):
             yield
     finally:
         timer.cancel()
-    seconds = time.perf_counter() - begin
-    if seconds >= after_seconds:
-        inform(f"{what}: {seconds:.1f} s")
+    logger.debug("%s: %.1f s", what, time.perf_counter() - begin)
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[None]:
+def _bar(what: str, total: int | None) -> Iterator[None]:
     """Shows, on a terminal of rank 0 and after some seconds, a bar that moves with each :func:`went_on` of the block.
 
     It is erased at the end. A log file gets the lines of :func:`telling` only: each step of a bar would add a line.
@@ -105,7 +105,14 @@ def _bar(what: str) -> Iterator[None]:
     stream = getattr(sys.stderr, "not_silenced", sys.stderr)  # what user code prints meanwhile is not seen
     is_main = getattr(rank_zero_only, "rank", 0) == 0
     is_quiet = not (is_main and stream.isatty() and logger.isEnabledFor(logging.INFO))
-    looks = {"desc": what, "unit": " modules", "leave": False, "file": stream, "disable": is_quiet}
+    looks = {
+        "desc": what,
+        "unit": " modules" if total is None else "",
+        "total": total,
+        "leave": False,
+        "file": stream,
+        "disable": is_quiet,
+    }
     with tqdm(**looks, delay=_BAR_SECONDS, mininterval=_REFRESH_SECONDS) as bar:
         token = _running.set(bar)
         try:

@@ -38,11 +38,12 @@ def own_fault_words(error: BaseException) -> dict[str, str | None]:
         "observed": f"{error_words(error)}, raised at {', from '.join(reversed(frames))}",
         "expected": "a graph, or a message that names what in the step cannot be pipelined: the step is not at fault",
         "todo": "Please open an issue of lightning_fxpipe with this message, the whole traceback, the code of the step and of "
-        f"the module that it was in, and these versions: {_versions()}. The logger lightning_fxpipe says more at level DEBUG.",
+        f"the module that it was in, and these versions: {versions()}. The logger lightning_fxpipe says more at level DEBUG.",
     }
 
 
-def _versions() -> str:
+def versions() -> str:
+    """The versions of Python, of this package and of those it depends on."""
     found = [f"Python {platform.python_version()}"]
     for name in _DEPENDENCIES:
         try:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 WIDTH = 80
 _GAP = 3  # spaces between columns
-_LEAST_ROOM = 12
+_LEAST_ROOM = 12  # for a column of text
 
 
 def render_table(
@@ -23,60 +23,30 @@ def render_table(
     right_aligned: Sequence[str] = (),
     caption: str | None = None,
 ) -> str:
-    """Returns a plain-text table.
+    """Returns a plain-text table: 80 characters wide, or more if the numbers need it.
 
     Args:
         title: Line above the table.
         headers: One per column.
-        rows: Cells of each row, as many as headers; of several lines where they have line breaks.
-        right_aligned: Headers of the columns of numbers.
+        rows: Cells of each row, as many as headers; of several lines if they have line breaks.
+        right_aligned: Headers of the columns of numbers, which are never broken.
         caption: Lines below the table.
     """
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for header in headers:
+    table, width = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left"), 1
+    for index, header in enumerate(headers):
         is_number = header in right_aligned
+        longest = max(len(line) for row in (headers, *rows) for line in row[index].split("\n"))
+        width += _GAP + (longest if is_number else min(longest, _LEAST_ROOM))
         table.add_column(header, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
-    rooms = _rooms(headers, rows, right_aligned)
     for row in rows:
-        table.add_row(*(_broken_at_dots(cell, room) for cell, room in zip(row, rooms, strict=True)))
+        table.add_row(*row)
     out = io.StringIO()
-    # A fixed width and no colour: ranks, logs and tests all see the same characters, on the narrowest terminal that is usual.
-    width = max(WIDTH, _width(rooms))
-    console = Console(
-        file=out, width=width, color_system=None, markup=False, highlight=False, emoji=False, legacy_windows=False, _environ={}
-    )
-    console.print(table)
+    looks = {"color_system": None, "markup": False, "highlight": False, "emoji": False, "legacy_windows": False}
+    Console(file=out, width=max(WIDTH, width), _environ={}, **looks).print(table)  # type: ignore[arg-type]
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     for paragraph in (caption or "").splitlines():
         lines += textwrap.wrap(paragraph, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).strip("\n")
-
-
-def _rooms(headers: Sequence[str], rows: Sequence[Sequence[str]], right_aligned: Sequence[str]) -> list[int]:
-    """Widths of the columns: the widest texts give way until the table fits; numbers are never cut off."""
-    rooms = [len(header) for header in headers]
-    for row in rows:
-        rooms = [max(room, *map(len, cell.split("\n"))) for room, cell in zip(rooms, row, strict=True)]
-    texts = [index for index, header in enumerate(headers) if header not in right_aligned]
-    while texts and _width(rooms) > WIDTH and max(rooms[index] for index in texts) > _LEAST_ROOM:
-        rooms[max(texts, key=rooms.__getitem__)] -= 1
-    return rooms
-
-
-def _width(rooms: Sequence[int]) -> int:
-    return 1 + sum(rooms) + _GAP * len(rooms)
-
-
-def _broken_at_dots(text: str, room: int) -> str:
-    """A name that is too long for its column goes on in the next line after a dot, not in the middle of a word."""
-    lines = []
-    for line in text.split("\n"):
-        while len(line) > room and "." in line[:room]:
-            end = line.rindex(".", 0, room) + 1
-            lines.append(line[:end])
-            line = f"  {line[end:]}"
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def human_bytes(num_bytes: int) -> str:

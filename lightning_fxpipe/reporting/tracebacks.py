@@ -1,66 +1,62 @@
-"""Tracebacks without the machinery: a refusal shows the user's code only, and an error of that code no frames of this package.
+"""Tracebacks without the frames of Lightning, torch and this package: they show the user's code.
 
-Who wants to see all of them sets the logger to DEBUG.
+Whoever wants all frames sets the logger ``lightning_fxpipe`` to DEBUG.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from lightning_fxpipe.errors import FxPipeError, interpreters, set_interpreters
+from lightning_fxpipe.errors import FxPipeError, add_note, interpreters, set_interpreters
+from lightning_fxpipe.reporting.own_faults import is_own_fault
 from lightning_fxpipe.user_code.frames import is_framework
 
 _logger = logging.getLogger("lightning_fxpipe")
-
-
-_OWN = ("lightning_fxpipe", "torch.distributed.pipelining", "contextlib")
+_HIDDEN = "The frames of Lightning and torch are hidden. The logger lightning_fxpipe shows them at level DEBUG."
 
 
 def shorten(error: Exception) -> None:
-    """Takes frames out of an error's traceback, and of those of what led to it.
+    """Removes frames from an error's traceback, and from those of the errors that led to it, also when it is printed.
 
-    A refusal keeps those of the user's code, also when it is printed. Any other error loses those of this package only, and
-    none where this package raised it.
+    The frames of the user's code stay. An error without any, or of this package's own code, keeps all.
     """
-    entries = list(_entries(interpreters(error, "__traceback__")))
-    if isinstance(error, FxPipeError):
+    if isinstance(error, FxPipeError) or (interpreters(error, "__traceback__") is not None and not is_own_fault(error)):
         _logger.debug("The whole traceback:", exc_info=error)
-        _leave(error, is_shown=_is_users)
-        sys.excepthook = partial(_print_shortened, without_shortening(sys.excepthook), weakref.ref(error))
-    elif entries and not _is_own(entries[-1]):
-        _logger.debug("The whole traceback:", exc_info=error)
-        _leave(error, is_shown=lambda entry: not _is_own(entry))
+        _remove_frames(error)
+        # By its id, not the error itself: its frames hold the model, and the error may be caught.
+        sys.excepthook = partial(_print_shortened, without_shortening(sys.excepthook), (id(error), type(error)))
 
 
 def without_shortening(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """What is called in the end by a hook for uncaught errors: the hook that was there before a refusal, or the hook itself."""
+    """The hook for uncaught errors that was there before an error was shortened, or the hook itself."""
     return hook.args[0] if isinstance(hook, partial) and hook.func is _print_shortened else hook
 
 
 def _print_shortened(
     print_uncaught: Callable[..., Any],
-    refusal: weakref.ref[FxPipeError],  # its frames hold the model, and somebody may have caught it
+    shortened: tuple[int, type[BaseException]],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """In place of ``sys.excepthook``: between the user's script and the refusal there are Lightning's frames again."""
-    if error is refusal():
-        _leave(error, is_shown=_is_users)
+    """Takes the place of ``sys.excepthook``: between the user's script and the error there are Lightning's frames again."""
+    if (id(error), type(error)) == shortened:
+        _remove_frames(error)
         trace = interpreters(error, "__traceback__")
+        if not isinstance(error, FxPipeError):
+            add_note(error, _HIDDEN)
     print_uncaught(kind, error, trace)
 
 
-def _leave(error: BaseException, is_shown: Callable[[TracebackType], bool]) -> None:
+def _remove_frames(error: BaseException) -> None:
     for one in _chain(error):
         trace: TracebackType | None = None
-        for entry in reversed([entry for entry in _entries(interpreters(one, "__traceback__")) if is_shown(entry)]):
+        for entry in reversed([entry for entry in _entries(interpreters(one, "__traceback__")) if _is_users(entry)]):
             trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
         set_interpreters(one, "__traceback__", trace)
 
@@ -97,10 +93,6 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _is_users(entry: TracebackType) -> bool:
     return not is_framework(_module_name(entry))
-
-
-def _is_own(entry: TracebackType) -> bool:
-    return _module_name(entry).startswith(_OWN)
 
 
 def _module_name(entry: TracebackType) -> str:

@@ -4,6 +4,7 @@
 - ``options``: types of its options on a command line.
 - ``support``: what cannot be honoured is refused here.
 - ``run_plan``: the plan of a run; ``search_space``: what it is chosen from, where the user wants that.
+- ``plan_report``: logs a new plan.
 - ``first_batch``: the batch from which it is made, which the run trains on.
 - ``session``: a module in its pipeline, from setup to the end of its runs.
 - ``run_optimizers``: a run's optimizers, also where hooks exchange them.

@@ -42,7 +42,7 @@ from lightning_fxpipe.distributed.topology import Topology
 from lightning_fxpipe.errors import FxPipeError, UnsupportedError
 from lightning_fxpipe.optim.optimizers import StageOptimizer, text_of
 from lightning_fxpipe.planner.load import ADAM_BYTES_PER_BYTE
-from lightning_fxpipe.reporting.messages import warn
+from lightning_fxpipe.reporting.messages import inform, warn
 from lightning_fxpipe.rng import rng_state, set_rng_state
 from lightning_fxpipe.stages.memory import has_room
 from lightning_fxpipe.strategy.run_optimizers import RunOptimizers
@@ -360,6 +360,9 @@ class CheckpointHooks:
         entry = entry_of(checkpoint)
         if "rng" not in entry or self.has_trained:  # a converted checkpoint may have our entry, but not this
             return
+        before, now = len((entry.get("plan") or {}).get("stages", ())), self._now.session.plan.num_stages
+        if before not in (0, now):
+            inform(f"Resumed a checkpoint of {before} {'stage' if before == 1 else 'stages'} with {now}.")
         # A resumed run shuffles and draws as the uninterrupted one would have.
         self._restored_rng = usable_rng(entry["rng"])
         set_rng_state(self._restored_rng)

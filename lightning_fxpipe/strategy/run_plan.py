@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_fxpipe._compat.lightning import has_validation, num_optimizers, own_replaced, run_state_stood_in
 from lightning_fxpipe._compat.torch import patched_attributes
-from lightning_fxpipe.distributed.topology import Placement
+from lightning_fxpipe.distributed.topology import Placement, Topology
 from lightning_fxpipe.errors import FxPipeError, PartitionError, ScheduleError, TraceError, UnsupportedError
 from lightning_fxpipe.microbatch.split import (
     count_samples,
@@ -36,6 +36,7 @@ from lightning_fxpipe.reporting.wording import error_words
 from lightning_fxpipe.schedules.by_name import SCHEDULES, Schedule, ScheduleName
 from lightning_fxpipe.simulation.by_name import SimulatedSchedule, on_stages
 from lightning_fxpipe.strategy.first_batch import FirstBatches
+from lightning_fxpipe.strategy.plan_report import report_plan
 from lightning_fxpipe.strategy.search_space import search_space
 from lightning_fxpipe.strategy.support import check_batch_dim, check_has_batch, check_order, placement_for
 from lightning_fxpipe.tracing.discovery import first_regions
@@ -159,6 +160,22 @@ class RunPlans:
     def __init__(self, options: PlanOptions) -> None:
         self.options = options
         self._last: tuple[LightningModule, PartitionPlan, TrainerFn | None] | None = None
+        self._num_samples: int | None = None  # of the batch that the last plan was made from
+
+    def report(
+        self, plan: PartitionPlan, module: LightningModule, placement: Placement, ranks_per_machine: int, topology: Topology
+    ) -> None:
+        """Logs a plan that :meth:`make` has made, with its placement on the ranks."""
+        report_plan(
+            plan,
+            module,
+            schedule=self.options.schedule,
+            num_microbatches=self.options.schedule.num_microbatches or self.options.num_microbatches,
+            num_samples=self._num_samples,
+            placement=placement,
+            ranks_per_machine=ranks_per_machine,
+            topology=topology,
+        )
 
     def last_plan(self, trainer: Trainer, module: LightningModule) -> PartitionPlan | None:
         """The plan of the module's last run, if it holds for this one: what trains decides."""
@@ -205,9 +222,11 @@ class RunPlans:
             planned = Planned(plan=plan)
         else:
             kept = options.optimizer_bytes_per_byte(num_replicas)
-            trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, first_batches)
+            note = partial(setattr, self, "_num_samples")
+            trial = _Trial(trainer, module, options, placement, device, memory_left, kept, context, first_batches, note)
             kind = step_of_run(trainer)
-            with telling(f"Tracing the {kind.words}", after_seconds=0):
+            first = {"after_seconds": 0} if self._last is None else {}
+            with telling(f"Tracing the {kind.words}", **first):
                 planned = trial.plan(kind)
         self._last = module, planned.plan, trainer.state.fn
         return planned
@@ -226,6 +245,7 @@ class _Trial:
     optimizer_bytes_per_byte: float
     context: Callable[[StepKind], AbstractContextManager[None]]
     first_batches: FirstBatches
+    note_samples: Callable[[int], None]
 
     def plan(self, kind: StepKind) -> Planned:
         """A plan from the step that comes first.
@@ -241,6 +261,7 @@ class _Trial:
         set_up_validation = partial(self.first_batches.set_up_validation, self.trainer)
         with run_state_stood_in(self.trainer, MadeUp(), set_up_validation) as made_up, self.first_batches.shown():
             batch = self._batch(kind)  # an error of the data's is no failure of the step
+            self.note_samples(count_samples(batch, None, self.options.batch_dim).num_samples)
             try:
                 planned = self._plan(kind, batch)
                 return Planned(plan=planned.plan) if made_up else planned

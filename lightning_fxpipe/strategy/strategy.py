@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fxpipe._compat.lightning import init_process_group
+from lightning_fxpipe._compat.lightning import init_process_group, silence_lightning
 from lightning_fxpipe.data.loading import in_step
 from lightning_fxpipe.data.skip_loading import Sparing
 from lightning_fxpipe.deferred_init.materialise import Constructions
@@ -48,7 +47,6 @@ from lightning_fxpipe.strategy.support import (
     check_sampler,
     check_torch,
     check_trainer,
-    report_plan,
     report_unsaved,
     seeded_alike,
 )
@@ -177,8 +175,7 @@ class PipelineStrategy(ConfiguredStrategy):
         self._vote = votes_before_batches(trainer, self.topology)
         self._patches.enter_context(among_replicas(self.replicas))
         check_trainer(trainer, self.module)
-        if not self.replicas.are_several:  # which log the same values: Lightning advises `sync_dist=True`
-            warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+        silence_lightning(logs_alike=not self.replicas.are_several)
         with self._constructions.changing(self.module):
             self.model = check_converted(self.precision_plugin.convert_module(self.module), self.module)
         if not self._is_in_stages():
@@ -209,7 +206,7 @@ class PipelineStrategy(ConfiguredStrategy):
                 self._num_microbatches = self._schedule.num_microbatches or self._num_microbatches
                 check_compile(self._plans.options, plan, self.module)
                 placement = self._plans.options.placement(self._num_machines * self.num_processes, plan)
-                report_plan(plan, self.module, self._num_microbatches, placement, self.num_processes, self.topology)
+                self._plans.report(plan, self.module, placement, self.num_processes, self.topology)
             self._take_place(plan)
             self.offer_mesh(self.module)
             self._session = Session(

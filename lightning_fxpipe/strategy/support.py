@@ -34,9 +34,7 @@ from lightning_fxpipe.optim.coupling import couples_parameters
 from lightning_fxpipe.optim.optimizers import StageOptimizer
 from lightning_fxpipe.optim.shards import Shards
 from lightning_fxpipe.optim.twins import CannotTryError
-from lightning_fxpipe.pictures.replica_grid import ReplicaGrid, gradient_bytes
-from lightning_fxpipe.planner.plan import PartitionPlan
-from lightning_fxpipe.reporting.messages import inform, warn
+from lightning_fxpipe.reporting.messages import warn
 from lightning_fxpipe.schedules.by_name import Schedule
 
 
@@ -317,38 +315,6 @@ def _is_coupled(optimizer: Optimizer) -> bool:
             todo="Keep such tensors in optimizer.state; what averages weights can be a callback, such as EMAWeightAveraging; or"
             " use another optimizer.",
         ) from error
-
-
-def report_plan(
-    plan: PartitionPlan,
-    module: nn.Module,
-    num_microbatches: int | None,
-    placement: Placement,
-    ranks_per_machine: int,
-    topology: Topology,
-) -> None:
-    """Shows a new plan, and what the user should know about it.
-
-    Args:
-        plan: The plan.
-        module: What it is for.
-        num_microbatches: Of a batch; None where the batch decides.
-        placement: Where its stages will be.
-        ranks_per_machine: Processes on each machine.
-        topology: This rank's place so far; of it, how many ranks there are and how they talk.
-    """
-    inform(f"\n{plan}\n")
-    if any(stage.skipping_bytes for stage in plan.stages) and not topology.can_skip:
-        inform("Between these devices, what is sent past stages is passed on by the stages on its way.\n")
-    num_replicas = topology.num_ranks * topology.replicas.count // placement.num_ranks
-    if num_replicas > 1:
-        held = gradient_bytes(plan, module, placement)
-        grid = ReplicaGrid(
-            num_replicas=num_replicas, placement=placement, ranks_per_machine=ranks_per_machine, gradient_bytes=held
-        )
-        inform(f"\n{grid}\n")
-    # The default for a single rank is one, the batch as it is.
-    report_batch_norm(module, num_microbatches or (1 if placement.num_ranks == 1 else None))
 
 
 def report_unsaved(path: object, rank: int) -> None:

@@ -253,6 +253,16 @@ def test_inspect_says_what_a_checkpoint_holds(named: Path, tmp_path: Path, capsy
     assert tables[0] == tables[1]
 
 
+def test_inspect_prints_the_same_as_json(named: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(named), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["complete"], found["global_step"], found["epoch"]) == (True, 5, 0)
+    shapes = {name: [*value.shape] for name, value in torch.load(named)["state_dict"].items()}
+    assert {name: each["shape"] for name, each in found["tensors"]["model"].items()} == shapes
+    assert found["optimizers"][0][0]["weight_decay"] == 0.1
+
+
 def test_inspect_reads_no_tensors(named: Path, tmp_path: Path) -> None:
     convert(named, tmp_path / "folder")
     for path in (named, tmp_path / "folder"):
@@ -273,7 +283,8 @@ def test_inspect_runs_no_code_and_convert_only_what_is_trusted(
     _noted.clear()
     assert main(["inspect", str(tmp_path / "h.ckpt")]) == 0
     assert main(["convert", str(tmp_path / "h.ckpt"), str(tmp_path / "folder")]) == 1
-    assert "--trust" in capsys.readouterr().err
+    assert "The checkpoint contains objects that could run code." in (err := capsys.readouterr().err)
+    assert "--trust" in err
     assert _noted == []
     convert(tmp_path / "h.ckpt", tmp_path / "folder", "--trust")
     assert _noted == [1]
@@ -342,7 +353,7 @@ def _write_bad_header(path: Path, plain: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "convert"])
-def test_a_damaged_checkpoint_gives_one_line_and_a_failing_status(
+def test_a_damaged_checkpoint_gives_a_message_and_a_failing_status(
     write: Callable[[Path, Path], None] | None, command: str, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source.ckpt"
@@ -356,8 +367,9 @@ def test_a_damaged_checkpoint_gives_one_line_and_a_failing_status(
         assert "Complete     no: no meta.pt" in captured.out  # what is there can be looked at
         return
     assert captured.err.startswith("error: ")
-    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.err
     assert str(source) in captured.err
+    assert ("No such file or folder: " in captured.err) == (write is None)  # and then it is not called damaged
     assert not list(tmp_path.glob("target*"))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -96,9 +97,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
     def call(*arguments: str) -> str:
         assert main(arguments) == 0
-        out, err = capsys.readouterr()
-        assert err == ""
-        return out
+        return capsys.readouterr().out
 
     return call
 
@@ -107,11 +106,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def fail(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the command, which must fail with a message for a person, and returns that."""
 
-    def call(*arguments: str) -> str:
-        assert main(arguments) == 1
+    def call(*arguments: str, status: int = 1) -> str:
+        assert main(arguments) == status
         out, err = capsys.readouterr()
         assert out == ""
-        assert "Traceback" not in err
+        assert err.startswith("error: ")
         return err
 
     return call
@@ -138,22 +137,23 @@ def test_without_a_command_it_explains_itself(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit) as caught:
         main([])
     assert caught.value.code == 2
-    assert "usage: python -m lightning_fxpipe" in capsys.readouterr().err
+    assert "usage: fxpipe" in capsys.readouterr().err
 
 
 def test_simulate_prints_the_plan_and_what_a_step_would_take(project: Path, run: Run) -> None:
     out = run("simulate", "--config", write(config_of(), project), "--device", "h100", "--num-microbatches", "2")
     assert out.startswith(str(plan_by_hand(2, num_microbatches=2)))
     lines = [line.split() for line in out.splitlines()]
-    assert ["Schedule", "Step", "Idle", "Most", "memory", "Of", "rank"] in lines
-    assert [line[0] for line in lines if line and line[0] in SCHEDULES] == [*SCHEDULES]
+    assert ["Schedule", "Stages", "Step", "Idle", "Memory", "Rank"] in lines
+    assert {line[0] for line in lines if line and line[0] in SCHEDULES} == {*SCHEDULES}
+    assert "Simulated step with 2 microbatches on 2 x h100" in out.splitlines()
 
 
 def test_simulate_takes_a_device_from_a_file(project: Path, run: Run) -> None:
     config = write(config_of(), project)
     device = {"flops_per_second": 1e3, "bytes_per_second": 1e12, "link_latency_seconds": 100, "memory_bytes": 1e9}
     out = run("simulate", "--config", config, "--device", write(device, project, "device.yaml"))
-    by_schedule = {line.split()[0]: line.split()[1:3] for line in out.splitlines() if line.split()[:1] == ["gpipe"]}
+    by_schedule = {line.split()[0]: line.split()[2:4] for line in out.splitlines() if line.split()[:1] == ["gpipe"]}
     # Two stages of two layers of 8 x 8, four microbatches of two samples: half a second a forward, and two messages of 100 s.
     seconds, unit = by_schedule["gpipe"]
     assert unit == "s"
@@ -185,9 +185,9 @@ def test_layouts_prints_stages_and_replicas_and_saves_the_plan_of_the_fastest(pr
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("tpu", "No such file or directory: 'tpu'"),
+        ("tpu", "no such file"),
         ({"flops_per_second": 1}, "bytes_per_second"),
-        ({"flops_per_second": 1, "bytes_per_second": 1, "cores": 2}, "nothing is known of cores"),
+        ({"flops_per_second": 1, "bytes_per_second": 1, "cores": 2}, "unexpected keyword argument 'cores'"),
         ({"flops_per_second": "fast", "bytes_per_second": 1}, "could not convert string to float"),
         ([1, 2], "'list' object has no attribute 'items'"),
     ],
@@ -207,13 +207,14 @@ def test_it_runs_as_a_module() -> None:
         timeout=60,
     )
     assert done.returncode == 1
-    assert "FxPipeError: Cannot read the config." in done.stderr
+    assert done.stderr.startswith("error: No such file: absent.yaml\n")
 
 
 def test_a_config_is_planned_for_its_devices(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project))
     # The default: up to four microbatches for each of several stages, of two samples or more, so 4.
-    assert out.strip() == str(plan_by_hand(2, num_microbatches=4)).strip()
+    assert out.splitlines()[:-1] == str(plan_by_hand(2, num_microbatches=4)).splitlines()
+    assert out.splitlines()[-1] == "Schedule gpipe, 4 microbatches of 2 samples; rank 0: stage 1, rank 1: stage 0"
     assert "in 2 stages" in out
 
 
@@ -224,7 +225,7 @@ def test_a_list_of_devices_is_counted(project: Path, run: Run) -> None:
 
 def test_options_override_the_config(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project), "--num-stages", "4", "--num-microbatches", "2")
-    assert out.strip() == str(plan_by_hand(4, num_microbatches=2)).strip()
+    assert out.startswith(str(plan_by_hand(4, num_microbatches=2)))
     assert "one microbatch of 4" in out
 
 
@@ -253,21 +254,34 @@ def test_a_config_with_a_section_for_each_subcommand_is_read_at_fit(project: Pat
     assert "in 2 stages" in out
 
 
-def test_classes_can_be_named_on_the_command_line(project: Path, run: Run) -> None:
-    """Where a program fixes its classes, LightningCLI writes their arguments straight into the sections."""
+def test_a_config_of_a_program_with_fixed_classes_is_read_with_these(project: Path, run: Run) -> None:
+    """LightningCLI(Net, Data) writes their arguments straight into the sections."""
     config = write(config_of(model={"depth": 3}, data={"batch_size": 4}), project)
-    out = run("plan", "--config", config, "--model", f"{MODULE}.Net", "--data", f"{MODULE}.Data", "--num-stages", "3")
-    assert "in 3 stages" in out
+    classes = ("--model-class", f"{MODULE}.Net", "--data-class", f"{MODULE}.Data")
+    assert "in 3 stages" in run("plan", "--config", config, *classes, "--num-stages", "3")
+    assert "in 5 stages" in run("plan", "--config", config, *classes, "--model.depth", "5", "--num-stages", "5")
 
 
-def test_sections_may_be_absent_where_the_command_line_names_the_classes(project: Path, run: Run) -> None:
+def test_classes_and_their_arguments_can_be_given_on_the_command_line(project: Path, run: Run) -> None:
     config = write(config_of(model=None, data=None), project)
-    assert "in 2 stages" in run("plan", "--config", config, "--model", f"{MODULE}.Net", "--data", f"{MODULE}.Data")
+    classes = ("--model", f"{MODULE}.Net", "--data", f"{MODULE}.Data")
+    assert "in 2 stages" in run("plan", "--config", config, *classes)
+    out = run("plan", "--config", write(config_of(), project), "--model.init_args.depth", "6", "--num-stages", "6")
+    assert "in 6 stages" in out
 
 
-def test_a_class_path_in_the_config_wins(project: Path, run: Run) -> None:
-    config = write(config_of(), project)
-    assert "in 2 stages" in run("plan", "--config", config, "--model", "not.a.Class", "--data", "not.a.Class")
+def test_the_config_is_printed_with_its_overrides(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", write(config_of(), project), "--model.init_args.depth", "6", "--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["model"] == section("Net", width=8, depth=6)
+
+
+def test_the_other_sections_of_a_config_have_no_effect(project: Path, run: Run) -> None:
+    """The Trainer of the config, its loggers and callbacks may need another machine."""
+    trainer = {"devices": 2, "accelerator": "gpu", "logger": {"class_path": "not.installed.Logger"}}
+    config = config_of(trainer=trainer, seed_everything=1, ckpt_path=None, optimizer=section("NotThere"))
+    assert "in 2 stages" in run("plan", "--config", write(config, project))
 
 
 def test_classes_beside_a_config_in_a_subfolder_are_found(
@@ -286,8 +300,7 @@ def test_the_saved_plan_is_the_printed_one(project: Path, run: Run) -> None:
     out = run("plan", "--config", write(config_of(), project), "--num-stages", "3", "--output", "plan.json")
     loaded = PartitionPlan.load(project / "plan.json")
     assert loaded == plan_by_hand(3, num_microbatches=4)
-    assert str(loaded) in out
-    assert "plan.json" in out
+    assert out.startswith(f"{loaded}\n")
 
 
 def test_nothing_is_saved_when_planning_fails(project: Path, fail: Run) -> None:
@@ -308,31 +321,37 @@ def test_a_config_that_is_no_mapping_is_refused(project: Path, fail: Run) -> Non
 
 def test_a_config_that_is_no_yaml_is_refused(project: Path, fail: Run) -> None:
     (project / "config.yaml").write_text("model: [unclosed\n")
-    assert "config.yaml" in fail("plan", "--config", "config.yaml")
+    message = fail("plan", "--config", "config.yaml")
+    assert "Cannot read the config." in message
+    assert "config.yaml" in message
 
 
-def test_a_section_without_a_class_asks_for_one(project: Path, fail: Run) -> None:
-    message = fail("plan", "--config", write(config_of(data={"batch_size": 4}), project))
-    assert "The config does not say which class its `data` is" in message
-    assert "--data package.module.Class" in message
+def test_a_section_without_a_class_is_refused(project: Path, fail: Run) -> None:
+    message = fail("plan", "--config", write(config_of(data={"batch_size": 4}), project), status=2)
+    assert 'Parser key "data"' in message
+
+
+def test_a_config_without_data_asks_for_it(project: Path, fail: Run) -> None:
+    message = "There is no data.\n  What to do: Add a section `data` to the config, or --data package.module.Class."
+    assert message in fail("plan", "--config", write(config_of(data=None), project))
 
 
 @pytest.mark.parametrize(
     "class_path", ["no_such_module_for_fxpipe.Net", f"{MODULE}.NoSuchClass", "JustAName"], ids=["module", "class", "no dot"]
 )
 def test_a_class_that_cannot_be_imported_is_named(project: Path, fail: Run, class_path: str) -> None:
-    message = fail("plan", "--config", write(config_of(model={"class_path": class_path}), project))
+    message = fail("plan", "--config", write(config_of(model={"class_path": class_path}), project), status=2)
+    assert class_path in message
+    message = fail("plan", "--config", write(config_of(), project), "--model-class", class_path)
     assert f"Cannot import {class_path}" in message
 
 
-def test_init_args_that_the_class_does_not_take_are_named(project: Path, fail: Run) -> None:
-    message = fail("plan", "--config", write(config_of(model=section("Net", hight=3)), project))
-    assert f"The config's `model` does not fit {MODULE}.Net." in message
-    assert "hight" in message
-
-
-def test_init_args_of_another_type_are_named(project: Path, fail: Run) -> None:
-    assert "depth" in fail("plan", "--config", write(config_of(model=section("Net", depth="many")), project))
+@pytest.mark.parametrize(("option", "value"), [("hight", 3), ("depth", "many")], ids=["name", "type"])
+def test_init_args_that_the_class_does_not_take_are_named(project: Path, fail: Run, option: str, value: Any) -> None:
+    message = fail("plan", "--config", write(config_of(model=section("Net", **{option: value})), project), status=2)
+    assert option in message
+    assert message.endswith("Try `fxpipe plan --help`.\n")
+    assert len(message.splitlines()) < 20  # and not the usage
 
 
 @pytest.mark.parametrize("trainer", [None, {}, {"devices": "auto"}, {"devices": -1}], ids=["no trainer", "none", "auto", "all"])
@@ -344,7 +363,7 @@ def test_an_unknown_number_of_devices_asks_for_one(project: Path, fail: Run, tra
 
 def test_more_stages_than_the_model_allows_are_refused(project: Path, fail: Run) -> None:
     message = fail("plan", "--config", write(config_of(), project), "--num-stages", "9")
-    assert "PartitionError: Cannot form 9 stages." in message
+    assert "Cannot form 9 stages." in message
 
 
 @pytest.mark.parametrize("option", ["--num-stages", "--num-microbatches"])
@@ -367,7 +386,8 @@ def test_an_output_that_cannot_be_written_is_named(project: Path, capsys: pytest
     status = main(["plan", "--config", write(config_of(), project), "--output", "no/such/folder/plan.json"])
     assert status == 1
     message = capsys.readouterr().err
-    assert "Cannot save what --output asks for" in message
+    assert "Cannot write a file." in message
+    assert "Give --output a path in a folder that exists" in message
     assert "no/such/folder" in message
 
 
@@ -380,13 +400,14 @@ def data_of(page: Path) -> dict[str, Any]:
     return dict(json.loads(text.partition('id="data">')[2].partition("</script>")[0]))
 
 
-def test_simulate_saves_a_page_a_figure_and_a_trace(project: Path, run: Run) -> None:
+def test_simulate_saves_a_page_a_figure_and_a_trace(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     pictures = ["--html", "step.html", "--plot", "step.svg", "--trace", "step.json"]
-    out = run("simulate", "--config", write(config_of(), project), "--schedules", "zb_h1", "1f1b", "zb_h1", *pictures)
-    assert out.endswith("Python takes.\n\nSaved to step.html\nSaved to step.svg\nSaved to step.json\n")
+    arguments = ["simulate", "--config", write(config_of(), project), "--schedules", "zb_h1", "1f1b", "zb_h1", *pictures]
+    assert main(arguments) == 0
+    assert capsys.readouterr().err.endswith("Saved to step.html\nSaved to step.svg\nSaved to step.json\n")
     page = data_of(project / "step.html")
-    assert [each["name"] for each in page["alternatives"]] == ["zb_h1", "1f1b"]
+    assert sorted(each["name"] for each in page["alternatives"]) == ["1f1b", "zb_h1"]
     assert page["memoryLimitBytes"] == DEVICES["a100"].memory_bytes
     assert "<svg" in (project / "step.svg").read_text()
     names = [event["name"] for event in json.loads((project / "step.json").read_text())["traceEvents"] if event["ph"] == "X"]
@@ -398,12 +419,11 @@ def test_simulate_saves_a_page_a_figure_and_a_trace(project: Path, run: Run) -> 
 def test_plan_saves_a_page_of_the_very_plan_with_a_simulated_step(project: Path, run: Run) -> None:
     options = ["--balance", "memory", "--output", "plan.json", "--html", "plan.html", "--device", "h200"]
     out = run("plan", "--config", write(config_of(), project), *options)
-    assert out.endswith("Saved to plan.json\nSaved to plan.html\n")
     page = data_of(project / "plan.html")
     assert page["plan"]["text"] == str(PartitionPlan.load("plan.json"))
     assert out.startswith(page["plan"]["text"])
     assert page["memoryLimitBytes"] == DEVICES["h200"].memory_bytes
-    assert [each["name"] for each in page["alternatives"]] == [*SCHEDULES]
+    assert {each["name"] for each in page["alternatives"]} == {*SCHEDULES}
 
 
 def test_a_page_has_the_cuts_that_are_asked_for(project: Path, run: Run) -> None:
@@ -428,16 +448,94 @@ def test_a_step_that_cannot_be_simulated_has_a_page_that_says_why(project: Path,
 def test_a_picture_that_cannot_be_written_is_named(project: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
     path = "no/such/folder/step.png"
     assert main(["simulate", "--config", write(config_of(), project), "--schedules", "1f1b", option, path]) == 1
-    out, err = capsys.readouterr()
-    assert f"Cannot save what {option} asks for" in err
+    err = capsys.readouterr().err
+    assert f"Give {option} a path in a folder that exists" in err
     assert path in err
-    assert "Saved to" not in out
+    assert "Saved to" not in err
 
 
-def test_an_unknown_schedule_is_refused(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["simulate", "--config", write(config_of(), project), "--schedules", "2f1b"])
-    assert "'2f1b' is not a schedule: expected one of gpipe, 1f1b" in capsys.readouterr().err
+@pytest.mark.parametrize("command", [("simulate",), ("layouts", "--num-devices", "2")], ids=["simulate", "layouts"])
+def test_an_unknown_schedule_is_refused(project: Path, fail: Run, command: tuple[str, ...]) -> None:
+    message = fail(*command, "--config", write(config_of(), project), "--schedules", "2f2b")
+    assert "There is no such schedule" in message
+    assert "2f2b" in message
+
+
+# ------------------------------------------------------------------ a saved plan, JSON
+
+
+def test_a_saved_plan_is_simulated_as_it_is(project: Path, run: Run) -> None:
+    config = write(config_of(), project)
+    run("plan", "--config", config, "--split-points", "net.1", "--output", "plan.json")
+    plan = PartitionPlan.load("plan.json")
+    found = json.loads(run("simulate", "--config", config, "--plan", "plan.json", "--json"))
+    assert found["plan"] == json.loads((project / "plan.json").read_text())
+    assert found["device"]["name"] == "a100"
+    assert found["refused"]["v_half"] == "It needs 4 stages on 2 devices, and the plan has 2."
+    names = [each["schedule"] for each in found["schedules"]]
+    seconds = [each["step_seconds"] for each in found["schedules"]]
+    assert seconds == sorted(seconds)
+    assert found["fastest"] == names[0]
+    found = json.loads(run("layouts", "--config", config, "--num-devices", "4", "--plan", "plan.json", "--json"))
+    assert {(each["num_ranks"], each["stages_per_rank"]) for each in found["layouts"]} == {(1, 2), (2, 1)}
+    assert found["plan"]["stages"] == json.loads((project / "plan.json").read_text())["stages"]
+    assert plan.num_stages == 2
+
+
+def test_simulate_and_layouts_have_the_cuts_that_are_asked_for(project: Path, run: Run) -> None:
+    config, cuts = write(config_of(), project), ["--split-points", "net.1", "--json"]
+    planned = json.loads(run("plan", "--config", config, *cuts))
+    assert json.loads(run("simulate", "--config", config, *cuts))["plan"] == planned
+    found = json.loads(run("layouts", "--config", config, "--num-devices", "2", "--schedules", "1f1b", *cuts))
+    assert [each["num_ranks"] for each in found["layouts"]] == [2]
+    assert [stage["first_module"] for stage in found["plan"]["stages"]] == ["net.0", "net.1"]
+
+
+def test_the_fastest_is_marked(project: Path, run: Run) -> None:
+    out = run("simulate", "--config", write(config_of(), project))
+    marked = [line.split()[0] for line in out.splitlines() if line.endswith("fastest")]
+    rows = [line.split()[0] for line in out.splitlines() if line.split()[:1] and line.split()[0] in SCHEDULES]
+    assert marked == rows[:1]
+
+
+def test_each_layout_is_logged_as_soon_as_it_is_there(project: Path, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning_fxpipe"):
+        run("layouts", "--config", write(config_of(), project), "--num-devices", "4")
+    lines = [record.message for record in caplog.records if " of 3: " in record.message]
+    assert [line.partition(":")[0] for line in lines] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert "samples/s" in lines[0]
+
+
+# ------------------------------------------------------------------ the program
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_needs_neither_torch_nor_lightning(option: str) -> None:
+    program = (
+        "import sys\nfrom lightning_fxpipe.__main__ import main\n"
+        f"try: main([{option!r}])\nfinally: print(sys.modules.keys() & {{'torch', 'lightning', 'jsonargparse'}})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+def test_the_console_script_is_this_function() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"fxpipe": f"{main.__module__}:{main.__name__}"}
+
+
+def test_doctor_prints_what_a_report_needs_and_sends_a_tensor_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert f"torch {version('torch')}" in lines["Versions"]
+    assert {*lines} == {"Versions", "Platform", "Devices", "Backend", "Round"}
+    assert "2 processes" in lines["Round"]
+
+
+def test_doctor_says_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    assert main(["doctor"]) == 1
+    assert "no_such_interface" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("command", ["simulate", "layouts", "plan"])
@@ -452,5 +550,5 @@ def test_a_table_of_ones_own_is_simulated_beside_names(project: Path, run: Run, 
     options = ("simulate", "--config", write(config_of(), project), "--num-microbatches", "2")
     rows = [line.split() for line in run(*options, "--schedules", "1f1b", "mine.csv").splitlines()]
     named, mine = (next(row for row in rows if row[:1] == [name]) for name in ("1f1b", "mine.csv"))
-    assert mine[1:5] == named[1:5]
+    assert mine[1:6] == named[1:6]
     assert "Cannot read a table of actions" in fail(*options, "--schedules", "absent.csv")

@@ -16,8 +16,10 @@ def test_the_page_of_a_simulated_plan_has_all_of_it() -> None:
     assert page.title == "Pipeline of net"
     assert page.plan == simulated.plan
     assert page.memory_limit_bytes == MEMORY_BYTES
-    assert [each.name for each in page.alternatives] == ["v_half", "1f1b", "dualpipev"]
-    assert page.alternatives[1].timelines == (Timeline.of_simulation("1f1b, simulated", simulated.simulations["1f1b"]),)
+    assert [each.name for each in page.alternatives] == [*simulated.by_time(), "dualpipev"]
+    assert page.alternatives[simulated.by_time().index("1f1b")].timelines == (
+        Timeline.of_simulation("1f1b, simulated", simulated.simulations["1f1b"]),
+    )
     assert page.alternatives[2].timelines == ()
     assert page.alternatives[2].refused == "There are too few microbatches."
 

@@ -15,10 +15,11 @@ from lightning_fxpipe import compare_layouts, make_plan
 from lightning_fxpipe.distributed.topology import Placement, Replicas, Topology
 from lightning_fxpipe.pictures.chrome_trace import trace_of
 from lightning_fxpipe.pictures.figure import save_figure
-from lightning_fxpipe.pictures.page import page_of_layouts, page_of_timelines, placement_of, timelines_of_layouts
+from lightning_fxpipe.pictures.page import page_of_layouts, page_of_timelines, timelines_of_layouts
 from lightning_fxpipe.pictures.page_data import data_of
 from lightning_fxpipe.pictures.replica_grid import ReplicaGrid, gradient_bytes
 from lightning_fxpipe.planner.layouts import LayoutComparison
+from lightning_fxpipe.planner.simulated_plan import placement_of
 from lightning_fxpipe.reporting.table import human_bytes
 from lightning_fxpipe.simulation import Link
 from lightning_fxpipe.simulation.devices import Device
@@ -172,7 +173,7 @@ def test_the_page_of_layouts_has_the_replicas_of_its_plan(schedule: Any) -> None
     assert page.plan == found.plan
     data = data_of(page)
     placement = Placement(num_ranks=2, stages_per_rank=best.chosen.stages_per_rank, is_v=schedule == "zbv_zero_bubble")
-    assert placement_of(best) == placement
+    assert placement_of(best.simulation) == placement
     assert data["replicas"] == {
         "stages": [[*placement.stages_of(place)] for place in range(2)],
         "ranks": [[topology(placement, place, 2, replica).global_rank(place) for place in range(2)] for replica in range(2)],

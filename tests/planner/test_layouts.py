@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ from torch import Tensor, nn
 
 from lightning_fxpipe import FxPipeStrategy, PartitionError, UnsupportedError, compare_layouts, simulate_plan
 from lightning_fxpipe.microbatch.split import default_num_microbatches
-from lightning_fxpipe.planner.layouts import Layout, _Comparing
+from lightning_fxpipe.planner import recorded_step
+from lightning_fxpipe.planner.layouts import Layout
 from lightning_fxpipe.planner.plan import PartitionPlan
+from lightning_fxpipe.planner.planning import open_regions
 from lightning_fxpipe.planner.simulated_plan import SCHEDULES
 from lightning_fxpipe.simulation import Link, StageCosts, simulate
 from lightning_fxpipe.simulation.devices import Device
@@ -107,8 +108,8 @@ def test_the_fastest_fits_the_memory_even_where_others_are_faster() -> None:
     found = compared(8, replace(SLOW, memory_bytes=memory), replica_link=Link())
     assert {layout.num_ranks: layout.chosen.fits for layout in found.layouts} == {4: True, 8: True, 1: False, 2: False}
     assert found.layouts[0].num_ranks == 4
-    rows = [line.split() for line in str(found).splitlines() if line.split()[-1:] in (["yes"], ["no"])]
-    assert [(row[0], row[-1]) for row in rows] == [("4", "yes"), ("8", "yes"), ("1", "no"), ("2", "no")]
+    rows = [line.split() for line in str(found).splitlines() if line.split()[-1:] in (["fastest"], ["KiB"], ["large"])]
+    assert [(row[0], row[-1]) for row in rows[-4:]] == [("4", "fastest"), ("8", "KiB"), ("1", "large"), ("2", "large")]
     assert found.plan.num_stages == 4 * found.layouts[0].chosen.stages_per_rank
 
 
@@ -142,14 +143,17 @@ def test_the_plan_for_replicas_that_share_out_the_optimizer_is_the_one_that_was_
     tokens = torch.zeros(NUM_SAMPLES, 32, dtype=torch.long)
     held = []
     for shares_out, kept in ((False, 2.0), (True, 1.0)):
-        comparing = _Comparing(Net(), tokens, 4, SLOW, Link(), ("gpipe",), 1, 2.0, shares_out, 0)
-        (layout,) = comparing._simulated(2, 1, "memory")
-        options: dict[str, Any] = {"device": SLOW, "schedules": ["gpipe"], "balance": "memory"}
+        options: dict[str, Any] = {"device": SLOW, "schedules": ["gpipe"], "balance": "memory", "num_microbatches": 1}
         expected = simulate_plan(Net(), tokens, num_stages=2, optimizer_bytes_per_byte=kept, **options)
+        kind: Any = "shard" if shares_out else "replicate"
+        given = expected.plan  # so that pipelines of two devices are the fastest
+        found = compare_layouts(
+            Net(), tokens, num_devices=4, data_parallel=kind, replica_link=Link(bytes_per_second=1e4), plan=given, **options
+        )
+        layout = next(layout for layout in found.layouts if layout.num_ranks == 2)
         assert layout.chosen.peak_bytes == max(expected.simulations["gpipe"].peak_bytes)
-        plan = comparing.plan(layout)
-        assert plan.stages == expected.plan.stages
-        held.append((plan.num_held(0) - 1024 * WIDTH) / WIDTH**2)
+        assert found.plan.stages == expected.plan.stages
+        held.append((found.plan.num_held(0) - 1024 * WIDTH) / WIDTH**2)
     assert held == [1, 2]  # layers beside the embedding
 
 
@@ -209,16 +213,50 @@ def test_where_no_schedule_is_made_for_it_there_is_an_error() -> None:
         compared(1, schedules=["dualpipev"], num_microbatches=1)
 
 
-def test_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_the_step_is_traced_once_for_all_layouts_and_sizes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    traced = []
 
-    def telling(what: str) -> nullcontext[None]:
-        told.append(what)
-        return nullcontext()
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        traced.append(kwargs["rule"].num_stages)
+        return open_regions(*args, **kwargs)
 
-    monkeypatch.setattr("lightning_fxpipe.planner.layouts.telling", telling)
-    compared(1, schedules=["1f1b"], num_microbatches=1)
-    assert told == ["Simulating all stages and replicas"]
+    monkeypatch.setattr(recorded_step, "open_regions", opened)
+    with caplog.at_level("DEBUG", logger="lightning_fxpipe"):
+        found = compared(4)
+    assert any(text.startswith("Simulating all stages and replicas: ") for text in caplog.messages)  # and the seconds
+    assert len({layout.num_ranks for layout in found.layouts}) == 3
+    assert traced == [8]  # the most stages: two on each of four devices
+
+
+def test_a_graph_that_depends_on_the_size_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x) if len(x) > 4 else self.layers[0](self.layers(x))
+
+    found = {count: compared(1, model=Net(), num_microbatches=count).layouts[0] for count in (1, 2, 4)}
+    every = compared(1, model=Net()).layouts[0]
+    assert every.chosen == min((one.chosen for one in found.values()), key=lambda one: one.step_seconds)
+    per_microbatch = [found[count].chosen.step_seconds / count for count in (1, 2, 4)]
+    assert per_microbatch[2] > 0.6 * per_microbatch[1]  # half of the samples, in five layers in place of four
+
+
+def test_a_number_of_stages_that_the_devices_cannot_share_is_refused() -> None:
+    with pytest.raises(PartitionError, match="No layout has the stages that are given"):
+        compared(4, split_points=["1", "3"])
+
+
+def test_cuts_are_those_that_are_asked_for() -> None:
+    found = compared(4, split_points=["3"], schedules=["1f1b"])
+    assert [layout.num_ranks for layout in found.layouts] == [2]
+    assert [stage.first_module for stage in found.plan.stages] == ["0", "3"]
+    pinned = compared(2, stage_of={"2": -1}, schedules=["1f1b"], replica_link=Link(bytes_per_second=1e4)).plan
+    assert pinned.stages[1].first_module == "2"
 
 
 # ------------------------------------------------------------------ the plan

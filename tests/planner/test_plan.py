@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_fxpipe.errors import PartitionError
-from lightning_fxpipe.planner.plan import SCHEMA_VERSION, BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec
+from lightning_fxpipe.planner.plan import SCHEMA_VERSION, BoundaryTensor, PartitionPlan, RecomputedTensor, StageSpec, run_words
 from lightning_fxpipe.planner.stage_work import StageWork
 
 
@@ -167,7 +167,7 @@ def test_any_plan_survives_json(plan: PartitionPlan) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PartitionError, match=r"Cannot read the partition plan.*\n.*absent\.json"):
+    with pytest.raises(PartitionError, match=r"No such file: .*absent\.json"):
         PartitionPlan.load(tmp_path / "absent.json")
 
 
@@ -333,7 +333,7 @@ def test_modules_that_are_all_outside_are_named_not_their_parameters() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 16])
-def test_a_plan_of_long_names_fits_the_narrowest_terminal_and_breaks_no_word(num_stages: int) -> None:
+def test_a_plan_of_long_names_fits_the_narrowest_terminal_and_loses_nothing(num_stages: int) -> None:
     paths = [f"model.transformer.h.{i}.attn.rotary_embedding.original_projection.c_proj" for i in range(num_stages)]
     stages = tuple(
         dataclasses.replace(PLAN.stages[-1], index=i, first_module=path, last_module=f"model.transformer.h.{i}.mlp.c_proj")
@@ -346,8 +346,6 @@ def test_a_plan_of_long_names_fits_the_narrowest_terminal_and_breaks_no_word(num
     for stage in stages:
         assert stage.first_module in "".join(names)
         assert stage.last_module in "".join(names)
-    words = {word for stage in stages for path in (stage.first_module, stage.last_module) for word in path.split(".")}
-    assert {word for name in names for word in name.split(".")} <= words | {""}  # none is broken
     assert f" in {num_stages} stage{'s' * (num_stages > 1)};" in text
 
 
@@ -382,3 +380,27 @@ def test_plan_of_before_skips_is_read(tmp_path: Path) -> None:
     assert [[tensor.receiver_stage for tensor in stage.outputs] for stage in found.stages] == [[None, None], [None], []]
     assert [stage.skipping_bytes for stage in found.stages] == [0, 0, 0]
     assert "Sent past stages" not in str(found)
+
+
+def plan_of(sizes: list[int]) -> PartitionPlan:
+    shapes = {f"w{index}": (size,) for index, size in enumerate(sizes)}
+    stages = [
+        StageSpec(index=index, first_module="a", last_module="a", fqns=(f"w{index}",), num_parameters=size, outputs=())
+        for index, size in enumerate(sizes)
+    ]
+    return PartitionPlan(region="m", stages=tuple(stages), microbatch_size=2, parameter_shapes=shapes)
+
+
+def test_stages_without_parameters_or_with_most_of_them_are_warned_of() -> None:
+    assert "Warning" not in str(plan_of([3, 4, 2, 3]))
+    text = " ".join(str(plan_of([30, 0, 2, 0])).split())
+    assert "Warning: stages without parameters: 1, 3. Use fewer stages" in text
+    assert "Warning: stage 0 holds 3.8 times the mean" in text
+
+
+def test_a_run_is_described_by_schedule_microbatches_and_ranks() -> None:
+    plan = plan_of([1, 1, 1, 1])
+    assert run_words(plan, "1f1b", 1, [(3,), (2,), (1,), (0,)]) == (
+        "Schedule 1f1b, 1 microbatch of 2 samples; rank 0: stage 3, rank 1: stage 2,\n  rank 2: stage 1, rank 3: stage 0"
+    )
+    assert "microbatches of 2 samples; rank 0: stages 0 and 3," in run_words(plan, "v_half", None, [(0, 3), (1, 2)])

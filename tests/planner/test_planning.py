@@ -417,6 +417,21 @@ def test_more_stages_than_legal_cuts_is_an_error_with_counts() -> None:
     assert "at most 3 devices" in (caught.value.todo or "")
 
 
+def test_a_model_of_one_layer_is_told_so() -> None:
+    class OneLayer(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(4, 4)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.model(batch).sum()
+
+    with pytest.raises(PartitionError) as caught:
+        make_plan(OneLayer(), torch.randn(BATCH, 4), num_stages=2)
+    assert caught.value.what == "The model has one layer with parameters (`model`), so it cannot be split into 2 stages."
+    assert caught.value.todo == "Use devices=1, or num_stages=1 for data parallelism."
+
+
 def test_everything_that_can_be_opened_is_opened_before_giving_up() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
     plan = make_plan(model, torch.randn(BATCH, 4), num_stages=3)

@@ -33,10 +33,11 @@ def bar_of(capsys: pytest.CaptureFixture[str], num_steps: int = 3) -> str:
     return capsys.readouterr().err
 
 
-def test_lines_say_what_begins_and_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_fxpipe"), telling("Tracing the training step", after_seconds=0):
+def test_one_line_says_what_begins_and_at_debug_how_long_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "lightning_fxpipe"), telling("Tracing the training step", after_seconds=0):
         assert caplog.messages == ["Tracing the training step …"]
     assert caplog.messages[1:] == ["Tracing the training step: 0.0 s"]
+    assert [record.levelname for record in caplog.records] == ["INFO", "DEBUG"]
 
 
 def test_nothing_is_said_of_what_is_over_at_once(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

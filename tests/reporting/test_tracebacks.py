@@ -91,11 +91,23 @@ def test_a_refusal_that_is_caught_is_kept_by_nobody() -> None:
     assert hook.args[0] is sys.__excepthook__  # and not one around another for each
 
 
-def test_an_error_of_user_code_keeps_its_frames_but_those_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        run_to_the_end(mistake)
+def test_an_error_of_user_code_shows_the_users_frames_only(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The user's code runs within Lightning's, and calls torch's, which raises."""
+
+    def of_lightning() -> None:
+        torch.utils.checkpoint.checkpoint(mistake, use_reentrant=False)
+
+    with caplog.at_level(logging.DEBUG, logger="lightning_fxpipe"), pytest.raises(RuntimeError) as caught:
+        run_to_the_end(of_lightning)
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert names[-1] == "mistake"
+    assert names[-2:] == ["of_lightning", "mistake"]
+    assert "torch/utils/checkpoint.py" in caplog.text
+    sys.excepthook(type(caught.value), caught.value, caught.value.__traceback__)
+    printed = capsys.readouterr().err
+    assert "lightning_fxpipe/" not in printed
+    assert printed.splitlines()[-1].endswith("shows them at level DEBUG.")
 
 
 def test_an_error_of_the_package_itself_keeps_all_frames() -> None:

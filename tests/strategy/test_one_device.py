@@ -83,6 +83,16 @@ def test_nothing_deprecated_is_called_by_the_package(tmp_path: Path) -> None:
     assert [f"{w.filename}:{w.lineno}: {w.message}" for w in ours] == []
 
 
+def test_a_run_that_goes_on_with_another_number_of_stages_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning_fxpipe"):
+        for epochs, stages in ((1, 1), (2, 2), (3, 2)):
+            strategy = FxPipeStrategy(num_stages=stages, num_microbatches=2)
+            trainer = make_trainer(max_epochs=epochs, strategy=strategy, devices=1)
+            trainer.fit(LitModel("mlp"), make_loader("mlp"), ckpt_path=tmp_path / "a.ckpt" if epochs > 1 else None)
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert [text for text in caplog.messages if "Resumed" in text] == ["Resumed a checkpoint of 1 stage with 2."]
+
+
 class WithoutOptimizer(LitModel):
     def configure_optimizers(self) -> Any:
         return None

@@ -30,6 +30,7 @@ from lightning_fxpipe.errors import UnsupportedError
 from lightning_fxpipe.schedules.by_name import SCHEDULES
 from lightning_fxpipe.schedules.own_table import schedule_of_table
 from lightning_fxpipe.simulation import ActionTable
+from lightning_fxpipe.strategy.plan_report import report_plan
 from lightning_fxpipe.strategy.support import (
     check_batch_dim,
     check_converted,
@@ -41,7 +42,6 @@ from lightning_fxpipe.strategy.support import (
     check_trainer,
     placement_for,
     report_batch_norm,
-    report_plan,
 )
 from tests.lit import LitModel, make_trainer
 from tests.models import UNet
@@ -501,8 +501,22 @@ def reported(caplog: pytest.LogCaptureFixture, *, num_ranks: int, with_skips: bo
         device=torch.device("cpu"),
     )
     with caplog.at_level("INFO", "lightning_fxpipe"):
-        report_plan(make_plan(model, batch, num_stages=3), model, 4, placement, num_ranks, topology)
+        report_plan(
+            make_plan(model, batch, num_stages=3),
+            model,
+            schedule=SCHEDULES["1f1b"],
+            num_microbatches=4,
+            num_samples=None,
+            placement=placement,
+            ranks_per_machine=num_ranks,
+            topology=topology,
+        )
     return caplog.text
+
+
+def test_the_plan_says_the_schedule_and_which_rank_holds_which_stage(caplog: pytest.LogCaptureFixture) -> None:
+    out = reported(caplog, num_ranks=3, with_skips=False, has_tags=True)
+    assert "Schedule 1f1b, 4 microbatches of 2 samples; rank 0: stage 2, rank 1: stage 1" in out
 
 
 @pytest.mark.parametrize(
