@@ -15,7 +15,7 @@ import pytest
 from lightning_fxpipe.planner import partition
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "benchmarks" / "partition_quality.py"
+SCRIPT = ROOT / "benchmarks" / "partition_quality.py"
 (TABLE,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(encoding="utf-8"), flags=re.DOTALL)
 ROWS = [(line[:14].strip(), *line[14:].split()) for line in TABLE.splitlines() if re.search(r"\d\.\d{3}", line)]
 

@@ -1,7 +1,7 @@
 """Step time, memory and bytes of a U-Net in four stages: its skips sent directly, and from stage to stage.
 
-    python examples/benchmarks/skips_time.py                  # four processes
-    python examples/benchmarks/skips_time.py --schedule gpipe --width 32 --rounds 5
+    python benchmarks/skips_time.py                  # four processes
+    python benchmarks/skips_time.py --schedule gpipe --width 32 --rounds 5
 
 Both candidates run the same model on the same batches, in alternation, each in processes of its own with one thread each. A
 step's time is what ``step_time.py`` says. The table gives the median and the range over the rounds, ratios to the first

@@ -1,7 +1,7 @@
 """Step time of one GPT with what ``FxPipeStrategy(balance="auto")`` chooses, beside the defaults and numbers set by hand.
 
-    python examples/benchmarks/chosen_time.py                       # a compute-bound size
-    python examples/benchmarks/chosen_time.py --size wide --rounds 5
+    python benchmarks/chosen_time.py                       # a compute-bound size
+    python benchmarks/chosen_time.py --size wide --rounds 5
 
 The candidates run the same model on the same batches, in alternation, each in processes of its own with one thread each; what a
 step's time is, says ``step_time.py``. "compile" is the defaults with ``compile=True``. The table gives the median and the range

@@ -1,8 +1,8 @@
 """What a training step takes on one GPU: time, work of the host, waits of the host, memory.
 
-    python examples/benchmarks/gpu_time.py                     # a GPT of 200 M parameters in bf16
-    python examples/benchmarks/gpu_time.py --size tiny         # a step that the GPU does in less time than the host asks for it
-    python examples/benchmarks/gpu_time.py --accelerator cpu --size tiny     # whether the program itself is in order
+    python benchmarks/gpu_time.py                     # a GPT of 200 M parameters in bf16
+    python benchmarks/gpu_time.py --size tiny         # a step that the GPU does in less time than the host asks for it
+    python benchmarks/gpu_time.py --accelerator cpu --size tiny     # whether the program itself is in order
 
 All candidates train the same GPT on the same batches, in one process and in alternation:
 

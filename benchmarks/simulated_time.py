@@ -1,7 +1,7 @@
 """A step's simulated time against its measured one: a GPT in two processes, under four schedules.
 
-    python examples/benchmarks/simulated_time.py                       # three sizes
-    python examples/benchmarks/simulated_time.py --sizes large --rounds 20
+    python benchmarks/simulated_time.py                       # three sizes
+    python benchmarks/simulated_time.py --sizes large --rounds 20
 
 A round first measures what the parts take by themselves: each process runs its own stages, a microbatch at a time (all of them
 for GPipe, which keeps them all), both at the same moment, so that they share the machine as they do later; and it runs the

@@ -1,7 +1,7 @@
 """What ``FxPipeStrategy(balance="auto")`` foretells of a step, beside what the step really takes: a GPT in two processes.
 
-    python examples/benchmarks/foretold_time.py                       # three sizes, four schedules
-    python examples/benchmarks/foretold_time.py --sizes small --rounds 5
+    python benchmarks/foretold_time.py                       # three sizes, four schedules
+    python benchmarks/foretold_time.py --sizes small --rounds 5
 
 In each run the layers are timed, cuts are chosen for one schedule and number of microbatches, a step is simulated, and then
 steps are recorded (``record=``). Both times go from the first action of any rank to the end of the last; with GPipe the loss is

@@ -1,8 +1,8 @@
 """What ``Trainer(strategy="fxpipe")`` spends in a step besides the pipeline itself, by part.
 
-    python examples/benchmarks/overhead.py                              # a tiny GPT, three stages
-    python examples/benchmarks/overhead.py --size all --brief           # five sizes, a line for each rank
-    python examples/benchmarks/overhead.py --size modules5000 --microbatches 16 --output overhead.json
+    python benchmarks/overhead.py                              # a tiny GPT, three stages
+    python benchmarks/overhead.py --size all --brief           # five sizes, a line for each rank
+    python benchmarks/overhead.py --size modules5000 --microbatches 16 --output overhead.json
 
 A step's time is divided among parts, and a part's time is without that of parts inside. Each rank's main thread keeps the time
 that it works (``time.thread_time``), which other programs change little, and the time that it waits besides. What one device or

@@ -1,7 +1,7 @@
 """Step time and memory of one GPT: one process, a hand-written pipeline, and ``Trainer(strategy="fxpipe")``.
 
-    python examples/benchmarks/step_time.py                       # a compute-bound size, two processes
-    python examples/benchmarks/step_time.py --stages 2 --microbatches 16 --rounds 5
+    python benchmarks/step_time.py                       # a compute-bound size, two processes
+    python benchmarks/step_time.py --stages 2 --microbatches 16 --rounds 5
 
 Four candidates run the same model on the same batches, in alternation (A B C D A B C D ...):
 
@@ -193,7 +193,7 @@ def run_worker(candidate: str, output: Path, work: Work) -> None:
 
 def make_model(work: Work) -> Any:
     """The example's GPT, without tied weights: the hand-written loop would have to sum their gradients."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import torch
     from byte_lm import GPT
 

@@ -1,7 +1,7 @@
 """What batches of another length in every step cost, against batches of one length.
 
-    python examples/benchmarks/shapes_time.py                    # a compute-bound size, two processes
-    python examples/benchmarks/shapes_time.py --rounds 40 --dim 192
+    python benchmarks/shapes_time.py                    # a compute-bound size, two processes
+    python benchmarks/shapes_time.py --rounds 40 --dim 192
 
 One run of ``Trainer(strategy="fxpipe")`` trains the example's GPT. Each round has three steps: one on a batch of the fixed
 length, one on a batch of a length that was never seen before, and one of that length again. The new lengths come in pairs with
@@ -23,7 +23,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
 from step_time import Work, loss_of, make_model, make_optimizer, make_trainer, spread  # noqa: E402
 
 from lightning_fxpipe.reporting.table import render_table  # noqa: E402

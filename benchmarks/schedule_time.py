@@ -1,7 +1,7 @@
 """Step time and memory of one GPT by the schedule of ``Trainer(strategy="fxpipe")``, beside what the simulator expects.
 
-    python examples/benchmarks/schedule_time.py                          # two processes, five schedules
-    python examples/benchmarks/schedule_time.py --schedules gpipe zb_h1 --rounds 5
+    python benchmarks/schedule_time.py                          # two processes, five schedules
+    python benchmarks/schedule_time.py --schedules gpipe zb_h1 --rounds 5
 
 The candidates run the same model on the same batches, in alternation, each in processes of its own with one thread each; what a
 step's time is, says ``step_time.py``. The table gives the median and the range over the rounds, ratios to the first schedule

@@ -1,8 +1,8 @@
 """How long a run takes from the start of its processes to the end of its first batch: Lightning's DDP and fxpipe.
 
-    python examples/benchmarks/start_time.py                                  # a tiny GPT, two processes
-    python examples/benchmarks/start_time.py --model llama --layers 24 --rounds 5
-    python examples/benchmarks/start_time.py --model llama_without_cache --layers 24
+    python benchmarks/start_time.py                                  # a tiny GPT, two processes
+    python benchmarks/start_time.py --model llama --layers 24 --rounds 5
+    python benchmarks/start_time.py --model llama_without_cache --layers 24
 
 Two candidates train the same module on the same batches, in alternation (A B A B ...):
 
@@ -222,7 +222,7 @@ def make_module(work: Work) -> Any:
 
 def make_gpt(work: Work) -> Any:
     """The example's."""
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     from byte_lm import GPT
 
     return GPT(work.dim, work.layers, 4, work.context)

@@ -1,7 +1,7 @@
 """How long it takes to plan a model that nobody could load: transformers on the meta device.
 
-    python examples/benchmarks/plan_time.py                                   # 100 to 1,000 layers, for 64 stages
-    python examples/benchmarks/plan_time.py --layers 126 --stages 64 512 --llama-405b
+    python benchmarks/plan_time.py                                   # 100 to 1,000 layers, for 64 stages
+    python benchmarks/plan_time.py --layers 126 --stages 64 512 --llama-405b
 
 "Plan" is ``make_plan``: trace, partition, boundaries. "Simulated" is ``simulate_plan``: that, the costs of each unit, and 1F1B.
 Each runs in a process of its own; memory is the most that it had resident, the imports among it.

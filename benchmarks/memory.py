@@ -1,7 +1,7 @@
 """Peak memory of each rank, as a ratio to its share of the model and a fixed base.
 
-    python examples/benchmarks/memory.py                            # 1 GiB, two and four stages
-    python examples/benchmarks/memory.py --layers 64 --stages 4     # 2 GiB
+    python benchmarks/memory.py                            # 1 GiB, two and four stages
+    python benchmarks/memory.py --layers 64 --stages 4     # 2 GiB
 
 The model is made in four ways:
 

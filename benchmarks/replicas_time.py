@@ -1,7 +1,7 @@
 """Step time and memory of one GPT with Lightning's DDP, and with as many replicas of ``FxPipeStrategy(num_stages=...)``.
 
-    python examples/benchmarks/replicas_time.py                         # two devices: DDP, and two replicas of one stage
-    python examples/benchmarks/replicas_time.py --devices 4 --stages 2  # two replicas of two stages, and DDP with four devices
+    python benchmarks/replicas_time.py                         # two devices: DDP, and two replicas of one stage
+    python benchmarks/replicas_time.py --devices 4 --stages 2  # two replicas of two stages, and DDP with four devices
 
 The candidates train the same model on the same batches, in alternation, each device a process of its own with one thread. With
 several stages DDP has more replicas, so that each device has as many samples. What a step's time is, says ``step_time.py``. The
