@@ -1,4 +1,4 @@
-"""Step time of one GPT with what ``FxPipeStrategy(balance="auto")`` chooses, beside the defaults and numbers set by hand.
+"""Step time of one GPT with what ``FxPipeStrategy(balance="auto")`` chooses, compared with the defaults and other numbers.
 
     python benchmarks/chosen_time.py                       # a compute-bound size
     python benchmarks/chosen_time.py --size wide --rounds 5

@@ -13,8 +13,8 @@ The model is made in four ways:
 Each runs in processes of its own with one thread each. What is measured is the largest resident set (``VmHWM``), which is
 reset between phases: from the start of the process until training starts (with ``resume``, the checkpoint has been read by
 then), while a checkpoint is saved before the first step, and in the first steps. The base is the same of a run with a model of
-a few kilobytes. The ratio is the peak by (model / stages + base), of the worst rank. Training holds the gradients beside the
-weights: there it is to 2 x model / stages + base. The optimizer is SGD without momentum.
+a few kilobytes. The ratio is the peak by (model / stages + base), of the worst rank. Training holds weights and
+gradients: there it is to 2 x model / stages + base. The optimizer is SGD without momentum.
 
 A second table has what a training step takes with each schedule, whose activations are no small part then, and its ratio to
 

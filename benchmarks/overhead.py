@@ -1,11 +1,11 @@
-"""What ``Trainer(strategy="fxpipe")`` spends in a step besides the pipeline itself, by part.
+"""Host time of ``Trainer(strategy="fxpipe")`` in a step outside of the pipeline itself, by part.
 
     python benchmarks/overhead.py                              # a tiny GPT, three stages
     python benchmarks/overhead.py --size all --brief           # five sizes, a line for each rank
     python benchmarks/overhead.py --size modules5000 --microbatches 16 --output overhead.json
 
 A step's time is divided among parts, and a part's time is without that of parts inside. Each rank's main thread keeps the time
-that it works (``time.thread_time``), which other programs change little, and the time that it waits besides. What one device or
+that it works (``time.thread_time``), which other programs change little, and the time that it waits. What one device or
 a pipeline written by hand would need, too, is not the strategy's: what the stages and the user's step take by themselves,
 autograd's backward pass, torch's schedule, the optimizer's kernel, Lightning's loops and the user's own loader. Everything else
 is: what it adds to the step and the stages while they run, votes, waiting outside of the schedule, the loader's wrapper,
@@ -144,7 +144,7 @@ def loss_of(output: Any, targets: Any) -> Any:
 
 @dataclass
 class Spent:
-    """Seconds that a thread has worked, and those that it has waited besides."""
+    """Seconds that a thread has worked, and seconds that it has waited in addition."""
 
     worked: float = 0.0
     waited: float = 0.0

@@ -1,4 +1,4 @@
-"""How long it takes to plan a model that nobody could load: transformers on the meta device.
+"""Time to plan models that are too large to load: transformers on the meta device.
 
     python benchmarks/plan_time.py                                   # 100 to 1,000 layers, for 64 stages
     python benchmarks/plan_time.py --layers 126 --stages 64 512 --llama-405b

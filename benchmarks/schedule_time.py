@@ -1,4 +1,4 @@
-"""Step time and memory of one GPT by the schedule of ``Trainer(strategy="fxpipe")``, beside what the simulator expects.
+"""Step time and memory of one GPT by the schedule of ``Trainer(strategy="fxpipe")``, compared with the simulator.
 
     python benchmarks/schedule_time.py                          # two processes, five schedules
     python benchmarks/schedule_time.py --schedules gpipe zb_h1 --rounds 5

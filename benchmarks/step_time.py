@@ -228,7 +228,7 @@ def make_optimizer(parameters: Any) -> Any:
 
 def make_trainer(work: Work, callback: Any, **options: Any) -> Any:
     """A Trainer with a pipeline of the work's stages, that does nothing but train and call the callback; ``options`` are the
-    strategy's, in place of the work's or besides."""
+    strategy's, and override those of the work."""
     import lightning as L
 
     from lightning_fxpipe import FxPipeStrategy

@@ -1,12 +1,13 @@
 """Pages of the site that are generated from the code: the home page, options, command line, Python API and errors.
 
-A page asks for its part by a line ``<!-- generated: NAME -->``. The first sentence of each part below says what it is made from.
+A page contains a line ``<!-- generated: NAME -->`` for each part; the docstrings below name the source of each.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import inspect
 import io
 import os
@@ -18,15 +19,11 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lightning_fxpipe"
 REPOSITORY = "https://github.com/lightning-fxpipe/lightning-fxpipe/blob/main"
+OTHER_MESSAGES = {"inform": "Log lines", "warn": "Warnings"}
 COMMANDS = ("plan", "simulate", "layouts", "inspect", "convert", "doctor")
-OPTION_GROUPS = {
-    "Start here": ("num_stages", "num_microbatches", "schedule", "balance", "activation_checkpointing", "device_memory_gib"),
-    "Partition": ("stages_per_rank", "split_points", "stage_of", "device_speeds", "plan"),
-    "Loss and batch": ("loss_reduction", "loss_weight", "batch_dim"),
-    "Memory and speed": ("shard_optimizer_state", "compile"),
-    "Checkpoints": ("gather_after_run", "save_distributed_checkpoint", "async_save"),
-    "Processes": ("process_group_backend", "timeout", "start_method"),
-}
+EXPORTING = ("lightning_fxpipe", "lightning_fxpipe.simulation", "lightning_fxpipe.pictures")
+# "- Memory and speed: ``compile``, ...", over one line or several.
+_GROUP = re.compile(r"^ *- ([^:`]+): ((?:``\w+``[,\s]*)+)", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
@@ -42,21 +39,23 @@ def home() -> str:
 
 
 def options() -> str:
-    """The signature and docstring of ``FxPipeStrategy``, grouped by purpose."""
+    """The signature and docstring of ``FxPipeStrategy``, in the groups that the docstring lists."""
     import docstring_parser
 
     from lightning_fxpipe import FxPipeStrategy
 
+    text = FxPipeStrategy.__doc__ or next(kind.__doc__ for kind in FxPipeStrategy.__mro__ if kind.__doc__) or ""
     parameters = inspect.signature(FxPipeStrategy).parameters
-    parsed = docstring_parser.parse(FxPipeStrategy.__doc__ or inspect.getdoc(FxPipeStrategy.__mro__[1]) or "")
-    meanings = {parameter.arg_name: " ".join((parameter.description or "").split()) for parameter in parsed.params}
-    grouped = {name for names in OPTION_GROUPS.values() for name in names}
-    groups = {**OPTION_GROUPS, "More": tuple(name for name in parameters if name not in grouped)}
+    described = docstring_parser.parse(text).params
+    meanings = {each.arg_name: " ".join((each.description or "").split()) for each in described}
+    groups = {title: re.findall(r"``(\w+)``", names) for title, names in _GROUP.findall(text.partition("Args:")[0])}
+    grouped = {name for names in groups.values() for name in names}
+    groups["More"] = [name for name in parameters if name not in grouped]
     lines = []
     for title, names in groups.items():
-        if rows := [name for name in names if name in parameters]:
+        if names:
             lines += [f"## {title}", "", "| Option | Meaning | Default |", "|---|---|---|"]
-            lines += [f"| `{name}` | {_cell(meanings[name])} | `{parameters[name].default!r}` |" for name in rows]
+            lines += [f"| `{name}` | {_cell(meanings[name])} | `{parameters[name].default!r}` |" for name in names]
             lines.append("")
     return "\n".join(lines)
 
@@ -81,25 +80,29 @@ def command_line() -> str:
 
 
 def python_api() -> str:
-    """What ``lightning_fxpipe`` exports, by mkdocstrings."""
-    import lightning_fxpipe
-
-    names = sorted(lightning_fxpipe.__all__, key=str.lower)
-    return "\n\n".join(f"::: lightning_fxpipe.{name}" for name in names)
+    """The names that the package and two subpackages export, by mkdocstrings."""
+    lines = []
+    for module in EXPORTING:
+        if names := sorted(getattr(importlib.import_module(module), "__all__", ()), key=str.lower):
+            lines += [f"## {module}", *(f"::: {module}.{name}" for name in names)]
+    return "\n\n".join(lines)
 
 
 def errors() -> str:
-    """The messages in the package's source: every call of one of its error classes with a message."""
+    """The messages in the package's source: every call of one of its error classes, ``warn`` and ``inform`` with a message."""
     kinds = {kind.name for kind in ast.walk(_tree(PACKAGE / "errors.py")) if isinstance(kind, ast.ClassDef)}
+    kinds |= {*OTHER_MESSAGES}
     found: dict[str, set[tuple[str, str]]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for kind, what, todo in _messages(_tree(path), kinds):
             found.setdefault(kind, set()).add((what, todo))
     lines = []
-    for kind in sorted(found):
-        lines += [f"## {kind}", "", "| Message | What to do |", "|---|---|"]
-        lines += [f"| {_cell(what)} | {_cell(todo)} |" for what, todo in sorted(found[kind])]
-        lines.append("")
+    for kind in sorted(found):  # error classes are capitalised, so they precede functions
+        if kind in OTHER_MESSAGES:
+            lines += [f"## {OTHER_MESSAGES[kind]}", "", *(f"- {_cell(what)}" for what, _ in sorted(found[kind])), ""]
+        else:
+            lines += [f"## {kind}", "", "| Message | What to do |", "|---|---|"]
+            lines += [*(f"| {_cell(what)} | {_cell(todo)} |" for what, todo in sorted(found[kind])), ""]
     return "\n".join(lines)
 
 

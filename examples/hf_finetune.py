@@ -1,6 +1,6 @@
 """Fine-tunes a causal language model of Hugging Face as a pipeline.
 
-    python examples/hf_finetune.py                                    # a tiny Llama without pretrained weights, two CPU processes
+    python examples/hf_finetune.py                                    # a tiny Llama with random weights, two CPU processes
     python examples/hf_finetune.py --model Qwen/Qwen3-4B --accelerator gpu --devices 4 --precision bf16-true
 
 The text is the source of Python's standard library, one byte per token for the tiny model.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BENCHMARKS = EXAMPLES.parent / "benchmarks"
@@ -75,6 +77,18 @@ def test_the_program_ends_well_where_no_validation_has_run(tmp_path: Path) -> No
 def test_the_program_ends_well_with_what_a_newcomer_tries(tmp_path: Path, flags: list[str]) -> None:
     subcommand, *rest = flags
     assert "Traceback" not in train(tmp_path, subcommand, "lm_fxpipe.yaml", *rest)
+
+
+def test_fine_tuning_gives_the_loss_of_one_device_and_a_model_to_load(tmp_path: Path) -> None:
+    losses = {}
+    for devices in (1, 2):
+        command = [sys.executable, EXAMPLES / "hf_finetune.py", "--steps=3", f"--devices={devices}", "--output=saved"]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
+        (losses[devices],) = re.findall(r"Loss after 3 steps: ([\d.]+)", run.stdout)
+    assert losses[1] == losses[2]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert sum(parameter.numel() for parameter in saved.parameters()) > 100_000
 
 
 @pytest.mark.slow
@@ -178,14 +192,14 @@ def test_the_benchmark_of_what_is_chosen_compares_it() -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_of_what_is_foretold_compares_it_with_what_is_measured() -> None:
-    command = [sys.executable, BENCHMARKS / "foretold_time.py", "--sizes", "small", "--rounds=1", "--steps=3"]
+def test_the_benchmark_of_predictions_compares_them_with_measured_steps() -> None:
+    command = [sys.executable, BENCHMARKS / "predicted_time.py", "--sizes", "small", "--rounds=1", "--steps=3"]
     run = subprocess.run([*command, "--schedules", "gpipe", "zb_h1"], capture_output=True, text=True, timeout=280)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.split() for line in run.stdout.splitlines() if line.split()[:1] == ["small"]]
     assert [row[1] for row in rows] == ["gpipe", "zb_h1"]
-    for _, _, foretold, measured, *_ in rows:
-        assert 0 < float(foretold) < 10 * float(measured)
+    for _, _, predicted, measured, *_ in rows:
+        assert 0 < float(predicted) < 10 * float(measured)
 
 
 @pytest.mark.slow

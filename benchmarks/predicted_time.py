@@ -1,12 +1,12 @@
-"""What ``FxPipeStrategy(balance="auto")`` foretells of a step, beside what the step really takes: a GPT in two processes.
+"""Predictions of ``FxPipeStrategy(balance="auto")`` compared with measured steps: a GPT in two processes.
 
-    python benchmarks/foretold_time.py                       # three sizes, four schedules
-    python benchmarks/foretold_time.py --sizes small --rounds 5
+    python benchmarks/predicted_time.py                       # three sizes, four schedules
+    python benchmarks/predicted_time.py --sizes small --rounds 5
 
 In each run the layers are timed, cuts are chosen for one schedule and number of microbatches, a step is simulated, and then
 steps are recorded (``record=``). Both times go from the first action of any rank to the end of the last; with GPipe the loss is
 between these when it is measured, and nowhere when it is simulated. The table gives the medians over the rounds of a run's
-median over its steps, and the ratio foretold / measured within each round.
+median over its steps, and the ratio predicted / measured within each round.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def main() -> None:
         for index in range(options.rounds):
             for schedule in options.schedules:
                 found[schedule].append(launch(size, schedule, options.steps or SIZES[size].steps))
-                foretold, measured = found[schedule][-1]
-                told = f"foretold {foretold:.1f}, measured {measured:.1f} ms"
-                print(f"round {index + 1}/{options.rounds}  {size} {schedule}: {told}", file=sys.stderr, flush=True)
+                predicted, measured = found[schedule][-1]
+                line = f"predicted {predicted:.1f}, measured {measured:.1f} ms"
+                print(f"round {index + 1}/{options.rounds}  {size} {schedule}: {line}", file=sys.stderr, flush=True)
         for schedule, pairs in found.items():
             middle = [f"{statistics.median(values):.0f}" for values in zip(*pairs, strict=True)]
-            rows.append((size, schedule, *middle, spread([foretold / measured for foretold, measured in pairs], "{:.3f}")))
-    headers = ("Size", "Schedule", "Foretold ms", "Measured ms", "Ratio")
-    print(render_table("A step: foretold and measured", headers, rows, right_aligned=headers[2:]))
+            rows.append((size, schedule, *middle, spread([predicted / measured for predicted, measured in pairs], "{:.3f}")))
+    headers = ("Size", "Schedule", "Predicted ms", "Measured ms", "Ratio")
+    print(render_table("A step: predicted and measured", headers, rows, right_aligned=headers[2:]))
 
 
 def launch(size: str, schedule: str, steps: int) -> tuple[float, float]:
-    """Milliseconds of a step, foretold and measured."""
+    """Milliseconds of a step, predicted and measured."""
     with tempfile.TemporaryDirectory() as folder:
         run_ranks([__file__, "--worker", size, schedule, str(steps)], folder, SIZES[size].stages)
         reports = [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(SIZES[size].stages)]
     (report,) = (report for report in reports if report)  # of rank 0, which writes the recording
-    return report["foretold"], report["measured"]
+    return report["predicted"], report["measured"]
 
 
 def run_worker(size: str, schedule: str, steps: str, output: str) -> None:
@@ -89,7 +89,7 @@ def run_worker(size: str, schedule: str, steps: str, output: str) -> None:
                 if "simulated" not in timeline.label
             ]
             seconds = [max(s.end_seconds for s in of_step) - min(s.start_seconds for s in of_step) for of_step in spans]
-            report = {"foretold": 1e3 * strategy.plan.chosen.step_seconds, "measured": 1e3 * statistics.median(seconds)}
+            report = {"predicted": 1e3 * strategy.plan.chosen.step_seconds, "measured": 1e3 * statistics.median(seconds)}
     Path(output).write_text(json.dumps(report))
 
 
